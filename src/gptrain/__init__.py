@@ -1,0 +1,1 @@
+"""Multi-GPU training of GPT language models with PyTorch Lightning and Hydra."""
