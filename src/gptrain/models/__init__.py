@@ -1,0 +1,35 @@
+"""What is learned. Plain torch: no lightning, no hydra, no torch.distributed.
+
+A net is any `nn.Module` with
+
+    forward(tokens: (B, T) int64) -> logits (B, T, V)
+
+and nothing else is required: it trains on one device and under DDP. Each optional attribute opens
+more, and what a net lacks is named in the error of the strategy that needs it:
+
+`hidden(tokens) -> (B, T, D)`, and `head: nn.Linear(D, V)` with `forward == head(hidden)`
+    the chunked loss, which never holds the logits whole
+`blocks: nn.ModuleList`
+    FSDP2 by block, activation checkpointing, compiling by block, Muon
+`embed(tokens) -> (B, T, D)` and `norm`, with `forward == head(norm(blocks(embed)))`
+    pipeline parallelism
+`tensor_plan: ClassVar[dict[str, str]]`, pattern of a submodule's name -> role, and `n_heads`
+    tensor parallelism
+`init_parameter(name, tensor)`
+    construction on the meta device, one parameter at a time
+`vocab_size`, `max_seq_len`
+    a check against the data before anything starts
+
+Roles of `tensor_plan` (names match by `fnmatch`):
+`colwise` splits a linear layer's outputs, `rowwise` its inputs and sums the partial results,
+`vocab_embedding` splits the rows of the token table, `vocab_head` the outputs of the head,
+`sequence` works on each position alone, so that it may be given a slice of the sequence.
+
+`init_parameter` fills one whole parameter in place, a pure function of its name and of the seed that
+the net drew when it was made: the same seed gives the same weights whatever device or shard they are
+made on, in whatever order.
+"""
+
+from gptrain.models.simple_gpt import SimpleGPT
+
+__all__ = ["SimpleGPT"]
