@@ -1,0 +1,180 @@
+"""Which samples a rank reads, in which order: pure functions of (seed, epoch, position).
+
+Nothing is drawn, stored or shuffled. The order of an epoch is a keyed permutation that is
+evaluated at the positions needed, so that the place in the data is one integer, equal on all
+ranks, and survives a restart with other workers, or with another number of ranks at the same
+global batch.
+
+# N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from gptrain.data.errors import DataError
+from gptrain.data.mix import mix64, stream, stream_key
+
+IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
+_ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
+_BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
+
+
+class SampleOrder:
+    """A permutation of N samples for every epoch, in O(1) memory.
+
+    A Feistel network permutes 2^bits >= N values; a value that falls outside is sent through
+    again until it falls inside (cycle walking, fewer than 2 turns on average), which leaves a
+    permutation of exactly N.
+    """
+
+    def __init__(self, n_samples: int, seed: int) -> None:
+        if n_samples < 1:
+            raise DataError(f"{n_samples} sequences: nothing to train on")
+        self.n_samples, self.seed = n_samples, seed
+        bits = max(2, (n_samples - 1).bit_length())
+        self._width = np.uint64(bits // 2)  # of the lower half
+        self._low = np.uint64(2 ** (bits // 2) - 1)
+        self._high = np.uint64(2 ** (bits - bits // 2) - 1)
+
+    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """The samples at these positions of an epoch, int64, in the shape of `positions`."""
+        positions = np.asarray(positions)
+        if positions.size and not 0 <= positions.min() <= positions.max() < self.n_samples:
+            raise IndexError(f"positions beyond the {self.n_samples} samples of an epoch")
+        keys = mix64(stream(stream_key(self.seed, epoch), _ROUNDS))
+        samples = self._permute(positions.astype(np.uint64).ravel(), keys)
+        while (outside := np.flatnonzero(samples >= self.n_samples)).size:
+            samples[outside] = self._permute(samples[outside], keys)
+        return samples.astype(np.int64).reshape(positions.shape)
+
+    def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        low, high = values & self._low, values >> self._width
+        for key_low, key_high in keys.reshape(-1, 2):
+            low ^= mix64(high + key_low) & self._low
+            high ^= mix64(low + key_high) & self._high
+        return high << self._width | low
+
+
+class TrainBatches:
+    """A batch sampler: this rank's micro-batches, from any position of the run.
+
+    Step s of an epoch takes exactly the positions [s G, (s+1) G) of its permutation; micro-step
+    m of rank r takes B of them at s G + (m W + r) B. So a step's samples depend on G alone, not
+    on how they are dealt. The last N mod G of an epoch's order, other samples each time, are
+    left out on all ranks alike.
+
+    Args:
+        order: the permutations.   accumulate: micro-batches per optimizer step, A.
+        position: micro-batches that each rank has consumed in the whole run, asked for each
+            time an iterator is made; 0 for a fresh run.
+    Raises: DataError if one step needs more samples than there are.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        batch_size: int,
+        accumulate: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        position: Callable[[], int] = lambda: 0,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
+        self.global_batch_size = batch_size * world_size * accumulate
+        self.steps_per_epoch = order.n_samples // self.global_batch_size
+        if self.steps_per_epoch == 0:
+            raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
+        self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
+        self.rank, self.world_size, self.position = rank, world_size, position
+
+    def __len__(self) -> int:
+        """Micro-batches in a whole epoch, equal on all ranks."""
+        return self.accumulate * self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """From `position()` to the end of the epoch that it lies in."""
+        return self._batches(*divmod(self.position(), len(self)))  # asked now, not at first next
+
+    def _batches(self, epoch: int, first: int) -> Iterator[list[int]]:
+        per_block = max(1, _BLOCK // self.batch_size)
+        for start in range(first, len(self), per_block):
+            micro_steps = np.arange(start, min(start + per_block, len(self)))
+            positions = self._positions(micro_steps * self.world_size + self.rank)
+            yield from self.order.index(epoch, positions).tolist()
+
+    def step_samples(self, step: int) -> np.ndarray:
+        """All samples of optimizer step `step`, counted over the whole run: (A, W, B).
+
+        `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
+        """
+        epoch, step = divmod(step, self.steps_per_epoch)
+        slots = step * self.accumulate * self.world_size + np.arange(
+            self.accumulate * self.world_size
+        ).reshape(self.accumulate, self.world_size)
+        return self.order.index(epoch, self._positions(slots))
+
+    def _positions(self, slots: np.ndarray) -> np.ndarray:
+        """The B positions of each slot, slot = micro_step * W + rank: (..., B)."""
+        return slots.reshape(*slots.shape, 1) * self.batch_size + np.arange(self.batch_size)
+
+
+class EvalBatches:
+    """A batch sampler in file order: every sample once, over all ranks together.
+
+    All ranks yield equally many batches of equal size; where samples run out the index is -1,
+    which `PaddedDataset` turns into targets that are not counted.
+    """
+
+    def __init__(self, n_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
+        self.n_samples, self.batch_size = n_samples, batch_size
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return -(-self.n_samples // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            start = (batch * self.world_size + self.rank) * self.batch_size
+            places = range(start, start + self.batch_size)
+            yield [place if place < self.n_samples else -1 for place in places]
+
+
+class PaddedDataset(Dataset):
+    """A data set in which index -1 is sample 0 with every target -100: no loss counts it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample: tokens (T,) and targets (T,), int64."""
+        tokens, targets = self.__getitems__([index])
+        return tokens[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch: tokens (B, T) and targets (B, T), int64."""
+        tokens, targets = fetch(self.dataset, [max(index, 0) for index in indices])
+        padding = torch.tensor(indices) < 0  # (B,)
+        return tokens, targets.masked_fill(padding[:, None], IGNORE)
+
+
+def fetch(dataset: Dataset, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """A batch of any data set of the contract, in one call where it offers `__getitems__`."""
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(indices))
+    return collate([dataset[index] for index in indices])
+
+
+def collate(batch: Any) -> Any:
+    """A data loader's `collate_fn`: batches made by `__getitems__` pass, samples are stacked."""
+    return default_collate(batch) if isinstance(batch, list) else batch

@@ -1,0 +1,87 @@
+"""Dummy samples are pure in (seed, i), uniform, and the same one by one or batched."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gptrain.data import DummyTextDataset
+
+MASK = 2**64 - 1
+
+
+def mixed(value):
+    """SplitMix64's output function in plain integers."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
+    return value ^ (value >> 31)
+
+
+def test_targets_are_tokens_moved_by_one():
+    tokens, targets = DummyTextDataset(10, seq_len=128)[3]
+    assert tokens.shape == targets.shape == (127,)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(tokens[1:], targets[:-1])
+
+
+def test_one_by_one_and_batched_samples_are_equal():
+    dataset = DummyTextDataset(100, seq_len=17, vocab_size=50257, seed=7)
+    picked = [99, 0, 5, 5]
+    tokens, targets = dataset.__getitems__(picked)
+    assert tokens.shape == (4, 16) and tokens.is_contiguous() and targets.is_contiguous()
+    for row, index in enumerate(picked):
+        assert torch.equal(tokens[row], dataset[index][0])
+        assert torch.equal(targets[row], dataset[index][1])
+
+
+def test_a_sample_depends_on_seed_and_index_alone():
+    short, long = DummyTextDataset(5, seq_len=16, seed=3), DummyTextDataset(9, seq_len=64, seed=3)
+    assert torch.equal(short[4][0], long[4][0][:15])
+    assert not torch.equal(short[4][0], short[3][0])
+    assert not torch.equal(short[4][0], DummyTextDataset(5, seq_len=16, seed=4)[4][0])
+
+
+def test_tokens_are_the_documented_hash():
+    seed, index, vocab_size = 11, 6, 1000
+    start = mixed((index * 0x9E3779B97F4A7C15 + mixed((seed + 0x9E3779B97F4A7C15) & MASK)) & MASK)
+    expected = [
+        (mixed((start + p * 0x9E3779B97F4A7C15) & MASK) >> 32) * vocab_size >> 32
+        for p in range(1, 9)
+    ]
+    tokens, targets = DummyTextDataset(9, seq_len=8, vocab_size=vocab_size, seed=seed)[index]
+    assert [*tokens.tolist(), targets[-1].item()] == expected
+
+
+def test_tokens_are_uniform_over_the_vocabulary():
+    vocab_size, draws = 50, 200_000
+    tokens, _ = DummyTextDataset(200, seq_len=1001, vocab_size=vocab_size).__getitems__(range(200))
+    counts = np.bincount(tokens.flatten(), minlength=vocab_size)
+    chi2 = ((counts - draws / vocab_size) ** 2 / (draws / vocab_size)).sum()
+    # chi2 with 49 degrees of freedom has mean 49 and deviation sqrt(98); five of them.
+    assert abs(chi2 - 49) < 5 * math.sqrt(98)
+
+
+def test_neighbouring_tokens_and_samples_are_independent():
+    tokens, targets = DummyTextDataset(300, seq_len=301, vocab_size=2).__getitems__(range(300))
+    for one, other in [(tokens, targets), (tokens[1:], tokens[:-1])]:
+        agree = (one == other).double().mean().item()
+        assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(one.numel())  # five deviations
+
+
+@pytest.mark.parametrize("index", [10, -11, 2**40])
+def test_an_index_outside_is_an_index_error(index):
+    with pytest.raises(IndexError, match="there are 10"):
+        DummyTextDataset(10)[index]
+
+
+def test_a_data_set_iterates_to_its_end():
+    dataset = DummyTextDataset(7)
+    assert len(list(dataset)) == len(dataset) == 7
+    assert torch.equal(dataset[-1][0], dataset[6][0])
+
+
+@pytest.mark.parametrize("wrong", [{"num_samples": 0}, {"seq_len": 1}, {"vocab_size": 2**31}])
+def test_sizes_that_cannot_be_are_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DummyTextDataset(**wrong)

@@ -1,0 +1,235 @@
+"""Samples are dealt without overlap, without loss, and the same however they are split."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from gptrain.data import (
+    DataError,
+    DummyTextDataset,
+    EvalBatches,
+    PaddedDataset,
+    SampleOrder,
+    TrainBatches,
+    collate,
+)
+
+
+def epoch_of(n_samples, seed=0, epoch=0):
+    return SampleOrder(n_samples, seed).index(epoch, np.arange(n_samples))
+
+
+def run_of(order, n_epochs, **split):
+    """All micro-batches of a run from its beginning, as a list."""
+    consumed = [0]
+    batches = TrainBatches(order, position=lambda: consumed[0], **split)
+    seen = []
+    for _ in range(n_epochs):
+        seen += list(batches)
+        consumed[0] = len(seen)
+    return seen
+
+
+# ---- the permutation
+
+
+def test_every_size_is_permuted():
+    for n_samples in range(1, 301):
+        assert sorted(epoch_of(n_samples, seed=n_samples)) == list(range(n_samples))
+
+
+@pytest.mark.parametrize("n_samples", [65_535, 65_536, 65_537, 300_007])
+def test_large_sizes_are_permuted(n_samples):
+    assert np.array_equal(np.sort(epoch_of(n_samples, seed=1, epoch=3)), np.arange(n_samples))
+
+
+def test_a_huge_data_set_costs_no_memory():
+    order = SampleOrder(10**15 + 37, seed=5)
+    samples = order.index(2, np.array([0, 10**15 + 36, 12345]))
+    assert len(set(samples)) == 3 and samples.min() >= 0 and samples.max() < 10**15 + 37
+
+
+def test_any_positions_in_any_shape_give_the_same_samples():
+    order, whole = SampleOrder(1000, seed=4), epoch_of(1000, seed=4)
+    some = np.array([[3, 999], [0, 3]])
+    assert np.array_equal(order.index(0, some), whole[some])
+
+
+def test_epochs_and_seeds_have_other_orders():
+    orders = [epoch_of(100, seed, epoch) for seed in range(5) for epoch in range(5)]
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).mean() < 0.15  # unrelated orders agree at 1 of 100 places
+
+
+def test_every_sample_is_equally_likely_everywhere():
+    n_samples, n_epochs = 7, 2000
+    counts = np.zeros((n_samples, n_samples))
+    for epoch in range(n_epochs):
+        counts[np.arange(n_samples), epoch_of(n_samples, seed=9, epoch=epoch)] += 1
+    # Binomial with mean 286 and deviation 15.6; the worst of 49 stays within 4.5.
+    assert abs(counts - n_epochs / n_samples).max() < 4.5 * 15.6
+
+
+def test_all_orders_of_three_samples_occur():
+    assert len({tuple(epoch_of(3, seed=0, epoch=epoch)) for epoch in range(200)}) == 6
+
+
+def test_a_position_beyond_the_epoch_is_refused():
+    with pytest.raises(IndexError, match="10 samples"):
+        SampleOrder(10, 0).index(0, np.array([10]))
+
+
+def test_no_samples_are_an_error():
+    with pytest.raises(DataError, match="0 sequences"):
+        SampleOrder(0, 0)
+
+
+# ---- training
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n_samples=st.integers(24, 700),
+    splits=st.permutations([1, 2, 3, 4]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_step_has_the_same_samples_however_it_is_split(n_samples, splits, seed):
+    batch_size, accumulate, world_size = (splits[0], splits[1], 24 // splits[0] // splits[1])
+    order = SampleOrder(n_samples, seed)
+    steps = [set() for _ in range(n_samples // 24)]
+    ranks = [
+        list(TrainBatches(order, batch_size, accumulate, rank, world_size))
+        for rank in range(world_size)
+    ]
+    for micro_step, batches in enumerate(zip(*ranks, strict=True)):
+        step = steps[micro_step // accumulate]
+        for batch in batches:
+            assert len(batch) == batch_size and step.isdisjoint(batch)
+            step.update(batch)
+    whole = order.index(0, np.arange(n_samples))
+    assert steps == [set(whole[24 * s : 24 * s + 24]) for s in range(len(steps))]
+
+
+def test_no_sample_is_seen_twice_in_an_epoch_and_few_are_left_out():
+    ranks = [list(TrainBatches(SampleOrder(103, 1), 5, 2, rank, 2)) for rank in range(2)]
+    seen = [sample for rank in ranks for batch in rank for sample in batch]
+    assert len(seen) == len(set(seen)) == 100
+    assert [len(rank) for rank in ranks] == [10, 10]
+
+
+def test_other_samples_are_left_out_in_another_epoch():
+    order = SampleOrder(103, 1)
+    left_out = [frozenset(order.index(epoch, np.arange(100, 103))) for epoch in range(5)]
+    assert len(set(left_out)) == 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n_samples=st.integers(12, 200),
+    world_size=st.integers(1, 3),
+    accumulate=st.integers(1, 2),
+    where=st.floats(0, 1),
+)
+def test_a_run_resumes_exactly_where_it_stopped(n_samples, world_size, accumulate, where):
+    order, rank = SampleOrder(n_samples, seed=2), world_size - 1
+    split = dict(batch_size=2, accumulate=accumulate, rank=rank, world_size=world_size)
+    whole = run_of(order, 3, **split)
+    stop = int(where * (len(whole) - 1))
+    consumed = [stop]
+    batches = TrainBatches(order, position=lambda: consumed[0], **split)
+    resumed = []
+    while len(resumed) < len(whole) - stop:
+        resumed += list(batches)
+        consumed[0] = stop + len(resumed)
+    assert resumed == whole[stop:]
+
+
+def test_a_resume_at_the_end_of_an_epoch_begins_the_next():
+    order = SampleOrder(40, seed=0)
+    per_epoch = len(TrainBatches(order, 4))
+    resumed = list(TrainBatches(order, 4, position=lambda: per_epoch))
+    assert resumed == run_of(order, 2, batch_size=4)[per_epoch:]
+    assert resumed != run_of(order, 1, batch_size=4)
+
+
+def test_the_position_is_read_when_the_iterator_is_made():
+    consumed = [3]
+    iterator = iter(TrainBatches(SampleOrder(40, 0), 4, position=lambda: consumed[0]))
+    consumed[0] = 7
+    assert next(iterator) == run_of(SampleOrder(40, 0), 1, batch_size=4)[3]
+
+
+def test_blocks_of_samples_have_no_seams():
+    order = SampleOrder(20_000, seed=3)  # more than one block of 4096
+    samples = np.concatenate(list(TrainBatches(order, 7)))
+    assert np.array_equal(samples, order.index(0, np.arange(len(samples))))
+
+
+def test_the_samples_of_any_step_can_be_named():
+    order, world_size, accumulate = SampleOrder(100, seed=8), 3, 2
+    runs = [
+        run_of(order, 3, batch_size=4, accumulate=accumulate, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    batches = TrainBatches(order, 4, accumulate, 0, world_size)
+    for step in range(3 * batches.steps_per_epoch):
+        named = batches.step_samples(step)
+        assert named.shape == (accumulate, world_size, 4)
+        for micro_step, rank in itertools.product(range(accumulate), range(world_size)):
+            assert named[micro_step, rank].tolist() == runs[rank][accumulate * step + micro_step]
+
+
+def test_fewer_samples_than_one_step_are_an_error():
+    with pytest.raises(DataError, match="3 sequences, one step needs 8"):
+        TrainBatches(SampleOrder(3, 0), batch_size=2, accumulate=2, world_size=2)
+
+
+# ---- evaluation
+
+
+@given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
+def test_evaluation_takes_every_sample_once_in_equal_batches(n_samples, batch_size, world_size):
+    ranks = [EvalBatches(n_samples, batch_size, rank, world_size) for rank in range(world_size)]
+    batches = [batch for rank in ranks for batch in rank]
+    assert len({len(rank) for rank in ranks}) == 1
+    assert sum(len(rank) for rank in ranks) == len(batches)
+    assert {len(batch) for batch in batches} == {batch_size}
+    real = [sample for batch in batches for sample in batch if sample != -1]
+    assert sorted(real) == list(range(n_samples))
+
+
+class Squares(Dataset):
+    """A data set of the bare contract, as a user would write it."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        tokens = torch.arange(index, index + 4)
+        return tokens**2, (tokens + 1) ** 2
+
+
+@pytest.mark.parametrize("dataset", [Squares(), DummyTextDataset(5, seq_len=5)])
+def test_padding_counts_for_nothing(dataset):
+    loader = DataLoader(
+        PaddedDataset(dataset), batch_sampler=EvalBatches(5, 2, rank=0, world_size=2),
+        collate_fn=collate,
+    )  # fmt: skip
+    (first, first_targets), (last, last_targets) = loader
+    assert torch.equal(first, torch.stack([dataset[0][0], dataset[1][0]]))
+    assert torch.equal(first_targets, torch.stack([dataset[0][1], dataset[1][1]]))
+    assert torch.equal(last, torch.stack([dataset[4][0], dataset[0][0]]))
+    assert torch.equal(last_targets[0], dataset[4][1])
+    assert (last_targets[1] == -100).all()
+
+
+def test_both_kinds_of_data_set_go_through_one_loader():
+    for dataset in (Squares(), DummyTextDataset(5, seq_len=5)):
+        batches = list(DataLoader(dataset, batch_sampler=[[1, 0], [4]], collate_fn=collate))
+        assert torch.equal(batches[0][0], torch.stack([dataset[1][0], dataset[0][0]]))
+        assert torch.equal(batches[1][1], dataset[4][1][None])
