@@ -30,6 +30,7 @@ class SimpleGPT(nn.Module):
 
     tensor_plan: ClassVar[dict[str, str]] = {
         "token_embedding": "vocab_embedding",
+        "position_embedding": "position_embedding",
         "blocks.*.norm_1": "sequence",
         "blocks.*.attention.q_proj": "colwise",
         "blocks.*.attention.k_proj": "colwise",
@@ -63,7 +64,7 @@ class SimpleGPT(nn.Module):
         self.max_seq_len = max_seq_len
 
         with torch.device("meta"):  # the layers' own initialisation would only be overwritten
-            # nn.Embedding() would draw on the meta device, for which torch imports its compiler: 2 s
+            # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s
             self.token_embedding = nn.Embedding.from_pretrained(
                 torch.empty(vocab_size, d_model), freeze=False
             )

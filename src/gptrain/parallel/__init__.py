@@ -1,0 +1,13 @@
+"""How a net is spread over processes. torch.distributed only; no lightning, nothing of gptrain.
+
+Each `apply_*` changes a net in place and leaves its parameter names as they were, so that a state
+dict has the bare net's keys under every strategy. What a net must offer is told in
+`gptrain.models`. The order in which they are applied:
+
+    tensor -> activation checkpointing -> compile -> FSDP      (all inside `build_spread`)
+
+A file each: `mesh` the axes; `materialize` real weights, slice by slice; `fsdp`, `tensor`,
+`pipeline`, `ddp` the four strategies; `activation` what is kept for the backward pass, and compile;
+`gradients` sums that autograd leaves to us, and clipping; `state` checkpoints of the whole, from
+and into any strategy; `count` the bytes that went over the wire.
+"""

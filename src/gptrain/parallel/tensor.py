@@ -1,0 +1,190 @@
+"""Tensor parallelism: a matrix's columns or rows, and the sequence between, split over ranks.
+
+A layer's first matrices are split by outputs, its last by inputs, so that a rank computes whole
+heads and its part of the MLP alone; partial sums are reduce-scattered into slices of the sequence,
+on which norms, dropout and the residual stream live, and gathered again after each norm. Dropout
+then only ever sees what this rank alone holds: ranks draw from generators seeded differently.
+Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+
+Parameters become DTensors (for the optimizer, FSDP and checkpoints); layers compute on their local
+parts with the collectives of `sequence`. DTensor's own sequence parallelism needs T to be a
+multiple of the ranks, and pays its dispatcher at every operation.
+"""
+
+# V vocab, v this rank's part of it, D d_model, B batch, T time, T' padded, t = T' / ranks
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gptrain.parallel.materialize import slice_of
+from gptrain.parallel.sequence import (
+    gather_sequence,
+    gather_vocabulary,
+    pad_to_multiple,
+    scatter_sequence,
+)
+
+
+def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the net in place over the mesh's "tensor" axis, as its tensor_plan says.
+
+    forward still gives whole logits (B, T, V) on every rank. `hidden` gives whole hidden states
+    whose gradient is summed over ranks: take the loss of `vocab_parallel_loss`, which knows.
+    A weight tied to another stays tied.
+
+    Raises: ValueError if the net lacks what is needed, or ranks would not hold whole heads.
+    """
+    check_tensor_parallel(net, mesh["tensor"].size())
+    group = mesh["tensor"].get_group()
+    roles = dict(_roles(net))
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in list(net.named_modules()):
+        role = roles.get(name)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in sharded:
+                sharded[parameter] = _shard(parameter, _PLACEMENTS.get((role, key)), mesh)
+            setattr(module, key, sharded[parameter])
+        if role is not None:
+            module.forward = partial(_FORWARDS[role], module, module.forward, group)
+    net.forward = partial(_without_padding, net.forward)
+    if hasattr(net, "hidden"):
+        net.hidden = partial(_without_padding, net.hidden)
+
+
+def check_tensor_parallel(net: nn.Module, size: int) -> None:
+    """Raises: ValueError if the net cannot be split over so many ranks; says what it lacks."""
+    missing = [name for name in ("tensor_plan", "n_heads", "head") if not hasattr(net, name)]
+    if missing:
+        raise ValueError(
+            f"tensor parallelism needs {', '.join(missing)} of the net ({type(net).__name__}), see "
+            f"gptrain.models; strategies that work without: single, ddp, and fsdp with `blocks`"
+        )
+    if net.n_heads % size:
+        allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
+        raise ValueError(
+            f"tensor_parallel_size={size} does not divide n_heads={net.n_heads}: a rank must hold "
+            f"whole heads; allowed: {allowed}"
+        )
+    unknown = sorted(set(net.tensor_plan.values()) - set(_FORWARDS))
+    if unknown:
+        raise ValueError(
+            f"tensor_plan has roles {', '.join(unknown)}; allowed: {', '.join(_FORWARDS)}"
+        )
+
+
+def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
+    """Parameters whose gradients are sums over one rank's slice of the sequence only.
+
+    Norms, the position table, and biases added to slices: to be summed over the tensor group once
+    per optimizer step (`gradients.sum_gradients`).
+    """
+    found = []
+    for name, role in _roles(net):
+        module = net.get_submodule(name)
+        if role in ("sequence", "position_embedding"):
+            found += module.parameters(recurse=False)
+        elif role == "rowwise" and module.bias is not None:
+            found.append(module.bias)
+    return found
+
+
+def _roles(net: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, module in net.named_modules():
+        for pattern, role in net.tensor_plan.items():
+            if module is not None and fnmatch(name, pattern):
+                yield name, role
+                break
+
+
+def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
+    mesh = mesh["tensor"]
+    placements = [Replicate() if dim is None else Shard(dim)]
+    local = slice_of(parameter.detach(), placements, mesh.get_coordinate(), mesh.shape)
+    if local.shape != parameter.shape:
+        local = local.clone()  # a view would keep the whole alive
+    shape, stride = parameter.shape, parameter.stride()
+    shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+def _without_padding(method, tokens: Tensor) -> Tensor:
+    y, n_tokens = method(tokens), tokens.shape[1]  # (B, T', ...)
+    return y if y.shape[1] == n_tokens else y[:, :n_tokens].clone()  # FSDP warns of views
+
+
+@contextmanager
+def _local(module: nn.Module, **replaced):
+    # Inside, the module's parameters are plain tensors: this rank's parts.
+    kept = module._parameters
+    module._parameters = {
+        key: p.to_local() if isinstance(p, DTensor) else p for key, p in kept.items()
+    } | replaced
+    try:
+        yield
+    finally:
+        module._parameters = kept
+
+
+def _colwise(module, forward, group, whole):
+    with _local(module):
+        return forward(whole)
+
+
+def _rowwise(module, forward, group, part):
+    bias = module.bias
+    with _local(module, bias=None):
+        y = scatter_sequence(forward(part), group)
+    return y if bias is None else y + bias.to_local().to(y.dtype)
+
+
+def _sequence(module, forward, group, part):
+    with _local(module):
+        y = forward(part)
+    if torch.is_autocast_enabled(y.device.type):  # norms give fp32, the matrices after it cast
+        y = y.to(torch.get_autocast_dtype(y.device.type))
+    return gather_sequence(y, group)
+
+
+def _position_embedding(module, forward, group, positions):
+    positions = pad_to_multiple(positions, group.size())
+    with _local(module):
+        return forward(positions.chunk(group.size(), dim=-1)[group.rank()])
+
+
+def _vocab_embedding(module, forward, group, tokens):
+    n_rows = -(-module.num_embeddings // group.size())  # torch.chunk's
+    rows = pad_to_multiple(tokens, group.size()) - group.rank() * n_rows
+    weight = module.weight.to_local()  # (v, D)
+    elsewhere = (rows < 0) | (rows >= weight.shape[0])
+    partial_sum = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+    return scatter_sequence(partial_sum.masked_fill(elsewhere[..., None], 0.0), group)
+
+
+def _vocab_head(module, forward, group, whole):
+    with _local(module):
+        return gather_vocabulary(forward(whole), module.out_features, group)
+
+
+_FORWARDS = {
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "sequence": _sequence,
+    "position_embedding": _position_embedding,
+    "vocab_embedding": _vocab_embedding,
+    "vocab_head": _vocab_head,
+}
+_PLACEMENTS = {  # (role, parameter) -> dimension that is split; all others are whole on every rank
+    ("colwise", "weight"): 0,
+    ("colwise", "bias"): 0,
+    ("rowwise", "weight"): 1,
+    ("vocab_embedding", "weight"): 0,
+    ("vocab_head", "weight"): 0,
+}
