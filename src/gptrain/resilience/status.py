@@ -1,0 +1,128 @@
+"""How a run ended, for people and schedulers: `status.json` and `result.json`, whole or absent.
+
+When several ranks fail, the first one tells: the others fail only because of it. "First" is decided
+by the file system: a hard link to a finished file can be made once, so of any number of writers
+exactly one wins, and nobody ever reads half a status.
+"""
+
+import errno
+import json
+import math
+import os
+import socket
+import time
+from pathlib import Path
+
+from gptrain.resilience import fileops
+
+STATUS_NAME = "status.json"
+RESULT_NAME = "result.json"
+# File systems without hard links (FAT, some network mounts) answer with one of these.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def write_status(
+    run_dir: str | Path,
+    *,
+    cause: str,
+    exit_code: int,
+    rank: int | None = None,
+    step: int | None = None,
+    checkpoint: str | Path | None = None,
+    resume: str | None = None,
+    message: str | None = None,
+    traceback: str | None = None,
+    replace: bool = False,
+) -> bool:
+    """Whether this became the run's status: False if another rank was first.
+
+    Args:
+        cause: one word for machines: done, preempted, hang, nonfinite, killed, error …
+        checkpoint: the newest good one.   resume: the command that goes on from it.
+        replace: put it in place of an earlier status; for the supervisor, which alone knows that a
+            rank was killed before the others noticed.
+    Raises: OSError if the folder cannot be written.
+    """
+    path = Path(run_dir) / STATUS_NAME
+    status = {
+        "cause": cause,
+        "exit_code": exit_code,
+        "rank": rank,
+        "step": step,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "resume": resume,
+        "message": message,
+        "traceback": traceback,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+    if replace:
+        fileops.replace(path, to_json(status))
+        return True
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}")
+    fileops.write_whole(beside, to_json(status))
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            return False
+        fileops.rename(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    fileops.sync_folder(path.parent)
+    return True
+
+
+def read_status(run_dir: str | Path) -> dict | None:
+    """The status of the last attempt, None if there is none yet."""
+    try:
+        return json.loads((Path(run_dir) / STATUS_NAME).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def clear_status(run_dir: str | Path) -> None:
+    """Open the floor for a new attempt: call it under the run lock, before any rank starts."""
+    (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
+
+
+def write_result(
+    run_dir: str | Path,
+    metrics: dict[str, float],
+    *,
+    steps: int,
+    tokens: int,
+    seconds: float,
+    checkpoint: str | Path | None = None,
+) -> None:
+    """The result of a run that is done; a metric that is not finite becomes null.
+
+    Args:
+        metrics: final values under their logged names.   checkpoint: the best one.
+    """
+    result = {
+        "metrics": metrics,
+        "steps": steps,
+        "tokens": tokens,
+        "seconds": seconds,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+    }
+    fileops.replace(Path(run_dir) / RESULT_NAME, to_json(result))
+
+
+def to_json(value: object) -> bytes:
+    """Indented JSON; nan and inf, which JSON does not know, become null."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,140 @@
+"""One run, one folder: the lock against real processes."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gptrain.resilience.lock import RunFolderHeld, RunLock, read_holder
+
+FORK = multiprocessing.get_context("fork")
+HOLD = """
+import sys, time
+from gptrain.resilience.lock import RunLock
+RunLock(sys.argv[1]).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process of its own that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_run_is_refused_with_the_holders_pid_and_host(tmp_path, holder):
+    with pytest.raises(RunFolderHeld) as refused:
+        RunLock(tmp_path).acquire()
+    assert refused.value.pid == holder.pid
+    assert refused.value.host == os.uname().nodename
+    assert str(holder.pid) in str(refused.value)
+    assert refused.value.started in str(refused.value)
+
+
+def test_a_lock_of_a_killed_run_is_taken_over_and_the_run_keeps_its_id(tmp_path, holder):
+    run_id = read_holder(tmp_path)["run_id"]
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert read_holder(tmp_path)["pid"] == holder.pid  # its words stay and mean nothing
+    with RunLock(tmp_path) as lock:
+        assert lock.run_id == run_id
+        assert read_holder(tmp_path)["pid"] == os.getpid()
+
+
+def test_release_frees_the_folder_at_once_and_says_so(tmp_path):
+    with RunLock(tmp_path / "new" / "folder") as first:
+        pass
+    assert read_holder(first.run_dir)["pid"] is None
+    with RunLock(first.run_dir) as second:
+        assert second.run_id == first.run_id
+    second.release()  # twice is harmless
+
+
+def test_two_locks_in_one_process_exclude_each_other(tmp_path):
+    with RunLock(tmp_path), pytest.raises(RunFolderHeld):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_reused_pid_in_a_stale_lock_does_not_hold_the_folder(tmp_path):
+    (tmp_path / ".lock").write_text('{"run_id": "%s", "pid": 1, "host": "here"}' % ("a" * 32))
+    with RunLock(tmp_path) as lock:
+        assert lock.run_id == "a" * 32
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"run_id": "' + "b" * 32 + '", "pi', "\x00\x01"])
+def test_a_torn_lock_file_never_stops_a_run_and_keeps_a_written_id(tmp_path, text):
+    (tmp_path / ".lock").write_text(text)
+    with RunLock(tmp_path) as lock:
+        assert len(lock.run_id) == 32
+        assert "b" * 32 not in text or lock.run_id == "b" * 32
+
+
+def _forked_worker_outlives_its_run(run_dir, pids):
+    RunLock(run_dir).acquire()
+    worker = FORK.Process(target=time.sleep, args=(60,))
+    worker.start()
+    pids.send((os.getpid(), worker.pid))
+    time.sleep(60)
+
+
+def test_a_forked_data_worker_does_not_keep_the_folder_of_a_killed_run(tmp_path):
+    ours, theirs = FORK.Pipe()
+    run = FORK.Process(target=_forked_worker_outlives_its_run, args=(tmp_path, theirs))
+    run.start()
+    run_pid, worker_pid = ours.recv()
+    try:
+        with pytest.raises(RunFolderHeld):
+            RunLock(tmp_path).acquire()
+        os.kill(run_pid, signal.SIGKILL)
+        run.join()
+        os.kill(worker_pid, 0)  # the worker is alive …
+        RunLock(tmp_path).acquire().release()  # … and holds nothing
+    finally:
+        os.kill(worker_pid, signal.SIGKILL)
+
+
+def test_a_forked_child_that_releases_does_not_free_its_parents_folder(tmp_path):
+    with RunLock(tmp_path) as lock:
+        child = FORK.Process(target=lock.release)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        with pytest.raises(RunFolderHeld):
+            RunLock(tmp_path).acquire()
+
+
+def _compete(run_dir, start, winners):
+    start.wait()
+    try:
+        lock = RunLock(run_dir).acquire()
+    except RunFolderHeld as refused:
+        winners.put(("refused", refused.pid))
+    else:
+        winners.put(("holds", os.getpid()))
+        time.sleep(3)
+        lock.release()
+
+
+def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path):
+    start, winners = FORK.Event(), FORK.Queue()
+    runs = [FORK.Process(target=_compete, args=(tmp_path, start, winners)) for _ in range(8)]
+    for run in runs:
+        run.start()
+    start.set()
+    answers = [winners.get(timeout=20) for _ in runs]
+    for run in runs:
+        run.kill()
+        run.join()
+    holders = [pid for answer, pid in answers if answer == "holds"]
+    assert len(holders) == 1
+    assert {pid for answer, pid in answers if answer == "refused"} == set(holders)

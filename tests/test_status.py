@@ -1,0 +1,93 @@
+"""How a run ended: the first failing rank tells, and nobody reads half a file."""
+
+import json
+import multiprocessing
+import os
+
+import pytest
+
+from gptrain.resilience import status
+from gptrain.resilience.status import clear_status, read_status, write_result, write_status
+
+FORK = multiprocessing.get_context("fork")
+
+
+def test_what_was_written_is_read(tmp_path):
+    assert read_status(tmp_path) is None
+    assert write_status(
+        tmp_path,
+        cause="nonfinite",
+        exit_code=79,
+        rank=1,
+        step=12,
+        checkpoint=tmp_path / "step-00000010",
+        resume="python train.py ckpt_path=last",
+        message="loss is nan",
+    )
+    told = read_status(tmp_path)
+    assert (told["cause"], told["exit_code"], told["rank"], told["step"]) == (
+        "nonfinite",
+        79,
+        1,
+        12,
+    )
+    assert told["checkpoint"].endswith("step-00000010")
+    assert told["pid"] == os.getpid()
+
+
+def test_the_first_rank_that_fails_tells(tmp_path):
+    assert write_status(tmp_path, cause="error", exit_code=70, rank=1, message="the reason")
+    assert not write_status(tmp_path, cause="error", exit_code=70, rank=0, message="lost a peer")
+    assert read_status(tmp_path)["message"] == "the reason"
+    assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
+
+
+def test_a_new_attempt_tells_anew_and_the_supervisor_has_the_last_word(tmp_path):
+    write_status(tmp_path, cause="preempted", exit_code=75)
+    clear_status(tmp_path)
+    clear_status(tmp_path)
+    assert write_status(tmp_path, cause="error", exit_code=70, rank=0)
+    assert write_status(tmp_path, cause="killed", exit_code=70, rank=1, replace=True)
+    assert read_status(tmp_path)["rank"] == 1
+
+
+def _fail(run_dir, rank, start, answers):
+    start.wait()
+    answers.put((rank, write_status(run_dir, cause="error", exit_code=70, rank=rank)))
+
+
+def test_of_ranks_that_fail_at_once_exactly_one_tells(tmp_path):
+    start, answers = FORK.Event(), FORK.Queue()
+    ranks = [FORK.Process(target=_fail, args=(tmp_path, r, start, answers)) for r in range(8)]
+    for rank in ranks:
+        rank.start()
+    start.set()
+    first = [rank for rank, won in (answers.get(timeout=20) for _ in ranks) if won]
+    for rank in ranks:
+        rank.join()
+    assert first == [read_status(tmp_path)["rank"]]
+
+
+def test_without_hard_links_the_first_rank_still_tells(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(status.os, "link", no_links)
+    assert write_status(tmp_path, cause="error", exit_code=70, rank=1)
+    assert not write_status(tmp_path, cause="error", exit_code=70, rank=0)
+    assert read_status(tmp_path)["rank"] == 1
+
+
+def test_an_unwritable_folder_is_an_error_and_not_a_lost_status(tmp_path):
+    with pytest.raises(OSError):
+        write_status(tmp_path / "missing", cause="done", exit_code=0)
+
+
+def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):
+    for _ in range(2):  # a resumed run writes its result over the old one
+        metrics = {"val/loss": 1.5, "test/loss": float("nan")}
+        write_result(tmp_path, metrics, steps=60, tokens=1920, seconds=2.5, checkpoint="best")
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
+    assert result["metrics"] == {"val/loss": 1.5, "test/loss": None}
+    assert (result["steps"], result["tokens"], result["checkpoint"]) == (60, 1920, "best")
+    assert os.listdir(tmp_path) == ["result.json"]
