@@ -1,0 +1,255 @@
+"""cfg -> (module, datamodule, trainer): the only place that instantiates a `_target_`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import get_method, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
+from gptrain.config.process import this_process
+from gptrain.lit import LanguageModel, TextDataModule
+from gptrain.lit.callbacks import default_callbacks
+from gptrain.lit.report import Report
+from gptrain.lit.strategies import make_strategy
+from gptrain.optim import decay_groups, muon_groups, scaled_lr
+from gptrain.parallel.group import start_group
+from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
+
+# Keys of a group that our own code reads; the rest are arguments of the group's _target_.
+MODEL_KEYS = {"compile", "activation_checkpointing"}
+OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
+SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
+# Arguments of the Trainer that the batch arithmetic has already turned into steps.
+TRAINER_KEYS = {
+    "accelerator", "devices", "num_nodes", "precision", "max_epochs", "max_steps", "min_epochs",
+    "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "val_check_interval",
+    "check_val_every_n_epoch",
+}  # fmt: skip
+DEFAULT_WARMUP_STEPS = 100
+SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
+
+
+@dataclass
+class Run:
+    """All parts of one run, in one rank."""
+
+    module: LanguageModel
+    datamodule: TextDataModule
+    trainer: pl.Trainer
+    report: Report
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long a run is, in optimizer steps; n_steps is None where only max_time ends it."""
+
+    batch: BatchPlan
+    n_steps: int | None
+    validate_every: int
+
+
+def build(cfg: DictConfig) -> Run:
+    """This rank's part of the run that cfg describes."""
+    process, machine = this_process(), find_machine(cfg)
+    if machine.accelerator == "cpu":
+        set_threads(machine.n_local)
+    pl.seed_everything(cfg.seed, verbose=False)
+
+    split = degrees(
+        cfg.strategy.name,
+        machine.world_size,
+        cfg.strategy.tensor_parallel_size,
+        cfg.strategy.pipeline_parallel_size,
+    )
+    data_rank = process.rank // split.tensor % split.data
+    train, val, test = (build_dataset(cfg, part) for part in ("train", "val", "test"))
+    lengths = plan_lengths(cfg, len(train), split.data)
+
+    torch.manual_seed(cfg.seed)
+    net = build_net(cfg)
+    torch.manual_seed(cfg.seed + 1 + data_rank)  # dropout differs between ranks of other samples
+
+    module = LanguageModel(
+        net,
+        partial(build_optimizer, cfg, lengths.batch),
+        build_schedule(cfg, lengths.n_steps),
+        token_bytes=getattr(val, "token_bytes", None),
+    )
+    datamodule = TextDataModule(
+        train,
+        val,
+        test,
+        batch_size=cfg.data.batch_size,
+        accumulate=lengths.batch.accumulate,
+        n_steps=lengths.n_steps,
+        seed=cfg.seed,
+        rank=data_rank,
+        world_size=split.data,
+        num_workers=cfg.data.num_workers,
+        pin_memory=machine.accelerator == "cuda",
+    )
+    start_group(
+        cfg.strategy.backend or machine.backend,
+        machine.device(process.local_rank),
+        process.rank,
+        machine.world_size,
+        cfg.strategy.timeout_s,
+    )
+    trainer = build_trainer(cfg, machine, split, lengths)
+    report = build_report(cfg, module, machine, lengths, trainer, val)
+    return Run(module, datamodule, trainer, report)
+
+
+def build_dataset(cfg: DictConfig, part: str) -> torch.utils.data.Dataset | None:
+    """The dataset of data.train, data.val or data.test; None for a test set that is not given."""
+    return instantiate(cfg.data[part]) if part in cfg.data else None
+
+
+def build_net(cfg: DictConfig) -> nn.Module:
+    """The net of the model group, with initial weights that depend on torch's seed alone."""
+    return instantiate(_without(cfg.model, MODEL_KEYS))
+
+
+def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the group, over our parameter groups, at the schedule's peak rate."""
+    options = OmegaConf.to_container(_without(cfg.optimizer, OPTIMIZER_KEYS), resolve=True)
+    target, decay = options.pop("_target_"), options.pop("weight_decay", 0.0)
+    options["lr"] = scaled_lr(
+        cfg.optimizer.lr,
+        cfg.optimizer.lr_scaling,
+        batch.global_batch_size,
+        cfg.optimizer.reference_batch_size,
+    )
+    make = get_method(target)
+    groups = muon_groups(net, decay) if target == "gptrain.optim.Muon" else decay_groups(net, decay)
+    return make(groups, **options)
+
+
+def build_schedule(cfg: DictConfig, n_steps: int | None) -> Callable[[int], float]:
+    """Optimizer step -> factor on the learning rate."""
+    total_steps = cfg.scheduler.total_steps or n_steps
+    warmup_steps = cfg.scheduler.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = min(DEFAULT_WARMUP_STEPS, (total_steps or 10 * DEFAULT_WARMUP_STEPS) // 10)
+    options = OmegaConf.to_container(_without(cfg.scheduler, SCHEDULER_KEYS), resolve=True)
+    return partial(
+        get_method(options.pop("_target_")),
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        start_factor=cfg.scheduler.start_factor,
+        min_factor=cfg.scheduler.min_factor,
+        **options,
+    )
+
+
+def plan_lengths(cfg: DictConfig, n_samples: int, data_parallel_size: int) -> Lengths:
+    """Batch arithmetic, number of steps, and steps between validations."""
+    trainer = cfg.trainer
+    batch = plan_batch(
+        cfg.data.batch_size,
+        cfg.data.global_batch_size,
+        trainer.accumulate_grad_batches,
+        data_parallel_size,
+    )
+    epoch_steps = batch.steps_per_epoch(n_samples)
+    if trainer.limit_train_batches is not None:
+        limit = trainer.limit_train_batches  # micro-batches, or a share of the epoch
+        limit = int(limit * epoch_steps) if isinstance(limit, float) else limit // batch.accumulate
+        epoch_steps = max(1, min(epoch_steps, limit))
+    n_steps = run_steps(epoch_steps, trainer.max_epochs, trainer.max_steps)
+    if trainer.fast_dev_run:
+        n_steps = int(trainer.fast_dev_run)
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):
+        interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
+    return Lengths(batch, n_steps, interval if n_steps is None else min(interval, n_steps))
+
+
+def build_trainer(
+    cfg: DictConfig, machine: Machine, split: Degrees, lengths: Lengths
+) -> pl.Trainer:
+    """Lightning's Trainer over one long epoch: the run's steps, whatever the passes over the data.
+
+    One epoch leaves one place where a run can be interrupted, the end of a step, and none where
+    an epoch's counters and the data's position can disagree after a resume.
+    """
+    options = OmegaConf.to_container(_without(cfg.trainer, TRAINER_KEYS), resolve=True)
+    make = get_method(options.pop("_target_"))
+    precision = cfg.trainer.precision
+    fast = bool(cfg.trainer.fast_dev_run)
+    loggers = [] if fast else [instantiate(node) for node in cfg.logger.values()]
+    callbacks = [instantiate(node) for node in cfg.callbacks.values() if node]
+    return make(
+        **options,
+        accelerator=machine.accelerator,
+        devices=cfg.trainer.devices if machine.accelerator == "cuda" else machine.n_local,
+        num_nodes=machine.n_nodes,
+        precision=native_precision(machine) if precision == "auto" else precision,
+        strategy=make_strategy(cfg.strategy, machine, split),
+        max_epochs=1,
+        max_steps=-1 if lengths.n_steps is None else lengths.n_steps,
+        accumulate_grad_batches=lengths.batch.accumulate,
+        val_check_interval=lengths.validate_every * lengths.batch.accumulate,
+        check_val_every_n_epoch=None,
+        callbacks=callbacks + default_callbacks(cfg, lengths),
+        logger=loggers,
+        profiler=instantiate(cfg.profiler) if cfg.profiler else None,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        default_root_dir=cfg.run_dir,
+    )
+
+
+def build_report(
+    cfg: DictConfig,
+    module: LanguageModel,
+    machine: Machine,
+    lengths: Lengths,
+    trainer: pl.Trainer,
+    val: torch.utils.data.Dataset,
+) -> Report:
+    """The run in four lines: model, strategy, batch, folder."""
+    batch, net = lengths.batch, module.net
+    tokens, _ = val[0]  # (T,)
+    step_tokens = batch.global_batch_size * len(tokens)
+    n_parameters = sum(parameter.numel() for parameter in net.parameters())
+    sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
+    lr = scaled_lr(
+        cfg.optimizer.lr,
+        cfg.optimizer.lr_scaling,
+        batch.global_batch_size,
+        cfg.optimizer.reference_batch_size,
+    )
+    lines = {
+        "model": [type(net).__name__, f"{n_parameters / 1e6:.1f} M parameters", *sizes],
+        "strategy": [
+            type(trainer.strategy).__name__,
+            f"{machine.world_size} x {machine.accelerator}",
+            f"precision {trainer.precision}",
+            *([f"{torch.get_num_threads()} threads"] if machine.accelerator == "cpu" else []),
+        ],
+        "batch": [
+            f"{batch.batch_size} x {batch.data_parallel_size} ranks x {batch.accumulate} "
+            f"accumulated = {batch.global_batch_size} sequences = {step_tokens} tokens per step",
+            "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps",
+            f"lr {lr:g}",
+        ],
+        "run": [cfg.run_dir],
+    }
+    return Report(
+        cfg.run_dir,
+        {label: " · ".join(parts) for label, parts in lines.items()},
+        step_tokens,
+        unigram_entropy=getattr(val, "unigram_entropy", None),
+    )
+
+
+def _without(node: DictConfig, keys: set[str]) -> DictConfig:
+    return OmegaConf.masked_copy(node, [key for key in node if key not in keys])

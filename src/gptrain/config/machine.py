@@ -1,0 +1,113 @@
+"""What the run will stand on: accelerator, devices, ranks, threads. The only file here with torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig, ListConfig
+
+from gptrain.config.process import this_process
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one run.
+
+    Attributes:
+        accelerator: Lightning's name: cpu, cuda, mps, tpu.
+        n_local: ranks on this node.
+        n_nodes: nodes of the job.
+        local_batch_threads: OpenMP threads that each rank may use.
+    """
+
+    accelerator: str
+    n_local: int
+    n_nodes: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.n_local * self.n_nodes
+
+    @property
+    def backend(self) -> str:
+        """The collectives that fit the devices."""
+        return "nccl" if self.accelerator == "cuda" else "gloo"
+
+    def device(self, local_rank: int) -> torch.device:
+        """The device of one local rank."""
+        if self.accelerator == "cuda":
+            return torch.device("cuda", local_rank)
+        return torch.device(self.accelerator if self.accelerator == "mps" else "cpu")
+
+
+def find_machine(cfg: DictConfig) -> Machine:
+    """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
+    accelerator = str(cfg.trainer.accelerator)
+    if accelerator in ("auto", "gpu", "cuda", "mps"):
+        found = _gpu_kind()
+        accelerator = found if accelerator != "auto" or found else "cpu"
+    return Machine(
+        accelerator or "cpu", _count(cfg.trainer.devices, accelerator), cfg.trainer.num_nodes
+    )
+
+
+def native_precision(machine: Machine) -> str:
+    """bf16-mixed where the device computes it natively, else 32-true."""
+    if machine.accelerator == "cuda":
+        native = torch.cuda.get_device_capability()[0] >= 8  # Ampere
+    else:
+        native = machine.accelerator == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return "bf16-mixed" if native else "32-true"
+
+
+def set_threads(n_local: int) -> int:
+    """Gives this rank its share of the cores and returns it, in threads.
+
+    On cores that other work uses too, two OpenMP threads can be several times slower than one,
+    because each waits for the other; so a share of several is tried on a small product first, and
+    given up where it does not pay. OMP_NUM_THREADS, where set, is obeyed.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    share = max(1, len(os.sched_getaffinity(0)) // n_local)
+    torch.set_num_threads(share)
+    if share > 1 and _product_s(share) > 0.9 * _product_s(1):
+        share = 1
+    torch.set_num_threads(share)
+    return share
+
+
+def _product_s(threads: int) -> float:
+    """Median time of a product of the size that a small net's layers have, in seconds."""
+    torch.set_num_threads(threads)
+    left, right = torch.randn(2048, 512), torch.randn(512, 512)
+    times_s = []
+    for _ in range(15):
+        start_s = time.perf_counter()
+        left @ right
+        times_s.append(time.perf_counter() - start_s)
+    return sorted(times_s)[len(times_s) // 2]
+
+
+def _gpu_kind() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else ""
+
+
+def _count(devices: object, accelerator: str) -> int:
+    """Ranks on this node, of a number, a list of device numbers, "auto" or -1."""
+    if isinstance(devices, list | ListConfig):
+        return len(devices)
+    if isinstance(devices, str) and "," in devices:
+        return len([part for part in devices.split(",") if part.strip()])
+    if str(devices) in ("auto", "-1"):
+        process = this_process()
+        if process.is_rank:
+            return int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
+        return torch.cuda.device_count() if accelerator == "cuda" else 1
+    return int(str(devices))

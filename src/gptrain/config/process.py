@@ -1,0 +1,81 @@
+"""Which process this is: started by hand, or a rank that a launcher started.
+
+Standard library only: read before torch is imported, and by Hydra's resolvers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """Place of this process in its job.
+
+    Attributes:
+        launcher: "none" (started by hand), "gptrain" (by our supervisor), "torchrun" or "slurm".
+        rank, local_rank, world_size: as the launcher set them; 0, 0, 1 without one.
+    """
+
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def is_rank(self) -> bool:
+        """True where a launcher started this process as one rank of a job."""
+        return self.launcher != "none"
+
+
+def this_process() -> Process:
+    """Reads the launcher's environment.
+
+    A shell inside a SLURM allocation is not a rank: only a step of several tasks (srun) makes
+    ranks (pytorch-lightning#20391).
+    """
+    env = os.environ
+    if "RANK" in env and "WORLD_SIZE" in env:
+        launcher = "gptrain" if env.get("GPTRAIN_SUPERVISED") else "torchrun"
+        rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", env["RANK"]))
+        return Process(launcher, rank, local_rank, int(env["WORLD_SIZE"]))
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        world_size = int(env["SLURM_STEP_NUM_TASKS"])
+        return Process("slurm", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), world_size)
+    return Process("none", 0, 0, 1)
+
+
+def run_stamp() -> str:
+    """Name of this run's folder: a time that all ranks of the job agree on.
+
+    Ranks of torchrun start in different seconds, so they take the start of their common parent,
+    which also stays over its restarts; SLURM's job number stays over a requeue.
+    """
+    env = os.environ
+    process = this_process()
+    if process.launcher == "slurm":
+        return f"slurm-{env.get('SLURM_ARRAY_JOB_ID', env['SLURM_JOB_ID'])}" + (
+            f"_{env['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_TASK_ID" in env else ""
+        )
+    started_s = _parent_start_s() if process.launcher == "torchrun" else _START_S
+    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s)) + (
+        f"-{int(started_s * 1000) % 1000:03d}"
+    )
+
+
+_START_S = time.time()
+
+
+def _parent_start_s() -> float:
+    """Start of the parent process, in seconds since the epoch (Linux; else this one's)."""
+    try:
+        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+    except OSError:
+        return _START_S
+    # Field 22 of proc(5), counted after the command name, which may hold spaces.
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,52 @@
+"""Shows what the net writes."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+
+from gptrain.lit.module import LanguageModel
+
+log = logging.getLogger(__name__)
+
+
+class SampleText(Callback):
+    """Prints a continuation of `prompt` at the end of the run, where the data has a tokenizer.
+
+    Args:
+        n_tokens: how many are generated.
+        temperature: below 1 the likelier tokens are preferred.
+    """
+
+    def __init__(self, prompt: str, n_tokens: int = 256, temperature: float = 0.7, seed: int = 0):
+        self.prompt, self.n_tokens = prompt, n_tokens
+        self.temperature, self.seed = temperature, seed
+
+    def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
+        tokenizer = getattr(trainer.datamodule.val, "tokenizer", None)
+        if tokenizer is None or trainer.fast_dev_run or not trainer.is_global_zero:
+            return
+        tokens = torch.as_tensor(tokenizer.encode(self.prompt), device=module.device).long()
+        generator = torch.Generator(module.device).manual_seed(self.seed)
+        written = sample(module.net, tokens, self.n_tokens, self.temperature, generator)
+        log.info("sample    %s", tokenizer.decode(written.tolist()).replace("\n", "\n          "))
+
+
+@torch.no_grad()
+def sample(
+    net: nn.Module, tokens: Tensor, n_tokens: int, temperature: float, generator: torch.Generator
+) -> Tensor:
+    """The tokens (T,) followed by n_tokens drawn from the net's own predictions."""
+    training = net.training
+    net.eval()
+    for _ in range(n_tokens):
+        window = tokens[-getattr(net, "max_seq_len", len(tokens)) :]
+        logits = net(window[None])[0, -1]  # (V,)
+        chances = torch.softmax(logits.float() / temperature, dim=-1)
+        drawn = torch.multinomial(chances, 1, generator=generator)  # (1,)
+        tokens = torch.cat([tokens, drawn])
+    net.train(training)
+    return tokens

@@ -1,0 +1,119 @@
+"""TextDataModule: training and evaluation batches for this rank, in an order that can resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.resilience import ignore_in_worker
+
+ENDLESS = 2**40  # micro-batches: more than any run takes
+
+
+class TextDataModule(pl.LightningDataModule):
+    """Serves any dataset of `(tokens (T,), targets (T,))`.
+
+    The training loader is one long pass over the whole run: its order is a pure function of
+    (seed, micro-batch number), so a resumed run goes on at the very next sample.
+
+    Args:
+        train, val: datasets; `test` defaults to `val`.
+        batch_size: sequences per device per micro-step.
+        accumulate: micro-steps per optimizer step.
+        n_steps: optimizer steps of the run; None where only time ends it.
+        rank, world_size: place among the ranks that see different samples.
+        num_workers: processes that load batches; 0 loads in the training process.
+        pin_memory: page-locked batches, for faster copies to a GPU.
+    """
+
+    def __init__(
+        self,
+        train: Dataset,
+        val: Dataset,
+        test: Dataset | None = None,
+        *,
+        batch_size: int,
+        accumulate: int = 1,
+        n_steps: int | None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ):
+        super().__init__()
+        self.train, self.val, self.test = train, val, test if test is not None else val
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.batches = RunBatches(
+            SampleOrder(len(train), seed), batch_size, accumulate, rank, world_size, n_steps
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        self.batches.start = self._position()
+        return self._loader(self.train, self.batches)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._evaluation_loader(self.val)
+
+    def test_dataloader(self) -> DataLoader:
+        return self._evaluation_loader(self.test)
+
+    def _position(self) -> int:
+        """Micro-batches that the run has taken, also right after a resume."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
+        batches = EvalBatches(len(dataset), self.batch_size, self.rank, self.world_size)
+        return self._loader(PaddedDataset(dataset), batches)
+
+    def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> DataLoader:
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            generator=torch.Generator(),  # its own: the loader's seeds leave the run's RNG alone
+            collate_fn=collate,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.num_workers > 0,
+            worker_init_fn=ignore_in_worker if self.num_workers else None,
+        )
+
+
+class RunBatches:
+    """A batch sampler: this rank's micro-batches of a whole run, epoch after epoch, from `start`.
+
+    Args:
+        n_steps: optimizer steps of the run; None: no end.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        batch_size: int,
+        accumulate: int,
+        rank: int,
+        world_size: int,
+        n_steps: int | None,
+    ):
+        self.start = self.next = 0
+        self.epoch = TrainBatches(
+            order, batch_size, accumulate, rank, world_size, position=lambda: self.next
+        )
+        self.n_batches = ENDLESS if n_steps is None else n_steps * accumulate
+
+    def __len__(self) -> int:
+        return self.n_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.next = self.start
+        while self.next < self.n_batches:
+            for batch in self.epoch:
+                yield batch
+                self.next += 1
+                if self.next == self.n_batches:
+                    return

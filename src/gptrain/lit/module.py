@@ -1,0 +1,135 @@
+"""LanguageModel: any net of the models' contract, trained on next-token cross entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from gptrain.loss import IGNORED, chunked_next_token_loss, next_token_loss
+from gptrain.parallel import clip_grad_norm
+
+# B batch, T time, D d_model, V vocabulary
+
+
+class LanguageModel(pl.LightningModule):
+    """Wraps a net `tokens (B, T) -> logits (B, T, V)` with its loss, optimizer and schedule.
+
+    A net that also offers `hidden` and `head` is trained by the chunked loss, which never holds
+    the logits of a whole batch.
+
+    Args:
+        net: the net.
+        make_optimizer: net -> optimizer, with its learning rate at the schedule's peak.
+        schedule: optimizer step -> factor on the learning rate.
+        token_bytes: (V,) bytes of text that each token stands for; opens `val/bits_per_byte`.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        schedule: Callable[[int], float],
+        token_bytes: Tensor | None = None,
+    ):
+        super().__init__()
+        self.net = net
+        self.make_optimizer = make_optimizer
+        self.schedule = schedule
+        self.register_buffer("token_bytes", token_bytes, persistent=False)
+        self.eval_loss = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+        self.eval_bytes = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+        self.step_losses: list[Tensor] = []  # one detached scalar per micro-step of this step
+        self.grad_norm: Tensor | None = None  # before clipping, of the last step
+        self.logged: dict[str, float] = {}  # last values of train/*, lr, perf/*
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V)."""
+        return self.net(tokens)
+
+    def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Next-token cross entropy in nats, over the targets that are not IGNORED."""
+        if hasattr(self.net, "hidden") and hasattr(self.net, "head"):
+            hidden = self.net.hidden(tokens)  # (B, T, D)
+            return chunked_next_token_loss(
+                hidden, self.net.head.weight, targets, reduction=reduction
+            )
+        return next_token_loss(self.net(tokens), targets, reduction=reduction)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch  # (B, T), (B, T)
+        loss = self.loss(tokens, targets)
+        self.step_losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(*batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate(*batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self.make_optimizer(self.net)
+        scheduler = LambdaLR(optimizer, self.schedule)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out."""
+        max_norm = math.inf if gradient_clip_val is None else float(gradient_clip_val)
+        self.grad_norm = clip_grad_norm(list(self.net.parameters()), max_norm)
+
+    def take_train_loss(self) -> Tensor | None:
+        """Mean loss of this rank over the micro-steps since the last call."""
+        if not self.step_losses:
+            return None
+        loss = torch.stack(self.step_losses).mean()
+        self.step_losses.clear()
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Stores the bare net's keys, so that a checkpoint loads into the net without us."""
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {key.removeprefix("net."): value for key, value in state.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {f"net.{key}": value for key, value in state.items()}
+
+    def _evaluate(self, tokens: Tensor, targets: Tensor) -> None:
+        counted = targets != IGNORED  # (B, T)
+        n_tokens = counted.sum()
+        total = self.loss(tokens, targets, reduction="sum")
+        self.eval_loss.update(total.double() / n_tokens.clamp(min=1), weight=n_tokens)
+        if self.token_bytes is not None:
+            n_bytes = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
+            self.eval_bytes.update(n_bytes.double() / n_tokens.clamp(min=1), weight=n_tokens)
+
+    def _log_evaluation(self, prefix: str) -> None:
+        loss = self.eval_loss.compute()  # nats per token over all ranks
+        metrics = {f"{prefix}/loss": loss, f"{prefix}/perplexity": loss.exp()}
+        if self.token_bytes is not None:
+            metrics[f"{prefix}/bits_per_byte"] = loss / self.eval_bytes.compute() / math.log(2)
+        self.eval_loss.reset()
+        self.eval_bytes.reset()
+        # Already reduced over ranks by torchmetrics; reducing equal numbers again changes nothing.
+        self.log_dict(metrics, sync_dist=False, rank_zero_only=False, add_dataloader_idx=False)

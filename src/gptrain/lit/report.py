@@ -1,0 +1,86 @@
+"""What a run tells a person: four lines at the start, two at the end; and result.json."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from gptrain.lit.module import LanguageModel
+from gptrain.resilience import write_result
+
+log = logging.getLogger(__name__)
+
+
+class Report:
+    """The lines of one run, from rank 0 alone.
+
+    Args:
+        run_dir: the run folder.
+        lines: label -> what the start says of it, in the order of printing.
+        step_tokens: tokens per optimizer step over all ranks.
+        unigram_entropy: of the validation bytes in nats, the loss of a net that knows only how
+            frequent each byte is; None where the data is not bytes.
+    """
+
+    def __init__(
+        self,
+        run_dir: str,
+        lines: dict[str, str],
+        step_tokens: int,
+        unigram_entropy: float | None = None,
+    ):
+        self.run_dir, self.lines = Path(run_dir), lines
+        self.step_tokens, self.unigram_entropy = step_tokens, unigram_entropy
+        self.start_s = time.perf_counter()
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Prints what will run, with what, on how much, and where to."""
+        self.start_s = time.perf_counter()
+        if trainer.is_global_zero:
+            for label, line in self.lines.items():
+                log.info("%-9s %s", label, line)
+
+    def end(self, trainer: pl.Trainer, best: Path | None = None) -> dict[str, float]:
+        """Prints the result and what to type next, and writes result.json; returns the metrics."""
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        if isinstance(trainer.lightning_module, LanguageModel):
+            metrics = {**trainer.lightning_module.logged, **metrics}
+        if not trainer.is_global_zero:
+            return metrics
+        steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
+        if not trainer.fast_dev_run:
+            write_result(
+                self.run_dir,
+                metrics,
+                steps=steps,
+                tokens=steps * self.step_tokens,
+                seconds=seconds,
+                checkpoint=best,
+            )
+        log.info("%-9s %s", "result", self._result(metrics, steps, seconds))
+        log.info("%-9s %s", "next", self._next(trainer, best))
+        return metrics
+
+    def _result(self, metrics: dict[str, Any], steps: int, seconds: float) -> str:
+        parts = [f"{steps} steps in {seconds:.0f} s"] if steps else []
+        for key in ("train/loss", "val/loss", "val/bits_per_byte", "test/loss"):
+            if key in metrics:
+                parts.append(f"{key} {metrics[key]:.4f}")
+        if self.unigram_entropy and "val/loss" in metrics:
+            share = metrics["val/loss"] / self.unigram_entropy
+            parts.append(f"{share:.2f} of the unigram entropy {self.unigram_entropy:.2f} nats/byte")
+        return " · ".join(parts)
+
+    def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
+        if trainer.fast_dev_run:
+            return "every part works; run it without trainer.fast_dev_run"
+        folder = shlex.quote(str(self.run_dir))
+        board = f"tensorboard --logdir {folder}"
+        if best is None:
+            return board
+        return f"python train.py task=test ckpt_path={shlex.quote(str(best))} (add the options of this run) · {board}"

@@ -1,0 +1,1 @@
+"""What a run will cost: batch arithmetic, memory, FLOPs and communication, without torch."""

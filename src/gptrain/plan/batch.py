@@ -1,0 +1,71 @@
+"""How many sequences and tokens one optimizer step takes, and how many steps a run has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The batch arithmetic of a run.
+
+    Attributes:
+        batch_size: sequences per device per micro-step.
+        data_parallel_size: ranks that see different samples.
+        accumulate: micro-steps per optimizer step.
+    """
+
+    batch_size: int
+    data_parallel_size: int
+    accumulate: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.batch_size * self.data_parallel_size * self.accumulate
+
+    def steps_per_epoch(self, n_samples: int) -> int:
+        """Whole optimizer steps in one pass over the data; the tail is left to the next shuffle."""
+        return n_samples // self.global_batch_size
+
+
+def plan_batch(
+    batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
+) -> BatchPlan:
+    """Derives the accumulation from the global batch, where one is given.
+
+    Raises:
+        ValueError: global_batch_size is no multiple of what one micro-step takes; the message
+            shows the equation and the nearest sizes that are.
+    """
+    if global_batch_size is None:
+        return BatchPlan(batch_size, data_parallel_size, accumulate)
+    micro = batch_size * data_parallel_size
+    if global_batch_size < micro or global_batch_size % micro:
+        below, above = global_batch_size // micro * micro, -(-global_batch_size // micro) * micro
+        nearest = ", ".join(str(size) for size in (below, above) if size > 0)
+        raise ValueError(
+            f"not divisible by {data_parallel_size} ranks x data.batch_size {batch_size}; "
+            f"nearest: {nearest}"
+        )
+    return BatchPlan(batch_size, data_parallel_size, global_batch_size // micro)
+
+
+def run_steps(
+    steps_per_epoch: int, max_epochs: int | None, max_steps: int, limit_steps: int | None = None
+) -> int | None:
+    """Optimizer steps of the whole run; None where only a time ends it.
+
+    Args:
+        steps_per_epoch: of the data, before any limit.
+        max_epochs: None or -1: no limit by epochs.
+        max_steps: -1: no limit by steps.
+        limit_steps: steps per epoch at most (trainer.limit_train_batches).
+    """
+    if limit_steps is not None:
+        steps_per_epoch = min(steps_per_epoch, limit_steps)
+    by_epochs = math.inf if max_epochs in (None, -1) else max_epochs * steps_per_epoch
+    by_steps = math.inf if max_steps == -1 else max_steps
+    steps = min(by_epochs, by_steps)
+    return None if steps == math.inf else int(steps)
