@@ -1,0 +1,177 @@
+"""Ready token files, known by their headers: raw uint16/uint32, or as llm.c writes them.
+
+A raw file (nanoGPT's train.bin) is nothing but tokens. llm.c puts 256 int32 in front of them:
+magic, version, count, zeros. Nothing here reads a file whole but `scan_tokens`, in blocks.
+"""
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gptrain.data.errors import DataError
+
+HEADER_BYTES = 1024  # 256 int32
+# magic: (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
+_HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+_DTYPES = ("uint16", "uint32")
+_SCAN_TOKENS = 2**20  # per block of a full scan: a few MiB
+_SAMPLE_BLOCKS, _SAMPLE_TOKENS = 16, 2**14  # looked at when opened: all of a file below 512 KiB
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens: where they begin, how many, and how wide."""
+
+    path: Path
+    dtype: str  # uint16 or uint32
+    n_tokens: int
+    offset_bytes: int  # of the first token
+
+    def map(self) -> np.ndarray:
+        """The tokens as a read-only memory map, (n_tokens,)."""
+        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
+
+
+def find_token_files(path: str | os.PathLike | Sequence[str | os.PathLike]) -> list[Path]:
+    """The files that a path, a glob pattern, or a list of them names; sorted within a pattern.
+
+    Raises: FileNotFoundError if a name or pattern matches nothing; DataError for a folder.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return [file for one in path for file in find_token_files(one)]
+    pattern = os.path.expanduser(path)
+    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if not found:
+        raise FileNotFoundError(f"{path}: no such file")
+    for file in found:
+        if os.path.isdir(file):
+            raise DataError(f"{file}: a folder; name its files: {file.rstrip('/')}/*.bin")
+    return [Path(file) for file in found]
+
+
+def open_token_file(path: str | os.PathLike, dtype: str | None = None) -> TokenFile:
+    """What a token file holds, from its header or, if raw, from its size; no token is read.
+
+    Args:
+        dtype: of the tokens, `uint16` or `uint32`; needed for raw files. A header says it
+            itself and must agree.
+    Raises: FileNotFoundError; DataError for an empty file, an odd size, an unknown header, a
+        count that does not match the size, a header of another dtype.
+    """
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(f"dtype={dtype}: must be one of {', '.join(_DTYPES)}")
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header = np.frombuffer(file.read(HEADER_BYTES)[: size_bytes // 4 * 4], dtype="<i4")
+    if _is_header(header):
+        return _from_header(path, header, dtype, size_bytes - HEADER_BYTES)
+    if size_bytes == 0:
+        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
+    if dtype is None:
+        raise DataError(f"{path}: no header; say how wide its tokens are: uint16 or uint32")
+    n_tokens, rest_bytes = divmod(size_bytes, np.dtype(dtype).itemsize)
+    if rest_bytes:
+        raise DataError(
+            f"{path}: {size_bytes} bytes are no whole number of {dtype} tokens;"
+            " cut short, or of another dtype"
+        )
+    return TokenFile(path, dtype, n_tokens, 0)
+
+
+def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
+    """Windows of seq_len tokens and their targets in n_tokens that follow each other.
+
+    They overlap by one token, so that each token but the first is a target once. The last, short
+    one counts with `keep_tail`.
+    """
+    n_targets = max(0, n_tokens - 1)
+    return -(-n_targets // seq_len) if keep_tail else n_targets // seq_len
+
+
+def count_samples(
+    path: str | os.PathLike | Sequence[str | os.PathLike],
+    seq_len: int,
+    dtype: str | None = None,
+    keep_tail: bool = False,
+) -> int:
+    """Length of the data set that `TokenDataset` would be, from headers and sizes alone."""
+    files = [open_token_file(file, dtype) for file in find_token_files(path)]
+    return sum(count_windows(file.n_tokens, seq_len, keep_tail) for file in files)
+
+
+def scan_tokens(file: TokenFile, vocab_size: int) -> int:
+    """The largest token of a file, every one looked at, in constant memory.
+
+    Raises: DataError that names the first token >= vocab_size and its place.
+    """
+    tokens, largest = file.map(), 0
+    for start in range(0, file.n_tokens, _SCAN_TOKENS):
+        block = tokens[start : start + _SCAN_TOKENS]
+        check_tokens(block, vocab_size, file.path, start)
+        largest = max(largest, int(block.max()))
+    return largest
+
+
+def sample_tokens(file: TokenFile, vocab_size: int) -> None:
+    """Looks at blocks from end to end of a file: finds a wrong vocabulary or dtype, cheaply.
+
+    Raises: DataError as `scan_tokens`.
+    """
+    tokens = file.map()
+    last = max(0, file.n_tokens - _SAMPLE_TOKENS)
+    for start in np.unique(np.linspace(0, last, _SAMPLE_BLOCKS).astype(np.int64)):
+        check_tokens(tokens[start : start + _SAMPLE_TOKENS], vocab_size, file.path, int(start))
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:
+    """Raises DataError if a token is outside the vocabulary; `start` is the first one's place."""
+    if tokens.size and tokens.max() >= vocab_size:
+        where = int(np.argmax(tokens >= vocab_size))
+        raise DataError(
+            f"{path}: token {tokens[where]} at offset {start + where} (in tokens)"
+            f" >= vocab_size={vocab_size}"
+        )
+
+
+def _is_header(words: np.ndarray) -> bool:
+    """Whether 256 int32 are a header of llm.c's kind, known or not.
+
+    It is nothing but zeros after its first words, which text of 500 tokens never is. A known
+    magic is a header whatever follows.
+    """
+    if words.size and int(words[0]) in _HEADERS:
+        return True
+    return words.size == 256 and words[0] != 0 and not words[4:].any()
+
+
+def _from_header(path: Path, header: np.ndarray, dtype: str | None, tokens_bytes: int) -> TokenFile:
+    if header.size < 256:
+        raise DataError(f"{path}: cut short within its header")
+    magic, version, n_tokens = (int(word) for word in header[:3])
+    if magic not in _HEADERS:
+        raise DataError(f"{path}: header with magic {magic}; known are {_known()}")
+    known_version, known_dtype = _HEADERS[magic]
+    if version != known_version:
+        raise DataError(f"{path}: header {magic} of version {version}; known is {known_version}")
+    if dtype not in (None, known_dtype):
+        raise DataError(f"{path}: its header says {known_dtype}, not {dtype}")
+    held_tokens, rest_bytes = divmod(tokens_bytes, np.dtype(known_dtype).itemsize)
+    if n_tokens != held_tokens or rest_bytes:
+        raise DataError(
+            f"{path}: its header counts {n_tokens} tokens of {known_dtype}, {tokens_bytes} bytes"
+            f" follow, that is {held_tokens}" + (f" and {rest_bytes} bytes" if rest_bytes else "")
+        )
+    if n_tokens == 0:
+        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
+    return TokenFile(path, known_dtype, n_tokens, HEADER_BYTES)
+
+
+def _known() -> str:
+    return ", ".join(f"{magic} ({dtype})" for magic, (_, dtype) in _HEADERS.items())

@@ -1,0 +1,219 @@
+"""Ready token files, raw and with llm.c's header, are read as they are or refused by name."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from gptrain.data import (
+    DataError,
+    SampleOrder,
+    TokenDataset,
+    TrainBatches,
+    collate,
+    count_samples,
+    count_windows,
+    find_token_files,
+    open_token_file,
+    scan_tokens,
+)
+
+
+def write_raw(path, tokens, dtype=np.uint16):
+    """As nanoGPT's prepare.py: nothing but tokens."""
+    np.array(tokens, dtype=dtype).tofile(path)
+    return path
+
+
+def write_headed(path, tokens, dtype=np.uint16, magic=20240520, version=1, count=None):
+    """As llm.c: 256 int32, then tokens."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype=dtype).tobytes())
+    return path
+
+
+LLAMA = dict(dtype=np.uint32, magic=20240801, version=7)
+
+
+# ---- what a file is
+
+
+def test_raw_files_are_as_long_as_their_size(tmp_path):
+    file = open_token_file(write_raw(tmp_path / "train.bin", range(1000)), "uint16")
+    assert (file.n_tokens, file.offset_bytes, file.dtype) == (1000, 0, "uint16")
+    assert file.map().tolist() == list(range(1000))
+    wide = open_token_file(write_raw(tmp_path / "wide.bin", [70000, 1], np.uint32), "uint32")
+    assert wide.map().tolist() == [70000, 1]
+
+
+def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
+    gpt2 = open_token_file(write_headed(tmp_path / "gpt2.bin", range(10)))
+    llama = open_token_file(write_headed(tmp_path / "llama.bin", [128000, 5], **LLAMA))
+    assert gpt2.dtype == "uint16" and gpt2.map().tolist() == list(range(10))
+    assert llama.dtype == "uint32" and llama.map().tolist() == [128000, 5]
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda p: p.write_bytes(b""), "0 tokens; need at least seq_len"),
+        (lambda p: p.write_bytes(b"abc"), "3 bytes are no whole number of uint16"),
+        (lambda p: write_headed(p, []), "0 tokens; need at least seq_len"),
+        (lambda p: write_headed(p, [1, 2], magic=20240521), "magic 20240521; known are 20240520"),
+        (lambda p: write_headed(p, [1, 2], version=2), "version 2; known is 1"),
+        (lambda p: write_headed(p, [1, 2], count=3), "counts 3 tokens of uint16, 4 bytes follow"),
+        (lambda p: write_headed(p, [1, 2], count=1), "counts 1 tokens .* that is 2"),
+        (lambda p: write_headed(p, [1, 2], **LLAMA), "says uint32, not uint16"),
+        (lambda p: p.write_bytes(np.int32([20240520, 1]).tobytes()), "within its header"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path, write, message):
+    path = tmp_path / "train.bin"
+    write(path)
+    with pytest.raises(DataError, match=rf"train\.bin: .*{message}"):
+        open_token_file(path, "uint16")
+
+
+def test_an_odd_byte_after_the_counted_tokens_is_found(tmp_path):
+    path = write_headed(tmp_path / "train.bin", [1, 2])
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(DataError, match="5 bytes follow, that is 2 and 1 bytes"):
+        open_token_file(path)
+
+
+def test_a_raw_file_needs_a_dtype(tmp_path):
+    with pytest.raises(DataError, match="uint16 or uint32"):
+        open_token_file(write_raw(tmp_path / "train.bin", range(9)))
+    with pytest.raises(ValueError, match="dtype=float32"):
+        open_token_file(tmp_path / "train.bin", "float32")
+
+
+def test_a_short_raw_file_of_zeros_is_no_header(tmp_path):
+    assert open_token_file(write_raw(tmp_path / "a", [0] * 600), "uint16").n_tokens == 600
+    assert open_token_file(write_raw(tmp_path / "b", [7]), "uint16").n_tokens == 1
+
+
+# ---- which files
+
+
+def test_patterns_and_lists_name_files_in_order(tmp_path):
+    for name in ("b.bin", "a.bin", "c.txt", "[x].bin"):
+        write_raw(tmp_path / name, range(9))
+    names = [file.name for file in find_token_files(str(tmp_path / "*.bin"))]
+    assert names == ["[x].bin", "a.bin", "b.bin"]
+    assert find_token_files(tmp_path / "[x].bin") == [tmp_path / "[x].bin"]
+    both = find_token_files([tmp_path / "b.bin", str(tmp_path / "*.txt")])
+    assert [file.name for file in both] == ["b.bin", "c.txt"]
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    for missing in (tmp_path / "no.bin", tmp_path / "*.bin"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            TokenDataset(missing, 8, "uint16")
+    with pytest.raises(DataError, match="a folder"):
+        find_token_files(tmp_path)
+
+
+# ---- windows
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_windows_cover_every_target_once(n_tokens, seq_len):
+    full, all_ = count_windows(n_tokens, seq_len), count_windows(n_tokens, seq_len, True)
+    starts = range(0, max(0, n_tokens - 1), seq_len)
+    assert all_ == len(starts)
+    assert full == sum(start + seq_len + 1 <= n_tokens for start in starts)
+
+
+def test_windows_follow_each_other_and_never_cross_a_file(tmp_path):
+    write_raw(tmp_path / "0.bin", range(0, 10))
+    write_raw(tmp_path / "1.bin", range(100, 103))  # too short for a window
+    write_headed(tmp_path / "2.bin", range(200, 209))
+    dataset = TokenDataset(str(tmp_path / "*.bin"), 4, "uint16")
+    assert len(dataset) == count_samples(str(tmp_path / "*.bin"), 4, "uint16") == 4
+    tokens, targets = dataset.__getitems__([0, 3, 1, 2])
+    assert tokens.tolist() == [[0, 1, 2, 3], [204, 205, 206, 207], [4, 5, 6, 7],
+                               [200, 201, 202, 203]]  # fmt: skip
+    assert torch.equal(targets, tokens + 1)
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.is_contiguous() and targets.is_contiguous()
+    assert torch.equal(dataset[-1][0], tokens[1])
+    with pytest.raises(IndexError, match="there are 4"):
+        dataset[4]
+
+
+@pytest.mark.parametrize("sizes", [(10, 3, 9), (2,), (5,), (6, 2)])
+def test_with_the_tail_every_token_but_the_first_is_a_target_once(tmp_path, sizes):
+    for number, size in enumerate(sizes):
+        write_raw(tmp_path / f"{number}.bin", range(100 * number, 100 * number + size))
+    pattern = str(tmp_path / "*.bin")
+    dataset = TokenDataset(pattern, 4, "uint16", keep_tail=True)
+    assert len(dataset) == count_samples(pattern, 4, "uint16", keep_tail=True)
+    tokens, targets = dataset.__getitems__(range(len(dataset)))
+    counted = targets[targets != -100]
+    assert counted.tolist() == [100 * n + t for n, size in enumerate(sizes) for t in range(1, size)]
+    assert torch.equal(tokens[targets != -100] + 1, counted)
+    assert tokens.min() >= 0
+
+
+def test_too_few_tokens_are_counted_out(tmp_path):
+    path = write_raw(tmp_path / "train.bin", range(256))
+    with pytest.raises(DataError, match=r"256 tokens; need at least seq_len\+1 = 257"):
+        TokenDataset(path, 256, "uint16")
+    assert len(TokenDataset(path, 255, "uint16")) == 1
+
+
+def test_a_worker_maps_the_files_itself(tmp_path):
+    write_raw(tmp_path / "train.bin", np.arange(50_000) % 1000)
+    dataset = TokenDataset(tmp_path / "train.bin", 10, "uint16")
+    before = dataset[4998]
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 2000
+    assert torch.equal(pickle.loads(pickled)[4998][1], before[1])
+
+
+def test_a_resumed_loader_reads_the_same_batches(tmp_path):
+    dataset = TokenDataset(write_raw(tmp_path / "train.bin", range(1000)), 9, "uint16")
+    order = SampleOrder(len(dataset), seed=1)
+
+    def batches(position):
+        sampler = TrainBatches(order, 4, position=lambda: position)
+        return [tokens for tokens, _ in DataLoader(dataset, batch_sampler=sampler,
+                                                   collate_fn=collate)]  # fmt: skip
+
+    whole = batches(0)
+    assert len(whole) == 27
+    assert all(torch.equal(a, b) for a, b in zip(whole[11:], batches(11), strict=True))
+
+
+# ---- vocabulary
+
+
+def test_a_token_outside_the_vocabulary_is_found_at_once_in_a_small_file(tmp_path):
+    path = write_raw(tmp_path / "train.bin", [1] * 1182 + [50304] + [1] * 1000)
+    with pytest.raises(DataError, match=r"token 50304 at offset 1182 .*vocab_size=50257"):
+        TokenDataset(path, 256, "uint16", vocab_size=50257)
+    assert len(TokenDataset(path, 256, "uint16", vocab_size=50305)) == 8
+
+
+def test_a_token_that_the_first_look_missed_is_found_in_its_batch(tmp_path):
+    tokens = np.ones(600_000)
+    tokens[20_000] = 99  # the second block looked at begins at 38,907
+    dataset = TokenDataset(write_headed(tmp_path / "train.bin", tokens), 64, vocab_size=50)
+    assert dataset.__getitems__([0, 5])[0].max() == 1
+    with pytest.raises(DataError, match=r"token 99 at offset 20000 .*vocab_size=50"):
+        dataset.__getitems__([0, 20_000 // 64])
+
+
+def test_a_scan_looks_at_every_token(tmp_path):
+    tokens = np.ones(2**20 + 1000)
+    tokens[2**20 + 777] = 60_000
+    file = open_token_file(write_raw(tmp_path / "train.bin", tokens), "uint16")
+    assert scan_tokens(file, 60_001) == 60_000
+    with pytest.raises(DataError, match=r"train\.bin: token 60000 at offset 1049353 "):
+        scan_tokens(file, 60_000)
