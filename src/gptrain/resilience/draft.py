@@ -1,0 +1,188 @@
+"""A checkpoint while it is written: files hashed as they go to disk, errors kept for one place.
+
+torch.save hands its bytes to C++ code and torch.distributed.checkpoint to collectives of all ranks;
+an exception of a full disk thrown into either ends in a crash, a hang, or a second error that hides
+the first. So a file here never raises. It keeps the first error and swallows the rest of its bytes
+(still counting them: that is how many were needed), and `CheckpointStore.writing` raises it
+afterwards, on all ranks, as `SaveFailed`.
+"""
+
+import errno
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gptrain.resilience import fileops
+
+_PIECE_BYTES = 1 << 22  # large enough that Python costs nothing, small enough to report progress
+
+
+class SaveFailed(OSError):
+    """A checkpoint could not be written; nothing of it is left, the ones before are untouched.
+
+    Attributes:
+        needed, free: bytes of this save (of this rank) and on its file system, None if unknown.
+        rank: whose file operation failed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        path: str | Path,
+        needed: int | None = None,
+        free: int | None = None,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(number, os.strerror(number), str(path))
+        self.path, self.needed, self.free, self.rank = Path(path), needed, free, rank
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.errno, str(self.path), self.needed, self.free, self.rank)
+
+    def __str__(self) -> str:
+        name = errno.errorcode.get(self.errno, self.errno)
+        return (
+            f"{self.path}: cannot save: {self.strerror} ({name}) on rank {self.rank}; "
+            f"needs {self.needed} bytes, {self.free} bytes free; earlier checkpoints are intact"
+        )
+
+
+class NoSpace(SaveFailed):
+    """There is less room than a save needs; found out before anything was written."""
+
+    def __init__(self, path: str | Path, needed: int, free: int, rank: int = 0) -> None:
+        super().__init__(errno.ENOSPC, path, needed, free, rank)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (str(self.path), self.needed, self.free, self.rank)
+
+
+class Draft:
+    """The files that one rank writes into a checkpoint that is not yet one.
+
+    Attributes:
+        path: the folder all ranks write into.
+        files: name -> {"bytes", "sha256"} of this rank's finished files.
+        n_bytes: bytes offered so far, written or not.
+        error: the first OSError of this rank, None as long as all went well.
+    """
+
+    def __init__(self, path: Path, progress: Callable[[], None] | None = None) -> None:
+        self.path = path
+        self.progress = progress
+        self.files: dict[str, dict] = {}
+        self.error: OSError | None = None
+        self.n_bytes = 0
+
+    def open(self, name: str) -> "DraftFile":
+        """A new file of the checkpoint, for torch.save and the like; use it as a context."""
+        if os.path.basename(name) != name:
+            raise ValueError(f"{name}: a checkpoint is one flat folder")
+        return DraftFile(self, name)
+
+
+class DraftFile(io.RawIOBase):
+    """A file that can be written once, front to back; `close` puts it on the medium."""
+
+    def __init__(self, draft: Draft, name: str) -> None:
+        super().__init__()
+        self._draft, self._name = draft, name
+        self._digest = hashlib.sha256()
+        self._n_bytes = 0
+        self._pending = bytearray()
+        self._descriptor: int | None = None
+        self._guarded(self._create)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Number of bytes given: all are taken."""
+        view = memoryview(data).cast("B")
+        self._n_bytes += len(view)
+        self._draft.n_bytes += len(view)
+        if len(self._pending) + len(view) < _PIECE_BYTES:
+            self._pending += view
+        else:
+            self._put_pending()
+            for start in range(0, len(view), _PIECE_BYTES):
+                self._put(view[start : start + _PIECE_BYTES])
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._n_bytes
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def close(self) -> None:
+        """Write what is pending, wait for the medium, and enter the file in the draft."""
+        if self.closed:
+            return
+        self._put_pending()
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            self._guarded(fileops.sync, descriptor)
+            try:  # even after an error: the descriptor is ours to give back
+                fileops.close(descriptor)
+            except OSError as error:
+                self._draft.error = self._draft.error or error
+        self._draft.files[self._name] = {
+            "bytes": self._n_bytes,
+            "sha256": self._digest.hexdigest(),
+        }
+        super().close()
+
+    def _create(self) -> None:
+        self._descriptor = fileops.create(self._draft.path / self._name)
+
+    def _put_pending(self) -> None:
+        if self._pending:
+            self._put(memoryview(self._pending))
+            self._pending = bytearray()
+
+    def _put(self, piece: memoryview) -> None:
+        self._digest.update(piece)
+        self._guarded(fileops.write_all, self._descriptor, piece)
+        if self._draft.progress:
+            self._draft.progress()
+
+    def _guarded(self, operation: Callable, *arguments: object) -> None:
+        if self._draft.error is None:
+            try:
+                operation(*arguments)
+            except OSError as error:
+                self._draft.error = error
+
+
+@contextmanager
+def same_answer(
+    draft: Draft, rank: int, gather: Callable[[object], list], needed_bytes: int
+) -> Iterator[None]:
+    """Let all ranks raise the first rank's SaveFailed, so that none goes on or waits alone.
+
+    Other exceptions pass: their rank is about to end the job, and a collective might not return.
+    """
+    mine = None
+    try:
+        yield
+    except SaveFailed as error:
+        mine = error
+    except OSError as error:
+        if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+            raise  # of the network, not of the file system
+        needed = max(needed_bytes, draft.n_bytes)
+        mine = SaveFailed(error.errno, draft.path.parent, needed, _free_bytes(draft), rank)
+        mine.__cause__ = error
+    for failure in gather(mine):
+        if failure is not None:
+            raise failure
+
+
+def _free_bytes(draft: Draft) -> int | None:
+    try:
+        return fileops.free_bytes(draft.path.parent)
+    except OSError:
+        return None
