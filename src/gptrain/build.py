@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -15,12 +16,15 @@ from torch import nn
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.callbacks import default_callbacks
+from gptrain.lit.callbacks import Checkpoints, StepLog
+from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import make_strategy
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.group import start_group
 from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
+from gptrain.resilience import CheckpointStore
+from gptrain.resume import find_checkpoint, identity
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
@@ -44,6 +48,7 @@ class Run:
     datamodule: TextDataModule
     trainer: pl.Trainer
     report: Report
+    checkpoint: Path | None  # to go on from, or to evaluate
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def build(cfg: DictConfig) -> Run:
     )
     trainer = build_trainer(cfg, machine, split, lengths)
     report = build_report(cfg, module, machine, lengths, trainer, val)
-    return Run(module, datamodule, trainer, report)
+    return Run(module, datamodule, trainer, report, find_checkpoint(cfg))
 
 
 def build_dataset(cfg: DictConfig, part: str) -> torch.utils.data.Dataset | None:
@@ -198,13 +203,38 @@ def build_trainer(
         accumulate_grad_batches=lengths.batch.accumulate,
         val_check_interval=lengths.validate_every * lengths.batch.accumulate,
         check_val_every_n_epoch=None,
-        callbacks=callbacks + default_callbacks(cfg, lengths),
+        callbacks=callbacks
+        + [
+            StepLog(
+                cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps
+            ),
+            *build_checkpoints(cfg, lengths),
+        ],
         logger=loggers,
+        plugins=[StoreIO()],
         profiler=instantiate(cfg.profiler) if cfg.profiler else None,
         use_distributed_sampler=False,
         enable_checkpointing=False,
         default_root_dir=cfg.run_dir,
     )
+
+
+def build_checkpoints(cfg: DictConfig, lengths: Lengths) -> list[pl.Callback]:
+    """The callback that saves, unless nothing is to be kept."""
+    if cfg.checkpoint.name == "none" or cfg.trainer.fast_dev_run or cfg.task != "fit":
+        return []
+    store = CheckpointStore(Path(cfg.run_dir) / "checkpoints", run_id="x")
+    return [
+        Checkpoints(
+            store,
+            identity(cfg, lengths.batch.global_batch_size),
+            every_n_steps=cfg.checkpoint.every_n_steps,
+            keep=cfg.checkpoint.keep,
+            monitor=cfg.checkpoint.monitor,
+            validate_every=lengths.validate_every,
+            n_steps=lengths.n_steps,
+        )
+    ]
 
 
 def build_report(

@@ -103,6 +103,7 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=RunConfig)
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("default_output_dir", default_output_dir, replace=True)
+    OmegaConf.register_new_resolver("plus", lambda left, right: left + right, replace=True)
 
 
 def default_output_dir() -> str:

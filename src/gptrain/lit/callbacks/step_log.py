@@ -38,7 +38,9 @@ class StepLog(Callback):
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
-        if step % self.every_n_steps and step != self.n_steps:
+        if step == self.n_steps:
+            trainer.should_stop = True  # Lightning then validates, whatever the interval
+        elif step % self.every_n_steps:
             module.step_losses.clear()
             return
         tokens, _ = batch
