@@ -1,4 +1,4 @@
-"""One thread, a fixed seed, warnings are errors, and a folder of its own for all that a run writes."""
+"""One thread, a fixed seed, and a folder of its own for all that a run writes."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.group import start_group
 from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
 from gptrain.resilience import CheckpointStore
+from gptrain.resilience.lock import read_holder
 from gptrain.resume import find_checkpoint, identity
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
@@ -203,13 +204,7 @@ def build_trainer(
         accumulate_grad_batches=lengths.batch.accumulate,
         val_check_interval=lengths.validate_every * lengths.batch.accumulate,
         check_val_every_n_epoch=None,
-        callbacks=callbacks
-        + [
-            StepLog(
-                cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps
-            ),
-            *build_checkpoints(cfg, lengths),
-        ],
+        callbacks=[*callbacks, *build_callbacks(cfg, lengths)],
         logger=loggers,
         plugins=[StoreIO()],
         profiler=instantiate(cfg.profiler) if cfg.profiler else None,
@@ -219,22 +214,24 @@ def build_trainer(
     )
 
 
-def build_checkpoints(cfg: DictConfig, lengths: Lengths) -> list[pl.Callback]:
-    """The callback that saves, unless nothing is to be kept."""
-    if cfg.checkpoint.name == "none" or cfg.trainer.fast_dev_run or cfg.task != "fit":
-        return []
-    store = CheckpointStore(Path(cfg.run_dir) / "checkpoints", run_id="x")
-    return [
-        Checkpoints(
-            store,
-            identity(cfg, lengths.batch.global_batch_size),
-            every_n_steps=cfg.checkpoint.every_n_steps,
-            keep=cfg.checkpoint.keep,
-            monitor=cfg.checkpoint.monitor,
-            validate_every=lengths.validate_every,
-            n_steps=lengths.n_steps,
-        )
+def build_callbacks(cfg: DictConfig, lengths: Lengths) -> list[pl.Callback]:
+    """What every run needs, whatever the callbacks group holds: its log, and its checkpoints."""
+    callbacks = [
+        StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
     ]
+    if cfg.checkpoint.name == "none" or cfg.trainer.fast_dev_run or cfg.task != "fit":
+        return callbacks
+    run_id = read_holder(cfg.run_dir)["run_id"]
+    checkpoints = Checkpoints(
+        CheckpointStore(Path(cfg.run_dir) / "checkpoints", run_id),
+        identity(cfg, lengths.batch.global_batch_size),
+        every_n_steps=cfg.checkpoint.every_n_steps,
+        keep=cfg.checkpoint.keep,
+        monitor=cfg.checkpoint.monitor,
+        validate_every=lengths.validate_every,
+        n_steps=lengths.n_steps,
+    )
+    return [*callbacks, checkpoints]
 
 
 def build_report(

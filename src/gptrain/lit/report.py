@@ -83,4 +83,5 @@ class Report:
         board = f"tensorboard --logdir {folder}"
         if best is None:
             return board
-        return f"python train.py task=test ckpt_path={shlex.quote(str(best))} (add the options of this run) · {board}"
+        test = f"python train.py task=test ckpt_path={shlex.quote(str(best))}"
+        return f"{test} (with the options of this run) · {board}"

@@ -88,7 +88,7 @@ class Checkpoints(Callback):
             rank=trainer.global_rank,
             gather=gather,
         ) as draft:
-            trainer.save_checkpoint(draft.path, storage_options=draft)
+            trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
         self.saved_step = step
         if trainer.is_global_zero:
             best = self.store.best(self.monitor, "min")
