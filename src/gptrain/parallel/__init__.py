@@ -11,3 +11,7 @@ A file each: `mesh` the axes; `materialize` real weights, slice by slice; `fsdp`
 `gradients` sums that autograd leaves to us, and clipping; `state` checkpoints of the whole, from
 and into any strategy; `count` the bytes that went over the wire.
 """
+
+from gptrain.parallel.gradients import clip_grad_norm
+
+__all__ = ["clip_grad_norm"]

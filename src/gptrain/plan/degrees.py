@@ -1,0 +1,92 @@
+"""How many ranks share each kind of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SINGLE, DATA, TENSOR, PIPELINE = "single", "data", "tensor", "pipeline"
+
+# strategy -> the axes over which it divides the work
+AXES = {
+    "single": (),
+    "ddp": (DATA,),
+    "fsdp": (DATA,),
+    "tensor_parallel": (TENSOR,),
+    "pipeline": (PIPELINE,),
+    "fsdp_tensor_parallel": (DATA, TENSOR),
+    "ddp_pipeline": (DATA, PIPELINE),
+}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis; their product is the world size."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+def degrees(
+    name: str,
+    world_size: int,
+    tensor_parallel_size: int | None = None,
+    pipeline_parallel_size: int | None = None,
+) -> Degrees:
+    """Ranks along each axis of a strategy on so many devices.
+
+    What is left of the world after tensor and pipeline is data parallel. "auto" is "single" on one
+    device and "ddp" on more. A size of None takes the whole world where that is the only axis, and
+    2 beside data parallelism.
+
+    Raises: ValueError with the equation if the sizes do not multiply to the world size, or a size
+        is given to a strategy that has no such axis.
+    """
+    if name == "auto":
+        name = "single" if world_size == 1 else "ddp"
+    if name == "dp":
+        raise ValueError(
+            "strategy=dp: DataParallel runs all devices from one Python thread and copies the "
+            "weights at every step, which is slower than ddp on any number of devices; use ddp"
+        )
+    if name not in AXES:
+        raise ValueError(f"strategy={name}: not known; allowed: auto, {', '.join(AXES)}")
+    given = {TENSOR: tensor_parallel_size, PIPELINE: pipeline_parallel_size}
+    sizes = {}
+    for axis, size in given.items():
+        if axis not in AXES[name]:
+            if size not in (None, 1):
+                raise ValueError(
+                    f"{axis}_parallel_size={size} has no effect under strategy={name}; "
+                    f"strategies with it: {', '.join(n for n, axes in AXES.items() if axis in axes)}"
+                )
+            size = 1
+        elif size is None:
+            size = 2 if DATA in AXES[name] else world_size
+        if size < 1:
+            raise ValueError(f"{axis}_parallel_size={size}: at least 1")
+        sizes[axis] = size
+    split = sizes[TENSOR] * sizes[PIPELINE]
+    n_data = max(1, world_size // split) if DATA in AXES[name] else 1
+    found = Degrees(n_data, sizes[TENSOR], sizes[PIPELINE])
+    if found.world_size != world_size:
+        equation = f"data {n_data} x tensor {found.tensor} x pipeline {found.pipeline}"
+        raise ValueError(
+            f"strategy={name}: {equation} = {found.world_size}, but there are {world_size} ranks; "
+            f"{_advice(name, world_size)}"
+        )
+    return found
+
+
+def _advice(name: str, world_size: int) -> str:
+    if name == "single":
+        return "use one device, or another strategy"
+    axis = TENSOR if TENSOR in AXES[name] else PIPELINE
+    if DATA not in AXES[name]:
+        return f"use {axis}_parallel_size={world_size}, or null"
+    divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+    return f"{axis}_parallel_size must divide {world_size}: {divisors}"

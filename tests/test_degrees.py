@@ -1,0 +1,45 @@
+"""The degrees of a strategy multiply to the world size, or the error shows the equation."""
+
+import pytest
+
+from gptrain.plan import Degrees, degrees
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "tensor", "pipeline", "expected"),
+    [
+        ("auto", 1, None, None, Degrees()),
+        ("auto", 2, None, None, Degrees(data=2)),
+        ("fsdp", 8, None, None, Degrees(data=8)),
+        ("tensor_parallel", 4, None, None, Degrees(tensor=4)),
+        ("pipeline", 4, None, 4, Degrees(pipeline=4)),
+        ("fsdp_tensor_parallel", 8, None, None, Degrees(data=4, tensor=2)),
+        ("fsdp_tensor_parallel", 8, 4, None, Degrees(data=2, tensor=4)),
+        ("ddp_pipeline", 6, None, 3, Degrees(data=2, pipeline=3)),
+    ],
+)
+def test_data_parallel_takes_what_tensor_and_pipeline_leave(
+    name, world_size, tensor, pipeline, expected
+):
+    assert degrees(name, world_size, tensor, pipeline) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "tensor", "pipeline", "words"),
+    [
+        ("fsdp_tensor_parallel", 8, 3, None, "data 2 x tensor 3 x pipeline 1 = 6"),
+        ("fsdp_tensor_parallel", 2, 4, None, "must divide 2: 1, 2"),
+        ("tensor_parallel", 4, 2, None, "use tensor_parallel_size=4"),
+        ("pipeline", 4, None, 8, "pipeline 8 = 8, but there are 4 ranks"),
+        ("single", 2, None, None, "use one device"),
+        ("ddp", 4, 2, None, "no effect under strategy=ddp"),
+        ("pipeline", 4, None, 0, "at least 1"),
+        ("dp", 2, None, None, "use ddp"),
+        ("zero", 2, None, None, "allowed: auto, single"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_equation(
+    name, world_size, tensor, pipeline, words
+):
+    with pytest.raises(ValueError, match=words):
+        degrees(name, world_size, tensor, pipeline)
