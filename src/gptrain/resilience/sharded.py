@@ -1,0 +1,52 @@
+"""torch.distributed.checkpoint, written into a draft: every rank its shard, one manifest for all.
+
+with store.writing(step, kind="sharded", rank=rank, gather=gather) as draft:
+    dcp.save(state, storage_writer=ShardWriter(draft))
+dcp.load(state, storage_reader=SafeFileSystemReader(store.newest_good().path))
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from gptrain.resilience.draft import Draft, DraftFile
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes through `Draft.open`: hashed, synced and counted like every file of a save.
+
+    The draft keeps a file's error for the end of the save, so that no rank leaves the collectives
+    of torch.distributed.checkpoint alone.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        super().__init__(draft.path, sync_files=False)  # the draft's files sync themselves
+        self.fs = _DraftFolder(draft)
+
+    def storage_meta(self) -> None:
+        """Nothing: it would say the draft's path, which is gone after the save."""
+
+
+class _DraftFolder(FileSystem):
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[DraftFile]:
+        assert mode == "wb"
+        # The index comes as .metadata.tmp, to be renamed: a draft needs no second layer of it.
+        with self._draft.open(Path(path).name.removesuffix(".tmp")) as file:
+            yield file
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """The draft has its folder."""
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        """Written under its final name already."""

@@ -1,0 +1,254 @@
+"""Loading never runs foreign code: files, sharded folders, and the state of the generators."""
+
+import contextlib
+import os
+import pickle
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from gptrain.resilience import rng
+from gptrain.resilience.draft import SaveFailed
+from gptrain.resilience.manifest import DamagedCheckpoint, verify
+from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
+from gptrain.resilience.sharded import ShardWriter
+from gptrain.resilience.store import CheckpointStore
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Attack:
+    """Runs a command when it is unpickled freely."""
+
+    def __init__(self, mark) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """A file that exists afterwards if foreign code ran."""
+    path = tmp_path / "foreign code ran"
+    yield path
+    assert not path.exists()
+
+
+# One file
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_tensors_and_plain_values_come_back(tmp_path, mmap):
+    state = {"w": torch.randn(3, 4), "step": 5, "betas": (0.9, 0.95), "name": "x", "none": None}
+    torch.save(state, tmp_path / "state.ckpt")
+    loaded = load_file(tmp_path / "state.ckpt", mmap=mmap)
+    assert torch.equal(loaded.pop("w"), state.pop("w")) and loaded == state
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("how", ["archive", "legacy", "bare 2", "bare 4", "inside a state"])
+def test_a_file_with_foreign_code_is_refused_and_the_code_named(tmp_path, mark, how, mmap):
+    path, attack = tmp_path / "x.ckpt", Attack(mark)
+    if how == "archive":
+        torch.save(attack, path)
+    elif how == "legacy":
+        torch.save(attack, path, _use_new_zipfile_serialization=False)
+    elif how == "inside a state":
+        torch.save({"w": torch.ones(2), "config": [1, attack]}, path)
+    else:
+        path.write_bytes(pickle.dumps({"config": attack}, protocol=int(how[-1])))
+    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system; refused") as refused:
+        load_file(path, mmap=mmap)
+    assert refused.value.what == "os.system"
+
+
+def test_a_name_of_torch_itself_is_refused_and_named_too(tmp_path):
+    torch.save({"net": torch.nn.Linear(1, 1)}, tmp_path / "x.ckpt")
+    with pytest.raises(UnsafeCheckpoint, match=r"contains torch\.nn\.modules\.linear\.Linear"):
+        load_file(tmp_path / "x.ckpt")
+
+
+def test_bits_flipped_in_a_file_that_nobody_verified_raise_one_of_our_two_errors(tmp_path):
+    torch.save({"w": torch.ones(9), "step": 3}, tmp_path / "x.ckpt")
+    good, draw = (tmp_path / "x.ckpt").read_bytes(), random.Random(0)
+    for _ in range(200):
+        bad = bytearray(good)
+        for _ in range(draw.randrange(1, 9)):
+            bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
+        (tmp_path / "x.ckpt").write_bytes(bad)
+        with contextlib.suppress(UnsafeCheckpoint, DamagedCheckpoint):
+            load_file(tmp_path / "x.ckpt")
+
+
+def test_a_setting_of_torch_for_trusted_files_opens_nothing(tmp_path, mark, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save(Attack(mark), tmp_path / "x.ckpt")
+    with pytest.raises(UnsafeCheckpoint):
+        load_file(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("url", ["http://a.b/c.ckpt", "https://a.b/c.ckpt", "s3://a/c.ckpt"])
+def test_a_remote_checkpoint_is_refused(url):
+    with pytest.raises(ValueError, match="remote checkpoints are off"):
+        load_file(url)
+
+
+@pytest.mark.parametrize("data", [b"", b"no checkpoint", b"\x80\x04.", b"PK\x03\x04" + b"x" * 99])
+def test_a_file_that_is_no_checkpoint_is_called_that(tmp_path, data):
+    (tmp_path / "x.ckpt").write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="not a file of torch"):
+        load_file(tmp_path / "x.ckpt")
+
+
+def test_a_truncated_file_is_damaged_and_a_missing_one_missing(tmp_path):
+    torch.save({"w": torch.ones(1000)}, tmp_path / "x.ckpt")
+    os.truncate(tmp_path / "x.ckpt", 2000)
+    with pytest.raises(DamagedCheckpoint):
+        load_file(tmp_path / "x.ckpt")
+    with pytest.raises(FileNotFoundError):
+        load_file(tmp_path / "missing.ckpt")
+
+
+# A folder of torch.distributed.checkpoint
+
+
+def trained() -> dict:
+    net = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    values = {"step": 7, "betas": (0.9, 0.95), "history": [1.5, torch.arange(3)], "half": None}
+    half = {"half": torch.ones(2, 2, dtype=torch.bfloat16)}
+    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), **values, **half}
+
+
+def save_shards(folder, state):
+    store = CheckpointStore(folder, "a" * 32)
+    with store.writing(7, kind="sharded") as draft:
+        dcp.save(state, storage_writer=ShardWriter(draft))
+    return store.newest_good().path
+
+
+def blank(state):
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(blank(value) for value in state)
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
+
+
+def flat(state) -> list:
+    return [
+        value.tolist() if isinstance(value, torch.Tensor) else value
+        for value in torch.utils._pytree.tree_leaves(state)
+    ]
+
+
+@pytest.mark.parametrize("reader", [SafeFileSystemReader, FileSystemReader])
+def test_shards_in_a_draft_are_a_checkpoint_that_torch_reads_too(tmp_path, reader):
+    saved = trained()
+    path = save_shards(tmp_path, saved)
+    assert set(verify(path)["files"]) == {".metadata", "__0_0.distcp"}
+    loaded = blank(saved)
+    dcp.load(loaded, storage_reader=reader(path))
+    assert flat(loaded) == flat(saved)
+
+
+def test_what_torch_wrote_by_itself_is_read(tmp_path):
+    saved = trained()
+    dcp.save(saved, checkpoint_id=tmp_path / "plain")
+    loaded = blank(saved)
+    dcp.load(loaded, storage_reader=SafeFileSystemReader(tmp_path / "plain"))
+    assert flat(loaded) == flat(saved)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_foreign_code_in_the_index_of_a_folder_is_refused(tmp_path, mark, protocol):
+    path = save_shards(tmp_path / "c", trained())
+    (path / ".metadata").write_bytes(pickle.dumps(Attack(mark), protocol=protocol))
+    with pytest.raises(dcp.api.CheckpointException) as refused:
+        dcp.load(blank(trained()), storage_reader=SafeFileSystemReader(path))
+    assert "os.system" in str(refused.value)
+    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system"):
+        SafeFileSystemReader(path).read_metadata()
+
+
+def test_foreign_code_in_a_value_of_a_folder_is_refused(tmp_path, mark):
+    path = save_shards(tmp_path / "c", {"step": Attack(mark)})
+    with pytest.raises(dcp.api.CheckpointException) as refused:
+        dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(path))
+    assert "os.system" in str(refused.value)
+
+
+def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path):
+    path = save_shards(tmp_path, {"w": torch.ones(2)})
+    metadata = SafeFileSystemReader(path).read_metadata()
+    for entry in metadata.storage_data.values():
+        entry.relative_path = "../../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsafeCheckpoint, match=r"\.\./\.\./secret"):
+        SafeFileSystemReader(path).read_metadata()
+
+
+@pytest.mark.parametrize("data", [b"", b"nothing", b"\x80\x04N."])
+def test_an_index_that_is_none_is_called_damaged(tmp_path, data):
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(DamagedCheckpoint):
+        SafeFileSystemReader(tmp_path).read_metadata()
+
+
+def test_a_disk_that_fills_during_torch_save_or_a_sharded_save_is_one_clean_exception(tmp_path):
+    """With a real limit of the process, at many sizes: no error may escape from C++."""
+    resource = pytest.importorskip("resource")
+    store, state = CheckpointStore(tmp_path, "a" * 32), {"w": torch.ones(3, 1 << 19)}  # 6 MiB
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (0, 1, 100, 1 << 12, 1 << 20, 5 << 20):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(SaveFailed), store.writing(1) as draft, draft.open("x") as file:
+                torch.save(state, file)
+            with pytest.raises(SaveFailed) as failed, store.writing(1) as draft:
+                dcp.save(state, storage_writer=ShardWriter(draft))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert failed.value.needed > 6 << 20
+        assert os.listdir(tmp_path) == []
+
+
+# Generators
+
+
+def draw_from_all() -> list:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        numpy.random.rand(),
+        numpy.random.standard_normal(),
+        torch.rand(3).tolist(),
+        torch.randn(1).item(),
+    ]
+
+
+def test_every_generator_goes_on_bit_by_bit_after_a_safe_load(tmp_path):
+    draw_from_all()  # leaves the second number of a gaussian pair behind in Python and NumPy
+    torch.save(rng.capture(), tmp_path / "rng")
+    expected = [draw_from_all() for _ in range(3)]
+    random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+    assert rng.restore(load_file(tmp_path / "rng")) == []
+    assert [draw_from_all() for _ in range(3)] == expected
+
+
+def test_a_generator_this_machine_does_not_have_is_named():
+    assert rng.restore(rng.capture() | {"abacus": torch.zeros(1)}) == ["abacus"]
+
+
+def test_no_warning_is_needed_to_capture():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rng.restore(rng.capture())
