@@ -7,7 +7,7 @@ A net is any `nn.Module` with
 and nothing else is required: it trains on one device and under DDP. Each optional attribute opens
 more, and what a net lacks is named in the error of the strategy that needs it:
 
-`hidden(tokens) -> (B, T, D)`, and `head: nn.Linear(D, V)` with `forward == head(hidden)`
+`hidden(tokens) -> (B, T, D)`, and `head: nn.Linear(D, V, bias=False)`, `forward == head(hidden)`
     the chunked loss, which never holds the logits whole
 `blocks: nn.ModuleList`
     FSDP2 by block, activation checkpointing, compiling by block, Muon

@@ -1,0 +1,150 @@
+"""Next-token cross entropy, from logits or, without ever holding them whole, from hidden states."""
+
+# N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100  # a target that counts for nothing: F.cross_entropy's own default
+
+
+def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Cross entropy in nats of logits (..., V) against targets (...), a scalar, in fp32 or above.
+
+    Args:
+        targets: int64; -100 marks a position that counts for nothing.
+        reduction: "mean" over the positions that count (0, not NaN, if none does), or "sum".
+    """
+    check_reduction(reduction)
+    logits = logits.flatten(0, -2)  # (N, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.flatten()  # (N,)
+    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total if reduction == "sum" else total / count_targets(targets)
+
+
+def chunked_next_token_loss(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int = 256,
+    reduction: str = "mean",
+) -> Tensor:
+    """next_token_loss(hidden @ head_weight.T, targets), without the (N, V) logits.
+
+    The head is applied to chunk_tokens rows at a time and the gradients of that chunk are formed
+    in the same pass, so that no more than a few (C, V) tensors exist at once and the head's matrix
+    products are not computed twice. Under autocast the products are taken in its type; softmax,
+    the sum over tokens and the head's gradient are accumulated in fp32 (the plain loss rounds the
+    latter once to autocast's type). Differentiable once; without grad mode no gradient is formed.
+
+    A larger chunk_tokens reads and writes the head's gradient (V, D) less often, which on a GPU
+    is what it costs; a smaller one saves memory.
+
+    Args:
+        hidden: (..., D).   head_weight: (V, D).   targets: (...), as in next_token_loss.
+
+    Forward and backward, 508 x 512 x 50257 in fp32, one thread of an AMD EPYC (AVX2, shared),
+    torch 2.13.0, November 2026, median ratio of 5 interleaved runs and peak memory over inputs:
+        F.cross_entropy(F.linear(...))                      1.00 (1.6 s)   312 MB
+        F.linear_cross_entropy (2.13 on), default           0.99           312 MB
+        F.linear_cross_entropy, LinearCrossEntropyOptions() 4.8            291 MB
+        this, chunk_tokens=256                              0.82           164 MB
+    of which the head's gradient is 103 MB. With 1016 rows: 614, -, 289, 161 MB. So this one is
+    used wherever the net allows it.
+    """
+    check_reduction(reduction)
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
+    hidden = hidden.flatten(0, -2)  # (N, D)
+    targets = targets.flatten()  # (N,)
+    scale = 1.0 if reduction == "sum" else 1.0 / count_targets(targets)
+    forms_gradients = torch.is_grad_enabled()  # inside a Function it is always off
+    return _ChunkedLoss.apply(hidden, head_weight, targets, scale, chunk_tokens, forms_gradients)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, scale, chunk_tokens, forms_gradients):
+        device = hidden.device.type
+        matmul_dtype = hidden.dtype
+        if torch.is_autocast_enabled(device):
+            matmul_dtype = torch.get_autocast_dtype(device)
+        sum_dtype = torch.promote_types(matmul_dtype, torch.float32)
+        wants_hidden, wants_weight = (
+            forms_gradients and needed for needed in ctx.needs_input_grad[:2]
+        )
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+
+        with torch.autocast(device, enabled=False):
+            weight_cast = weight.to(matmul_dtype)
+            total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+            for start in range(0, len(targets), chunk_tokens):
+                rows = slice(start, start + chunk_tokens)
+                hidden_cast = hidden[rows].to(matmul_dtype)  # (C, D)
+                logits = (hidden_cast @ weight_cast.T).to(sum_dtype)  # (C, V), the chunk's own
+                losses, grad_logits = cross_entropy_in_place(
+                    logits, targets[rows], scale, wants_hidden or wants_weight
+                )
+                total += losses.sum()
+                if wants_hidden or wants_weight:
+                    grad_logits = grad_logits.to(matmul_dtype)
+                if wants_hidden:
+                    grad_hidden[rows] = grad_logits @ weight_cast  # (C, D)
+                if wants_weight and matmul_dtype == sum_dtype:
+                    grad_weight.addmm_(grad_logits.T, hidden_cast)  # (V, D)
+                elif wants_weight:
+                    grad_weight += grad_logits.T @ hidden_cast
+                del logits, grad_logits  # the next chunk's would be made beside them
+
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        # In place: these buffers become the gradients. A second backward is refused by autograd,
+        # which sees that what was saved has changed.
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden.mul_(grad_loss)
+        if grad_weight is not None:
+            grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def cross_entropy_in_place(
+    logits: Tensor, targets: Tensor, scale: Tensor | float, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses (C, 1) of logits (C, V), and scale * d(sum of them)/d(logits), in logits' memory.
+
+    One exponential and few passes over the logits: 1.6 times faster than logsumexp followed by a
+    softmax. Ignored rows have loss 0 and gradient 0.
+    """
+    targets = targets[:, None]  # (C, 1)
+    counts = targets != IGNORED
+    targets = targets.where(counts, 0)
+    logits.sub_(logits.amax(dim=-1, keepdim=True))
+    target_logits = logits.gather(1, targets)  # (C, 1)
+    exps = logits.exp_()
+    sums = exps.sum(dim=-1, keepdim=True)  # (C, 1)
+    losses = (sums.log() - target_logits).where(counts, 0.0)
+    if not wants_gradient:
+        return losses, None
+    row_scale = (counts * scale).to(exps.dtype)  # (C, 1)
+    return losses, exps.mul_(row_scale / sums).scatter_add_(1, targets, -row_scale)
+
+
+def count_targets(targets: Tensor) -> Tensor:
+    """How many targets count, at least 1, as a tensor: reading it would wait for the device."""
+    return (targets != IGNORED).sum().clamp(min=1)
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: not known; allowed: mean, sum")

@@ -1,0 +1,203 @@
+"""The chunked loss equals torch's cross entropy and never holds the logits."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptrain.loss import chunked_next_token_loss, next_token_loss
+
+B, T, D, V = 3, 7, 16, 53
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_seed():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def problem(dtype=torch.float64, n_ignored: int = 5):
+    hidden = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    targets = torch.randint(V, (B, T))
+    targets.view(-1)[torch.randperm(B * T)[:n_ignored]] = -100
+    return hidden, weight, targets
+
+
+def torchs_loss(hidden, weight, targets, reduction="mean"):
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 21, 1000])
+def test_value_and_gradients_equal_torchs_for_any_chunk(chunk_tokens, reduction):
+    hidden, weight, targets = problem()
+    expected = torchs_loss(hidden, weight, targets, reduction)
+    loss = chunked_next_token_loss(
+        hidden, weight, targets, chunk_tokens=chunk_tokens, reduction=reduction
+    )
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss * 3.0, (hidden, weight)),  # as a loss scaler would
+        torch.autograd.grad(expected * 3.0, (hidden, weight)),
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_plain_loss_equals_torchs(reduction):
+    hidden, weight, targets = problem()
+    loss = next_token_loss(hidden @ weight.T, targets, reduction=reduction)
+    torch.testing.assert_close(loss, torchs_loss(hidden, weight, targets, reduction))
+
+
+def test_fp32_agrees_to_rounding_also_with_large_logits():
+    hidden, weight, targets = problem(torch.float32)
+    expected = torchs_loss(hidden * 30, weight, targets)
+    loss = chunked_next_token_loss(hidden * 30, weight, targets, chunk_tokens=4)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, weight), torch.autograd.grad(expected, weight)
+    )
+
+
+def test_equal_logits_give_the_logarithm_of_the_vocabulary():
+    weight, targets = torch.zeros(V, D), torch.randint(V, (B, T))
+    loss = chunked_next_token_loss(torch.randn(B, T, D), weight, targets)
+    assert loss.item() == pytest.approx(math.log(V))
+
+
+def test_under_bf16_autocast_it_is_as_close_to_the_exact_loss_as_the_plain_one():
+    hidden, weight, targets = problem(torch.float32)
+    exact = torch.autograd.grad(torchs_loss(hidden, weight, targets), (hidden, weight))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = torchs_loss(hidden, weight, targets)
+        chunked = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4)
+    assert chunked.dtype == torch.float32
+    torch.testing.assert_close(chunked, plain)  # the same bf16 logits, summed in fp32
+    plain_grads = torch.autograd.grad(plain, (hidden, weight))
+    chunked_grads = torch.autograd.grad(chunked, (hidden, weight))
+    for truth, ours, theirs in zip(exact, chunked_grads, plain_grads, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+
+
+def test_bf16_weights_get_bf16_gradients_and_an_fp32_loss():
+    hidden, weight, targets = problem(torch.bfloat16)
+    loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4)
+    plain = next_token_loss(hidden @ weight.T, targets)
+    assert loss.dtype == plain.dtype == torch.float32
+    torch.testing.assert_close(loss, plain)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (hidden, weight)),
+        torch.autograd.grad(plain, (hidden, weight)),
+        strict=True,
+    ):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-10)  # a few bf16 roundings
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_batch_without_a_target_has_loss_and_gradients_zero(reduction):
+    hidden, weight, targets = problem(n_ignored=B * T)
+    for loss in (
+        chunked_next_token_loss(hidden, weight, targets, reduction=reduction),
+        next_token_loss(hidden @ weight.T, targets, reduction=reduction),
+    ):
+        assert loss.item() == 0.0
+        assert not any(grad.any() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_needs_no_gradient_gets_none(frozen):
+    inputs, expected = problem(), None
+    hidden, weight, targets = inputs
+    inputs[frozen].requires_grad_(False)
+    learned = inputs[1 - frozen]
+    expected = torch.autograd.grad(torchs_loss(hidden, weight, targets), learned)
+    chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4).backward()
+    torch.testing.assert_close(learned.grad, *expected)
+    assert inputs[frozen].grad is None
+
+
+def test_a_tied_weight_collects_both_gradients():
+    embedding = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
+    tokens, targets = torch.randint(V, (B, T)), torch.randint(V, (B, T))
+    losses = [
+        loss(F.embedding(tokens, embedding), embedding, targets)
+        for loss in (chunked_next_token_loss, torchs_loss)
+    ]
+    ours, theirs = (torch.autograd.grad(loss, embedding) for loss in losses)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
+    hidden, weight, targets = problem()
+    loss = chunked_next_token_loss(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operation's output has, and how many products ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+        self.n_matmuls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.n_matmuls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_tensor_is_as_large_as_the_logits(autocast):
+    n_tokens, d, v, chunk_tokens = 64, 4, 100, 8
+    hidden = torch.randn(n_tokens, d, requires_grad=True)
+    weight = torch.randn(v, d, requires_grad=True)
+    targets = torch.randint(v, (n_tokens,))
+
+    def largest(loss) -> int:
+        with LargestTensor() as seen, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss().backward()
+        return seen.numel
+
+    assert largest(lambda: torchs_loss(hidden[None], weight, targets[None])) == n_tokens * v
+    chunked = largest(
+        lambda: chunked_next_token_loss(hidden, weight, targets, chunk_tokens=chunk_tokens)
+    )
+    assert chunked == chunk_tokens * v
+
+
+def test_evaluation_forms_no_gradients():
+    hidden, weight, targets = problem()
+    with torch.no_grad(), LargestTensor() as seen:
+        loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=7)
+    assert seen.n_matmuls == 3  # one for each chunk
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, torchs_loss(hidden, weight, targets).detach())
+
+
+def test_arguments_without_meaning_are_refused():
+    hidden, weight, targets = problem()
+    with pytest.raises(ValueError, match=r"reduction='none'.*mean, sum"):
+        next_token_loss(hidden @ weight.T, targets, reduction="none")
+    with pytest.raises(ValueError, match=r"reduction='none'.*mean, sum"):
+        chunked_next_token_loss(hidden, weight, targets, reduction="none")
+    with pytest.raises(ValueError, match="chunk_tokens=0"):
+        chunked_next_token_loss(hidden, weight, targets, chunk_tokens=0)
+
+
+def test_a_target_outside_the_vocabulary_is_an_error():
+    hidden, weight, targets = problem()
+    targets[0, 0] = V
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_next_token_loss(hidden, weight, targets)
