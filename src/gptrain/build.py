@@ -23,8 +23,8 @@ from gptrain.lit.strategies import make_strategy
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.group import start_group
 from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
-from gptrain.resilience import CheckpointStore
 from gptrain.resilience.lock import read_holder
+from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import find_checkpoint, identity
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
@@ -87,6 +87,7 @@ def build(cfg: DictConfig) -> Run:
         partial(build_optimizer, cfg, lengths.batch),
         build_schedule(cfg, lengths.n_steps),
         token_bytes=getattr(val, "token_bytes", None),
+        on_nonfinite=cfg.on_nonfinite,
     )
     datamodule = TextDataModule(
         train,

@@ -8,7 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
-from gptrain.resilience import CheckpointStore, DamagedCheckpoint, NoGoodCheckpoint
+from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
+from gptrain.resilience.store import CheckpointStore
 
 # Groups of which every key decides what is computed, and the few that do not.
 DECISIVE = ("model", "data", "optimizer", "scheduler")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from gptrain.resilience import Draft, load_file
+from gptrain.resilience.draft import Draft
+from gptrain.resilience.safe_load import load_file
 
 STATE_NAME = "state.ckpt"
 

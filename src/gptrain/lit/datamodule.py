@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
-from gptrain.resilience import ignore_in_worker
+from gptrain.resilience.signals import ignore_in_worker
 
 ENDLESS = 2**40  # micro-batches: more than any run takes
 
@@ -62,6 +62,11 @@ class TextDataModule(pl.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader:
         return self._evaluation_loader(self.test)
+
+    def step_samples(self, step: int, rank: int | None = None) -> list[int]:
+        """The samples of one optimizer step, of all ranks or of one."""
+        samples = self.batches.epoch.step_samples(step)  # (accumulate, ranks, batch)
+        return (samples if rank is None else samples[:, rank % self.world_size]).ravel().tolist()
 
     def _position(self) -> int:
         """Micro-batches that the run has taken, also right after a resume."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from gptrain.lit.finite import check_finite
 from gptrain.loss import IGNORED, chunked_next_token_loss, next_token_loss
 from gptrain.parallel import clip_grad_norm
 
@@ -29,6 +30,7 @@ class LanguageModel(pl.LightningModule):
         make_optimizer: net -> optimizer, with its learning rate at the schedule's peak.
         schedule: optimizer step -> factor on the learning rate.
         token_bytes: (V,) bytes of text that each token stands for; opens `val/bits_per_byte`.
+        on_nonfinite: "stop" ends the run at a loss that is not finite, "skip" leaves the step out.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class LanguageModel(pl.LightningModule):
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
         schedule: Callable[[int], float],
         token_bytes: Tensor | None = None,
+        on_nonfinite: str = "stop",
     ):
         super().__init__()
         self.net = net
         self.make_optimizer = make_optimizer
         self.schedule = schedule
+        self.on_nonfinite = on_nonfinite
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         self.eval_loss = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
         self.eval_bytes = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
@@ -97,6 +101,7 @@ class LanguageModel(pl.LightningModule):
         """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out."""
         max_norm = math.inf if gradient_clip_val is None else float(gradient_clip_val)
         self.grad_norm = clip_grad_norm(list(self.net.parameters()), max_norm)
+        check_finite(self, optimizer, self.on_nonfinite)
 
     def take_train_loss(self) -> Tensor | None:
         """Mean loss of this rank over the micro-steps since the last call."""

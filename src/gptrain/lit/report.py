@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from gptrain.lit.module import LanguageModel
-from gptrain.resilience import write_result
+from gptrain.resilience.status import write_result
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
+from gptrain.lit.finite import gather
 from gptrain.lit.module import LanguageModel
-from gptrain.resilience import CheckpointStore, capture, restore
+from gptrain.resilience.rng import capture, restore
+from gptrain.resilience.store import CheckpointStore
 
 
 class Checkpoints(Callback):
@@ -99,11 +100,3 @@ class Checkpoints(Callback):
             return False
         return step == self.n_steps or step % self.validate_every == 0
 
-
-def gather(value: Any) -> list[Any]:
-    """One value of each rank, on all ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -1,0 +1,28 @@
+"""Ends of a run other than being done, each told by an exception that every rank raises alike."""
+
+
+class Preempted(Exception):
+    """The run was asked to stop, saved itself and left; the same command goes on with it.
+
+    Attributes:
+        step: optimizer steps that are done and saved.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"asked to stop: saved at step {step}")
+        self.step = step
+
+
+class NonFinite(Exception):
+    """A loss or a gradient was NaN or infinite; the weights are those of the step before.
+
+    Attributes:
+        step: the optimizer step that was not taken, counted from 0.
+        rank: the first rank whose own loss was not finite, None where only gradients were.
+    """
+
+    def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
+        where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
+        named = ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
+        super().__init__(f"{where} at step {step} is not finite; samples: {named}")
+        self.step, self.rank, self.samples = step, rank, samples
