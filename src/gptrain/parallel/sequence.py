@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Renamed in torch 2.13, which warns of the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -70,7 +70,7 @@ class _GatherVocabulary(torch.autograd.Function):
         ctx.start, ctx.width = group.rank() * width, part.shape[-1]
         part = F.pad(part, (0, width - part.shape[-1])).contiguous()
         whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-        _all_gather_single(whole, part, group=group)
+        all_gather_single(whole, part, group=group)
         whole = whole.unflatten(0, (group.size(), -1))  # (n, B, T', width)
         return whole.movedim(0, -2).flatten(-2)[..., :n_columns]
 
@@ -81,7 +81,7 @@ class _GatherVocabulary(torch.autograd.Function):
 
 def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-    _all_gather_single(whole, part.contiguous(), group=group)
+    all_gather_single(whole, part.contiguous(), group=group)
     whole = whole.unflatten(0, (group.size(), -1))
     return whole.movedim(0, -3).flatten(-3, -2)  # (n, ..., t, D) -> (..., T', D)
 
@@ -89,5 +89,5 @@ def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = whole.unflatten(-2, (group.size(), -1)).movedim(-3, 0).flatten(0, 1).contiguous()
     part = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
-    _reduce_scatter_single(part, parts, group=group)
+    reduce_scatter_single(part, parts, group=group)
     return part  # (..., t, D)

@@ -60,9 +60,10 @@ def degrees(
     for axis, size in given.items():
         if axis not in AXES[name]:
             if size not in (None, 1):
+                having = ", ".join(other for other, axes in AXES.items() if axis in axes)
                 raise ValueError(
                     f"{axis}_parallel_size={size} has no effect under strategy={name}; "
-                    f"strategies with it: {', '.join(n for n, axes in AXES.items() if axis in axes)}"
+                    f"strategies with it: {having}"
                 )
             size = 1
         elif size is None:

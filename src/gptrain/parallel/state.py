@@ -1,0 +1,276 @@
+"""Checkpoints that any strategy writes and any other reads: names and shapes of the bare net.
+
+Whole: every tensor gathered, one at a time, to rank 0's host memory. Sharded: every rank writes its
+own slices by torch.distributed.checkpoint, which reads them back into any other slicing.
+Optimizer states are kept by the parameter's name, since numbers of parameters depend on the stage.
+`aliases` are names that a stage holds for what one process has under another (a tied head).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gptrain.parallel.materialize import copy_slice, slice_of
+from gptrain.parallel.sequence import all_gather_single
+
+State = dict[str, Any]
+NO_ALIASES: Mapping[str, str] = {}
+
+
+def whole_net_state(
+    net: nn.Module,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+    stages: dist.ProcessGroup | None = None,
+) -> State:
+    """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective.
+
+    Args:
+        stages: the group of a pipeline's ranks, over which the net is cut.
+    """
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+    wholes: dict[Tensor, Tensor] = {}  # a tied weight is gathered once
+    state = {}
+    for name, tensor in net.state_dict().items():
+        parameter = parameters.get(name, tensor)
+        if parameter not in wholes:
+            wholes[parameter] = whole_of(tensor)
+            if _keeps(stages):
+                wholes[parameter] = wholes[parameter].cpu()
+        if _keeps(stages) and name not in aliases:
+            state[name] = wholes[parameter]
+    state = _merged(state, stages)
+    return state | {name: state[first] for name, first in aliases.items() if state}
+
+
+def load_whole_net_state(
+    net: nn.Module, state: Mapping[str, Tensor], *, aliases: Mapping[str, str] = NO_ALIASES
+) -> None:
+    """Copy each rank's slices of a bare net's state dict into net. No communication.
+
+    Raises: KeyError if a name is missing; ValueError if a shape differs.
+    """
+    for name, tensor in net.state_dict(keep_vars=True).items():
+        copy_slice(tensor, state[aliases.get(name, name)])
+
+
+def whole_optimizer_state(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+    stages: dist.ProcessGroup | None = None,
+) -> State:
+    """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective."""
+    tensors = {}
+    for key, value in _flat_optimizer_state(net, optimizer, aliases):
+        whole = whole_of(value)
+        if _keeps(stages):
+            tensors[key] = whole.cpu()
+    state: State = {"state": {}, "param_groups": named_groups(net, optimizer, aliases, stages)}
+    for key, value in _merged(tensors, stages).items():
+        name, _, kind = key.rpartition(".")
+        state["state"].setdefault(name, {})[kind] = value
+    return state
+
+
+def load_whole_optimizer_state(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: State,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+) -> None:
+    """Give optimizer each rank's slices of a named state. No communication."""
+    values = {
+        name: {
+            kind: like_parameter(value, parameter)
+            for kind, value in state["state"].get(aliases.get(name, name), {}).items()
+        }
+        for name, parameter in net.named_parameters()
+    }
+    load_named(net, optimizer, values, state["param_groups"], aliases)
+
+
+def sharded_state(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+) -> dict[str, Tensor]:
+    """This rank's part for torch.distributed.checkpoint.save: "net.*" and "optimizer.*" tensors.
+
+    A tied weight is there once, under its first name. Groups' options are in `named_groups`.
+    """
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+    first = {name for name, _ in net.named_parameters()}
+    state = {
+        f"net.{aliases.get(name, name)}": tensor
+        for name, tensor in net.state_dict().items()
+        if name in first or name not in parameters
+    }
+    if optimizer is not None:
+        for key, value in _flat_optimizer_state(net, optimizer, aliases):
+            state[f"optimizer.{key}"] = value
+    return state
+
+
+def load_sharded(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    groups: list[State],
+    reader: dcp.StorageReader,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+) -> None:
+    """Read a sharded checkpoint, of whatever slicing, into net and optimizer. Collective.
+
+    Args:
+        groups: the `named_groups` that were saved beside it.
+    """
+    state = sharded_state(net, None, aliases=aliases)
+    values: dict[str, State] = {name: {} for name, _ in net.named_parameters()}
+    if optimizer is not None:
+        stored = reader.read_metadata().state_dict_metadata
+        for name, parameter in net.named_parameters():
+            prefix = f"optimizer.{aliases.get(name, name)}."
+            for key in stored:
+                if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                    like = stored[key].size == parameter.shape
+                    state[key] = torch.empty_like(parameter) if like else _empty(stored[key])
+                    values[name][key[len(prefix) :]] = state[key]
+    with torch.no_grad():
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    if optimizer is not None:
+        load_named(net, optimizer, values, groups, aliases)
+
+
+def named_groups(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    aliases: Mapping[str, str] = NO_ALIASES,
+    stages: dist.ProcessGroup | None = None,
+) -> list[State]:
+    """Options of the optimizer's groups with their parameters' names, over all stages."""
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        mine = [aliases.get(names[p], names[p]) for p in group["params"]]
+        groups.append({**group, "params": mine})
+    if stages is None or stages.size() == 1:
+        return groups
+    everyones: list = [None] * stages.size()
+    dist.all_gather_object(everyones, groups, group=stages)
+    merged: list[State] = []
+    for group in (group for theirs in everyones for group in theirs):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for known in merged:
+            if {key: value for key, value in known.items() if key != "params"} == options:
+                known["params"] += [n for n in group["params"] if n not in known["params"]]
+                break
+        else:
+            merged.append(group)
+    return merged
+
+
+def load_named(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    values: Mapping[str, State],
+    groups: list[State],
+    aliases: Mapping[str, str] = NO_ALIASES,
+) -> None:
+    """Hand optimizer the local values of each parameter, and the options of its group."""
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    group_of = {name: group for group in groups for name in group["params"]}
+    numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    restored = []
+    for group in optimizer.param_groups:
+        first = names[group["params"][0]]
+        options = {k: v for k, v in group_of[aliases.get(first, first)].items() if k != "params"}
+        restored.append({**options, "params": [numbers[p] for p in group["params"]]})
+    state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
+    optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def like_parameter(value: Any, parameter: Tensor) -> Any:
+    """This rank's slice of a whole tensor of the parameter's shape; anything else as it is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    if not isinstance(parameter, DTensor):
+        return value.to(parameter.device, copy=True)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    local = slice_of(value, placements, mesh.get_coordinate(), mesh.shape)
+    local = local.to(parameter.to_local().device, copy=True)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor on every rank, or a plain tensor itself: slice_of undone. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    mesh, whole = tensor.device_mesh, tensor.to_local()
+    # Lengths before each cut, innermost axis first, as slice_of cuts; undone outermost first.
+    cuts, left = [], torch.empty(tensor.shape, device="meta")
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if not placement.is_replicate():
+            cuts.append((axis, placement.dim, left.shape[placement.dim]))
+            here = [mesh.get_coordinate()[axis]], [mesh.shape[axis]]
+            left = slice_of(left, [placement], *here)
+    for axis, dim, length in reversed(cuts):
+        size = mesh.shape[axis]
+        rows = -(-length // size)
+        part = whole.movedim(dim, 0)
+        part = F.pad(part, (0, 0) * (part.ndim - 1) + (0, rows - part.shape[0])).contiguous()
+        gathered = part.new_empty(size * rows, *part.shape[1:])
+        all_gather_single(gathered, part, group=mesh.get_group(axis))
+        whole = gathered[:length].movedim(0, dim)
+    return whole
+
+
+def _flat_optimizer_state(
+    net: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in net.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            yield f"{aliases.get(name, name)}.{kind}", value
+
+
+def _keeps(stages: dist.ProcessGroup | None) -> bool:
+    # Stages keep what they hold until it is merged; elsewhere only rank 0's is used.
+    return stages is not None or not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _merged(state: dict[str, Tensor], stages: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    # All stages' tensors on the group's first rank, one at a time; {} on the others.
+    if stages is None or stages.size() == 1:
+        return state
+    first = dist.get_global_rank(stages, 0)
+    device = "cpu" if dist.get_backend(stages) == "gloo" else torch.cuda.current_device()
+    headers: list = [None] * stages.size()
+    mine = [(name, tensor.shape, tensor.dtype) for name, tensor in state.items()]
+    dist.all_gather_object(headers, mine, group=stages)
+    if stages.rank() != 0:
+        for tensor in state.values():
+            dist.send(tensor.to(device).contiguous(), first, group=stages)
+        return {}
+    for sender in range(1, stages.size()):
+        for name, shape, dtype in headers[sender]:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(tensor, dist.get_global_rank(stages, sender), group=stages)
+            state.setdefault(name, tensor.cpu())
+    return state
+
+
+def _empty(stored: Any) -> Tensor:
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
