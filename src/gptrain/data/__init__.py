@@ -32,7 +32,7 @@ _HOME = {
     "JsonTokenizer": "tokenizers",
     "load_tokenizer": "tokenizers",
     "train_bpe": "tokenizers",
-    "PreparedText": "prepare",
+    "PreparedText": "prepared",
     "prepare_text": "prepare",
     "wait_for_text": "prepare",
     "default_corpus": "corpus",

@@ -1,0 +1,229 @@
+"""A corpus: which files it is made of, how it is split, and its bytes, block by block.
+
+A document is one UTF-8 file. Documents follow each other in the order of their names; one that
+does not end with a newline gets one, and nothing else is put between them, so that every token
+of every tokenizer stands for bytes of text.
+"""
+
+import codecs
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from gptrain.data.errors import DataError
+
+BLOCK_BYTES = 2**16
+# Other packages; and tests, some of which are deliberately no UTF-8.
+_NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
+_MAX_SECTIONS = 2**16
+SPLIT_RULE = (
+    "sections of 16 KiB (1/65536 of the corpus, if more) in the order of the SHA-256 of their"
+    " document's name and place go to validation until its share of the bytes is full; the one"
+    " that does not fit gives its last lines"
+)
+
+
+@dataclass(frozen=True, order=True)
+class Document:
+    """One file of a corpus, by its name within it (posix, relative to the folder given)."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> "Document":
+        """The document of a file as it is now."""
+        status = path.stat()
+        return cls(name, path.absolute(), status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A document's bytes from `start` to `stop`."""
+
+    document: Document
+    start: int
+    stop: int
+
+
+def default_corpus() -> list[Document]:
+    """The Python standard library's own source without its tests: about 12 MB on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return _walk(root, "*.py", without=_NO_SOURCE)
+
+
+def find_documents(
+    path: str | os.PathLike | Sequence[str | os.PathLike] | None,
+    pattern: str = "*",
+    leave_out: Path | None = None,
+) -> list[Document]:
+    """Documents of a file, a folder with all below it, or a list of them; sorted by name.
+
+    Args:
+        path: None for `default_corpus`.
+        pattern: that names of files within folders must match, as `*.py`; one with a slash is
+            matched with the whole name. Hidden files and folders are left out.
+        leave_out: a folder whose files are no part of it: the cache, if it lies within.
+    Raises: FileNotFoundError; DataError if nothing matches.
+    """
+    if path is None:
+        found = [doc for doc in default_corpus() if _matches(doc.name, pattern)]
+    else:
+        paths = [path] if isinstance(path, (str, os.PathLike)) else path
+        found = []
+        for one in map(Path, paths):
+            one = one.expanduser()
+            if not one.exists():
+                raise FileNotFoundError(f"{one}: no such file or folder")
+            found += (
+                _walk(one, pattern, leave_out=leave_out)
+                if one.is_dir()
+                else [Document.of(one.name, one)]
+            )
+    if not found:
+        raise DataError(f"{path}: no file matches {pattern!r}")
+    return sorted(found)
+
+
+def hash_document(document: Document) -> str | None:
+    """SHA-256 of a document's bytes, None if they are no UTF-8."""
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    try:
+        with document.path.open("rb") as file:
+            while block := file.read(2**20):
+                decoder.decode(block)
+                digest.update(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return None
+    return digest.hexdigest()
+
+
+def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Part], list[Part]]:
+    """Train and validation by `SPLIT_RULE`: the same bytes whatever the tokenizer.
+
+    Files below 16 KiB stay whole, no large one makes up the validation set alone, and a file
+    that is added moves few others. Sections begin and end with lines.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
+    total_bytes = sum(doc.size_bytes for doc in documents)
+    section_bytes = max(_SECTION_BYTES, total_bytes // _MAX_SECTIONS)
+    sections = [
+        (doc, start, min(start + section_bytes, doc.size_bytes))
+        for doc in documents
+        for start in range(0, doc.size_bytes, section_bytes)
+    ]
+    chosen: dict[Document, list[tuple[int, int]]] = {doc: [] for doc in documents}
+    wanted_bytes = int(val_fraction * total_bytes)
+    for doc, start, stop in sorted(sections, key=_section_hash):
+        start = max(start, stop - wanted_bytes)
+        chosen[doc].append((_line_start(doc, start), _line_start(doc, stop)))
+        wanted_bytes -= stop - start
+        if wanted_bytes <= 0:
+            break
+    train, val = [], []
+    for doc, ranges in chosen.items():
+        done = 0
+        for start, stop in sorted(ranges):
+            train.append(Part(doc, done, start))
+            val.append(Part(doc, start, stop))
+            done = stop
+        train.append(Part(doc, done, doc.size_bytes))
+    return [p for p in train if p.start < p.stop], [p for p in val if p.start < p.stop]
+
+
+def _section_hash(section: tuple[Document, int, int]) -> bytes:
+    doc, start, _ = section
+    return hashlib.sha256(os.fsencode(doc.name) + b" %d" % start).digest()
+
+
+def read_blocks(parts: Iterable[Part], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+    """The text of parts, in blocks that are UTF-8 by themselves, cut where words end."""
+    for part in parts:
+        block = b""
+        for block in _read(part, block_bytes):
+            yield block
+        if not block.endswith(b"\n"):
+            yield b"\n"
+
+
+def _read(part: Part, block_bytes: int) -> Iterator[bytes]:
+    left, rest = part.stop - part.start, b""
+    with part.document.path.open("rb") as file:
+        file.seek(part.start)
+        while left:
+            read = file.read(min(block_bytes, left))
+            if not read:
+                raise DataError(f"{part.document.path}: became shorter while it was read")
+            left -= len(read)
+            rest += read
+            if left:
+                cut = cut_at(rest)
+                yield rest[:cut]
+                rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def cut_at(block: bytes) -> int:
+    """Where to cut a block so that its tokens are those of the uncut text.
+
+    After the last newline that has no white space on either side: the patterns by which byte-level
+    tokenizers split words (GPT-2's, cl100k's) end a word there too. Failing that after the last
+    newline, failing that before the last character.
+    """
+    end = len(block)
+    while (end := block.rfind(b"\n", 1, end)) > 0:
+        if re.fullmatch(rb"\S\n\S", block[end - 1 : end + 2]):
+            return end + 1
+    newline = block.rfind(b"\n", 0, len(block) - 1) + 1
+    return newline or _character_start(block, len(block) - 1)
+
+
+def _line_start(document: Document, position: int) -> int:
+    """The first line that begins after `position`, if one does soon; else a character."""
+    if position in (0, document.size_bytes):
+        return position
+    with document.path.open("rb") as file:
+        file.seek(position)
+        text = file.read(BLOCK_BYTES)
+    newline = text.find(b"\n") + 1
+    if newline and position + newline < document.size_bytes:
+        return position + newline
+    return position + next((i for i, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+
+
+def _character_start(block: bytes, position: int) -> int:
+    while position > 0 and block[position] & 0xC0 == 0x80:  # a continuation byte
+        position -= 1
+    return position
+
+
+def _walk(
+    root: Path, pattern: str, without: frozenset[str] = frozenset(), leave_out: Path | None = None
+) -> list[Document]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        if leave_out is not None and Path(folder).resolve() == leave_out.resolve():
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if name[0] != "." and name not in without]
+        for file in files:
+            path = Path(folder, file)
+            name = path.relative_to(root).as_posix()
+            if file[0] != "." and _matches(name, pattern) and path.is_file():
+                found.append(Document.of(name, path))
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch(name if "/" in pattern else name.rpartition("/")[2], pattern)

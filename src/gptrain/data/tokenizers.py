@@ -1,0 +1,178 @@
+"""Text to token ids and back: bytes (built in), a tokenizer.json, or a BPE trained on the corpus.
+
+All have `encode`, `encode_blocks`, `decode`, `save`, `vocab_size`, `identity` (what a cache is
+keyed by) and `token_bytes`. Nothing is downloaded; the `tokenizers` library is needed for
+everything but bytes, and imported when it is.
+
+# N tokens, V vocab
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from gptrain.data.errors import DataError
+
+FILE_NAME = "tokenizer.json"
+_BYTES_JSON = b'{"type": "bytes"}\n'
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class ByteTokenizer:
+    """Every byte is a token: 256 of them, no file, no library, any text."""
+
+    vocab_size = 256
+    identity = "bytes"
+    token_bytes = np.ones(256, dtype=np.int64)  # (V,)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Token ids, (N,) int64."""
+        return self.encode_blocks([text])
+
+    def encode_blocks(self, blocks: Sequence[str | bytes]) -> np.ndarray:
+        """Token ids of blocks that follow each other, (N,) int64."""
+        text = b"".join(b.encode() if isinstance(b, str) else b for b in blocks)
+        return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text; what is no UTF-8 (yet), or no byte, shows as U+FFFD."""
+        no_byte = _REPLACEMENT.encode()
+        text = b"".join(bytes([i]) if 0 <= i < 256 else no_byte for i in map(int, ids))
+        return text.decode(errors="replace")
+
+    def save(self, folder: Path) -> Path:
+        """Writes what `load_tokenizer` brings back; returns the file."""
+        path = Path(folder) / FILE_NAME
+        path.write_bytes(_BYTES_JSON)
+        return path
+
+
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library, from its one JSON file.
+
+    Names of special tokens in a text are text: nothing that a corpus contains can stand for the
+    end of a document. None are added either.
+
+    Raises: FileNotFoundError; DataError for a file that is no tokenizer.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        path = Path(path).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file")
+        self._json = path.read_bytes()
+        try:
+            self._tokenizer = _library().Tokenizer.from_buffer(self._json)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"{path}: no tokenizer.json of the tokenizers library: {error}"
+            ) from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        self.identity = "json:" + hashlib.sha256(self._json).hexdigest()
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text that each token stands for, (V,) int64.
+
+        Special tokens stand for none. None unless the tokenizer is byte-level: others drop or
+        add spaces, and a token's length in the text is not known.
+        """
+        config = json.loads(self._json)
+        if "ByteLevel" not in _types(config.get("decoder")):
+            return None
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._tokenizer.get_vocab().items():
+            lengths[number] = len(token)  # byte-level: one character stands for one byte
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            lengths[number] = 0 if added.special else len(added.content.encode())
+        return lengths
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Token ids, (N,) int64."""
+        return self.encode_blocks([text])
+
+    def encode_blocks(self, blocks: Sequence[str | bytes]) -> np.ndarray:
+        """Token ids of blocks that follow each other, in parallel, (N,) int64."""
+        texts = [b if isinstance(b, str) else b.decode() for b in blocks]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return np.concatenate([np.array(e.ids, dtype=np.int64) for e in encodings])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no token as nothing."""
+        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def save(self, folder: Path) -> Path:
+        """Writes the very file that was read; returns it."""
+        path = Path(folder) / FILE_NAME
+        path.write_bytes(self._json)
+        return path
+
+
+def train_bpe(
+    texts: Iterable[str | bytes], vocab_size: int, path: str | os.PathLike
+) -> JsonTokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens, learned from `texts`, stored in `path`.
+
+    256 of them are bytes, so that every text can be encoded; words are split as GPT-2 does.
+    """
+    if vocab_size < 256:
+        raise ValueError(f"vocab_size={vocab_size}: a BPE starts from 256 bytes")
+    library = _library()
+    byte_level = library.pre_tokenizers.ByteLevel
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        (text if isinstance(text, str) else text.decode() for text in texts), trainer
+    )
+    tokenizer.save(str(path))
+    return JsonTokenizer(path)
+
+
+def load_tokenizer(spec: str | os.PathLike) -> ByteTokenizer | JsonTokenizer:
+    """The tokenizer of a spec: `bytes`, a tokenizer.json, or a folder that holds one."""
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = path / FILE_NAME
+    if not path.exists():
+        raise FileNotFoundError(f"{spec}: no such file; or did you mean: bytes, bpe")
+    if path.read_bytes() == _BYTES_JSON:
+        return ByteTokenizer()
+    return JsonTokenizer(path)
+
+
+def _types(component: object) -> set[str]:
+    """Names of a component of tokenizer.json and of all within it."""
+    if isinstance(component, list):
+        return set().union(*map(_types, component))
+    if not isinstance(component, dict):
+        return set()
+    return {component.get("type")}.union(*map(_types, component.values()))
+
+
+def _library() -> ModuleType:
+    # Its threads die in a fork, which it reports on the terminal unless this is set. The
+    # workers of a data loader, which are forked, never tokenize.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "this tokenizer needs the package tokenizers: pip install 'gptrain[text]';"
+            " the tokenizer bytes needs nothing"
+        ) from None
+    return tokenizers

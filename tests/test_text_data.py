@@ -1,0 +1,415 @@
+"""Text is split, tokenized and cached such that no byte is lost, counted twice or half written."""
+
+import json
+import math
+import multiprocessing
+import os
+import time
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gptrain.data import (
+    ByteTokenizer,
+    DataError,
+    JsonTokenizer,
+    PreparedText,
+    TextDataset,
+    default_corpus,
+    load_tokenizer,
+    prepare_text,
+    train_bpe,
+    wait_for_text,
+)
+from gptrain.data.cache import fresh_folder
+from gptrain.data.corpus import cut_at, find_documents, read_blocks, split
+
+WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
+
+
+def make_corpus(folder, n_files=12, seed=0):
+    """Files of made-up lines, some in folders, most longer than a section of the split."""
+    random = np.random.default_rng(seed)
+    for number in range(n_files):
+        path = folder / ("a b" if number % 2 else "ä") / f"{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [" ".join(random.choice(WORDS, 5)) for _ in range(100 * number + 1)]
+        path.write_text("\n".join(lines) + ("\n" if number % 3 else ""), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def bpe(corpus, cache):
+    pytest.importorskip("tokenizers")
+    return prepare_text(corpus, "bpe", cache, vocab_size=300)
+
+
+def text_of(prepared, part):
+    """All text of a part but the newline that it begins with."""
+    tokens = np.fromfile(prepared.folder / f"{part}.bin", prepared.dtype)
+    return prepared.tokenizer().decode(tokens)[1:]
+
+
+def folders(cache):
+    return sorted(f.name for f in cache.iterdir() if f.name != "index")
+
+
+# ---- tokenizers
+
+
+@given(st.text())
+def test_bytes_give_back_every_text(text):
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens.tolist() == list(text.encode()) and tokens.dtype == np.int64
+    assert tokenizer.decode(tokens) == text
+    assert np.array_equal(tokenizer.encode(text.encode()), tokens)
+
+
+def test_half_a_character_decodes_to_a_mark(bpe):
+    assert ByteTokenizer().decode([0xE5, 0x80, 97, 256, 50000, -1]) == "�a���"
+    tokenizer = bpe.tokenizer()
+    for end in range(len(tokenizer.encode("値🙂"))):
+        assert isinstance(tokenizer.decode(tokenizer.encode("値🙂")[:end]), str)
+    assert tokenizer.decode([10**9, -5, tokenizer.encode("a")[0]]) == "a"
+
+
+@given(text=st.text())
+def test_a_trained_bpe_gives_back_every_text(bpe, text):
+    tokenizer = bpe.tokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    tokenizer = train_bpe(["some words " * 9], 260, tmp_path / "tokenizer.json")
+    inner = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.enable_truncation(3)
+    inner.save(str(tmp_path / "special.json"))
+    special = JsonTokenizer(tmp_path / "special.json")
+    text = "words<|endoftext|>words"
+    assert np.array_equal(special.encode(text), tokenizer.encode(text))
+    assert special.vocab_size == tokenizer.vocab_size + 1
+    assert special.token_bytes[-1] == 0 and special.token_bytes[:-1].min() == 1
+
+
+def test_a_tokenizer_that_drops_spaces_knows_no_token_bytes(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"a": 0, "[UNK]": 7}, unk_token="[UNK]"))
+    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    tokenizer = JsonTokenizer(tmp_path / "words.json")
+    assert tokenizer.vocab_size == 8  # ids may have gaps
+    assert tokenizer.token_bytes is None
+    assert tokenizer.encode("a b a").tolist() == [0, 7, 0]
+
+
+def test_tokenizers_come_back_from_their_folder(bpe, tmp_path):
+    assert isinstance(load_tokenizer(ByteTokenizer().save(tmp_path)), ByteTokenizer)
+    bpe.tokenizer().save(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert again.identity == bpe.tokenizer().identity
+    assert np.array_equal(again.encode("größe"), bpe.tokenizer().encode("größe"))
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(DataError, match=r"t\.json: no tokenizer\.json"):
+        load_tokenizer(tmp_path / "t.json")
+    with pytest.raises(FileNotFoundError, match="byte: no such file; or did you mean: bytes"):
+        load_tokenizer("byte")
+
+
+# ---- the corpus
+
+
+@given(st.lists(st.sampled_from(["a", "é", "値", "🙂", "\n", " ", "b\nc"]), min_size=1))
+def test_a_block_is_cut_between_characters(characters):
+    block = ("".join(characters) + "end of it").encode()
+    cut = cut_at(block)
+    assert 0 < cut < len(block)
+    assert (block[:cut].decode() + block[cut:].decode()).encode() == block
+
+
+@pytest.mark.parametrize("block_bytes", [16, 100, 2**16])
+def test_blocks_add_up_to_the_text(corpus, block_bytes):
+    documents = find_documents(corpus)
+    whole = ([part for part, _ in [split([doc], 1e-9)] for part in part] for doc in documents)
+    text = b"".join(read_blocks([part for parts in whole for part in parts], block_bytes))
+    expected = [doc.path.read_bytes() for doc in documents]
+    assert text == b"".join(t if t.endswith(b"\n") else t + b"\n" for t in expected)
+
+
+def test_tokens_of_blocks_are_the_tokens_of_the_text(bpe):
+    tokenizer, words = bpe.tokenizer(), "def f(größe):\n    return 値\n\n\nx = 1\nfor i in n:\n"
+    text = (words * 20).encode()
+    blocks = []
+    while len(text) > 100:
+        cut = cut_at(text[:100])
+        blocks.append(text[:cut])
+        text = text[cut:]
+    assert np.array_equal(tokenizer.encode_blocks([*blocks, text]), tokenizer.encode(words * 20))
+
+
+def test_hidden_files_and_those_that_do_not_match_are_left_out(tmp_path):
+    for name in ("b.py", "a.py", "c.txt", ".hidden.py", ".git/d.py", "sub/e.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert [d.name for d in find_documents(tmp_path, "*.py")] == ["a.py", "b.py", "sub/e.py"]
+    assert [d.name for d in find_documents(tmp_path, "sub/*")] == ["sub/e.py"]
+    assert [d.name for d in find_documents(tmp_path / "c.txt", "*.py")] == ["c.txt"]
+    assert len(find_documents([tmp_path / "sub", str(tmp_path / "a.py")])) == 2
+    with pytest.raises(DataError, match=r"no file matches '\*\.md'"):
+        find_documents(tmp_path, "*.md")
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        find_documents(tmp_path / "nowhere")
+
+
+def test_the_default_corpus_is_the_standard_library():
+    names = {document.name for document in default_corpus()}
+    assert {"argparse.py", "json/decoder.py"} <= names
+    assert not any("packages" in name or name.startswith("test/") for name in names)
+
+
+def test_validation_is_an_exact_share_of_whole_lines(corpus):
+    documents = find_documents(corpus)
+    train, val = split(documents, 0.1)
+    total = sum(document.size_bytes for document in documents)
+    val_bytes = sum(part.stop - part.start for part in val)
+    assert val_bytes + sum(part.stop - part.start for part in train) == total
+    assert abs(val_bytes - 0.1 * total) < 200 * len(val)  # lines are shorter than 200 bytes
+    for part in val:
+        before = part.document.path.read_bytes()[: part.start]
+        assert before == b"" or before.endswith(b"\n")
+
+
+def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
+    (tmp_path / "large").write_text("line\n" * 100_000)
+    for number in range(50):
+        (tmp_path / f"{number}").write_text("line\n" * 2000)
+    _, val = split(find_documents(tmp_path), 0.2)
+    share = Counter()
+    for part in val:
+        share[part.document.name] += part.stop - part.start
+    # The file is half of the corpus; of 12 sections 6 +- 1.7 are expected in it.
+    assert len(share) > 5 and 0.1 < share["large"] / share.total() < 0.9
+
+
+def test_a_text_of_one_line_is_split_between_characters(tmp_path):
+    (tmp_path / "line").write_text("値" * 10_000)
+    prepared = prepare_text(tmp_path, "bytes", tmp_path / "cache", val_fraction=0.1)
+    train, val = text_of(prepared, "train"), text_of(prepared, "val")
+    assert set(train + val) == {"値", "\n"} and (train + val).count("値") == 10_000
+
+
+def test_a_cache_within_the_corpus_is_no_part_of_it(tmp_path):
+    make_corpus(tmp_path)
+    first = prepare_text(tmp_path, "bytes", tmp_path / "outputs" / "data")
+    assert prepare_text(tmp_path, "bytes", tmp_path / "outputs" / "data") == first
+
+
+# ---- prepared
+
+
+def test_no_byte_is_lost_and_the_split_is_the_same_for_every_tokenizer(corpus, cache, bpe):
+    in_bytes = prepare_text(corpus, "bytes", cache)
+    assert text_of(in_bytes, "val") == text_of(bpe, "val")
+    assert text_of(in_bytes, "train") == text_of(bpe, "train")
+    lines = Counter(
+        line for doc in find_documents(corpus) for line in doc.path.read_text().splitlines()
+    )
+    assert Counter((text_of(bpe, "train") + text_of(bpe, "val")).splitlines()) == lines
+    assert (in_bytes.vocab_size, in_bytes.dtype) == (256, "uint16")
+    assert bpe.vocab_size == 300 and bpe.train_tokens < in_bytes.train_tokens / 1.5
+
+
+def test_every_byte_of_validation_is_a_target_once_whatever_the_tokenizer(corpus, cache, bpe):
+    for prepared in (prepare_text(corpus, "bytes", cache), bpe):
+        for seq_len in (7, 64):
+            dataset = TextDataset(prepared.val_file, seq_len, keep_tail=True)
+            _, targets = dataset.__getitems__(range(len(dataset)))
+            counted = dataset.token_bytes[targets[targets != -100]].sum()
+            assert counted == prepared.val_bytes == len(text_of(prepared, "val").encode())
+
+
+def test_the_unigram_entropy_is_that_of_the_validation_bytes(bpe):
+    text = text_of(bpe, "val").encode()
+    shares = [n / len(text) for n in Counter(text).values()]
+    assert bpe.unigram_entropy == pytest.approx(-sum(p * math.log(p) for p in shares))
+
+
+def test_windows_of_prepared_text(bpe):
+    dataset = TextDataset(bpe.train_file, 32)
+    tokens, targets = dataset[3]
+    stream = np.fromfile(bpe.train_file, np.uint16)
+    assert tokens.tolist() == stream[96:128].tolist()
+    assert torch.equal(targets[:-1], tokens[1:]) and targets.shape == (32,)
+    assert len(dataset) == (len(stream) - 1) // 32 and dataset.vocab_size == 300
+
+
+def test_wide_vocabularies_are_stored_wide(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"a": 70_000, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "text").write_text("a a\n" * 500)
+    prepared = prepare_text(tmp_path / "text", str(tmp_path / "words.json"), tmp_path / "cache")
+    assert prepared.dtype == "uint32" and prepared.token_bytes is None
+    assert TextDataset(prepared.val_file, 4)[0][0].tolist() == [70_000] * 4
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    (tmp_path / "text").write_bytes(b"some words of a line\n" * 800_000)  # 17 MB, 34 of tokens
+    tracemalloc.start()
+    prepare_text(tmp_path / "text", "bytes", tmp_path / "cache")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 2**24  # a batch is 1 MiB of text, 8 MiB of int64 ids
+
+
+# ---- the cache
+
+
+def test_a_second_time_nothing_is_read(tmp_path):
+    source, cache = make_corpus(tmp_path / "corpus"), tmp_path / "cache"
+    first = prepare_text(source, "bytes", cache)
+    file = source / "ä" / "2.txt"
+    before = file.stat()
+    file.write_bytes(b"?" * before.st_size)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # no one could know
+    assert prepare_text(source, "bytes", cache) == first
+    os.utime(file)
+    assert prepare_text(source, "bytes", cache).folder != first.folder
+
+
+def test_the_same_text_elsewhere_is_found_again(tmp_path):
+    cache = tmp_path / "cache"
+    first = prepare_text(make_corpus(tmp_path / "one"), "bytes", cache)
+    assert prepare_text(make_corpus(tmp_path / "two"), "bytes", cache) == first
+    assert prepare_text(make_corpus(tmp_path / "three", seed=1), "bytes", cache) != first
+    assert prepare_text(tmp_path / "one", "bytes", cache, val_fraction=0.1) != first
+    assert len(folders(cache)) == 3
+
+
+def test_files_that_are_no_utf8_are_left_out_with_one_warning(tmp_path):
+    source, cache = make_corpus(tmp_path / "corpus"), tmp_path / "cache"
+    first = prepare_text(source, "bytes", cache)
+    (source / "image.png").write_bytes(b"\x89PNG")
+    (source / "cut.txt").write_bytes("値".encode()[:2])
+    for _ in range(2):  # fresh and from the cache
+        with pytest.warns(UserWarning, match=r"2 of 14 files left out.* cut\.txt") as warned:
+            assert prepare_text(source, "bytes", cache) == first
+        assert len(warned) == 1
+    with pytest.raises(DataError, match="no UTF-8 text in 1 files"):
+        prepare_text(source / "image.png", "bytes", cache)
+
+
+def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
+    (tmp_path / "text").write_text("ab")
+    (tmp_path / "empty").write_text("")
+    for name in ("text", "empty"):
+        with pytest.raises(DataError, match="too few"):
+            prepare_text(tmp_path / name, "bytes", tmp_path / "cache")
+    assert folders(tmp_path / "cache") == []
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path):
+    with pytest.raises(OSError, match="full"), fresh_folder(tmp_path / "done") as draft:
+        (draft / "train.bin").write_bytes(b"half")
+        raise OSError("disk full")
+    assert folders(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path):
+    dead = tmp_path / ".done.0123"
+    dead.mkdir()
+    (dead / "train.bin").write_bytes(b"half")
+    with fresh_folder(tmp_path / "done") as live:
+        for folder in (dead, live):
+            os.utime(folder, (0, time.time() - 100))
+        with fresh_folder(tmp_path / "done") as draft:
+            (draft / "a").write_text("second to begin, first to end")
+        assert live.exists() and not dead.exists()
+    assert (tmp_path / "done" / "a").exists() and folders(tmp_path) == ["done"]
+
+
+def prepare_in_child(source, cache, start, queue):
+    start.wait()
+    queue.put(prepare_text(source, "bytes", cache))
+
+
+def test_two_processes_at_once_end_well_and_a_third_waits_for_them(corpus, tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, queue = context.Barrier(2), context.Queue()
+    children = [
+        context.Process(target=prepare_in_child, args=(corpus, tmp_path, start, queue))
+        for _ in range(2)
+    ]
+    for child in children:
+        child.start()
+    waited = wait_for_text(corpus, "bytes", tmp_path, timeout_s=30)
+    results = [queue.get(timeout=30) for _ in children]
+    for child in children:
+        child.join(30)
+    assert results == [waited, waited] and len(folders(tmp_path)) == 1
+    with pytest.raises(TimeoutError, match="not prepared"):
+        wait_for_text(corpus, "bytes", tmp_path, val_fraction=0.5, timeout_s=0)
+
+
+def test_a_damaged_cache_is_named_and_can_be_repaired(tmp_path):
+    source, cache = make_corpus(tmp_path / "corpus"), tmp_path / "cache"
+    prepared = prepare_text(source, "bytes", cache)
+    good = prepared.train_file.read_bytes()
+
+    def assert_refused(message):
+        with pytest.raises(DataError, match=message):
+            prepare_text(source, "bytes", cache)
+        assert prepare_text(source, "bytes", cache, repair=True) == prepared
+        assert prepared.train_file.read_bytes() == good
+
+    prepared.train_file.write_bytes(b"\x07" + good[1:])
+    assert_refused(r"train\.bin: sha256 differs from manifest\.json; prepare it again")
+    prepared.train_file.write_bytes(good[:-2])
+    assert_refused(r"train\.bin: \d+ bytes, \d+ in manifest\.json")
+    (prepared.folder / "manifest.json").unlink()
+    assert_refused(r"holds no manifest\.json")
+    (prepared.folder / "manifest.json").write_text("{")
+    assert_refused(r"manifest\.json: damaged")
+    assert len(folders(cache)) == 1
+
+
+def test_a_copied_cache_is_hashed_once_and_then_trusted(tmp_path):
+    prepared = prepare_text(make_corpus(tmp_path / "corpus"), "bytes", tmp_path / "cache")
+    os.utime(prepared.val_file)
+    assert prepared.check() is prepared
+    told = json.loads((prepared.folder / "manifest.json").read_text())["files"]["val.bin"]
+    assert prepared.val_file.stat().st_mtime_ns == told["mtime_ns"]
+    assert PreparedText.load(prepared.folder) == prepared
+
+
+def test_a_vocabulary_size_belongs_to_bpe_alone(corpus, cache):
+    with pytest.raises(ValueError, match="only the tokenizer bpe"):
+        prepare_text(corpus, "bytes", cache, vocab_size=300)
+    with pytest.raises(ValueError, match="tokenizer=bpe: vocab_size"):
+        prepare_text(corpus, "bpe", cache)
+    with pytest.raises(ValueError, match="vocab_size=255"):
+        train_bpe([""], 255, "nowhere")
