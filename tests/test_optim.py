@@ -1,0 +1,236 @@
+"""Groups, schedules and Muon do to the weights what their names say."""
+
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gptrain.models import SimpleGPT
+from gptrain.optim import (
+    Muon,
+    constant,
+    decay_groups,
+    muon_groups,
+    scaled_lr,
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+    warmup_stable_decay,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_seed():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def small_gpt() -> SimpleGPT:
+    return SimpleGPT(31, d_model=16, n_heads=2, n_layers=2, max_seq_len=8, dropout=0.0)
+
+
+def names(net: nn.Module, group: dict) -> set[str]:
+    return {name for name, p in net.named_parameters() if any(p is q for q in group["params"])}
+
+
+# Groups
+
+
+def test_matrices_decay_and_vectors_do_not():
+    net = small_gpt()
+    matrices, vectors = decay_groups(net, 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    expected = {n for n, _ in net.named_parameters() if n.endswith("weight") and "norm" not in n}
+    assert names(net, matrices) == expected
+    assert names(net, vectors) == {n for n, _ in net.named_parameters()} - expected
+
+
+def test_a_tied_parameter_is_in_one_group_once_and_a_frozen_one_in_none():
+    net = small_gpt()
+    net.position_embedding.requires_grad_(False)
+    listed = [p for group in decay_groups(net, 0.1) for p in group["params"]]
+    assert sum(p is net.head.weight for p in listed) == 1
+    assert not any(p is net.position_embedding.weight for p in listed)
+    assert len(listed) == len(list(net.parameters())) - 1
+
+
+def test_no_group_is_empty():
+    assert len(decay_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
+    assert decay_groups(nn.Linear(2, 2).requires_grad_(False), 0.1) == []
+
+
+def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else():
+    net = small_gpt()
+    hidden, *rest = muon_groups(net, 0.1)
+    assert hidden["use_muon"]
+    assert not any(group["use_muon"] for group in rest)
+    matrices = {n for n, p in net.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
+    assert names(net, hidden) == matrices
+    assert sum(len(g["params"]) for g in (hidden, *rest)) == len(list(net.parameters()))
+    assert {g["weight_decay"] for g in rest} == {0.1, 0.0}
+
+
+def test_muon_groups_of_a_net_without_blocks_are_refused_by_the_nets_name():
+    with pytest.raises(ValueError, match=r"Linear has no attribute `blocks`"):
+        muon_groups(nn.Linear(2, 2), 0.1)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])
+def test_learning_rate_follows_the_batch_by_the_rule(rule, factor):
+    assert scaled_lr(3e-4, rule, 256, 64) == pytest.approx(3e-4 * factor)
+    assert scaled_lr(3e-4, rule, 64, 64) == 3e-4
+
+
+def test_an_unknown_rule_is_refused_with_those_allowed():
+    with pytest.raises(ValueError, match=r"'cubic'.*none, linear, sqrt"):
+        scaled_lr(3e-4, "cubic", 256, 64)
+
+
+# Schedules
+
+RUN = {"warmup_steps": 10, "total_steps": 101, "start_factor": 0.1, "min_factor": 0.2}
+STEPS = (0, 1, 9, 10, 55, 100, 101, 10_000)  # first, warm-up's last, middle, the last, past it
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (warmup_cosine, (0.1, 0.19, 0.91, 1.0, 0.6, 0.2, 0.2, 0.2)),
+        (warmup_linear, (0.1, 0.19, 0.91, 1.0, 0.6, 0.2, 0.2, 0.2)),
+        (warmup_stable_decay, (0.1, 0.19, 0.91, 1.0, 1.0, 0.2, 0.2, 0.2)),
+        (warmup_constant, (0.1, 0.19, 0.91, 1.0, 1.0, 1.0, 1.0, 1.0)),
+        (constant, (1.0,) * 8),
+    ],
+)
+def test_factor_at_the_steps_that_matter(schedule, expected):
+    assert [schedule(step, **RUN) for step in STEPS] == pytest.approx(list(expected))
+
+
+def test_cosine_and_line_differ_between_their_common_points():
+    quarter = 10 + 90 / 4
+    cosine = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
+    assert warmup_cosine(quarter, **RUN) == pytest.approx(cosine)
+    assert warmup_linear(quarter, **RUN) == pytest.approx(0.8)
+
+
+def test_stable_decay_falls_over_its_share_of_the_run():
+    run = {**RUN, "total_steps": 100}
+    factors = [warmup_stable_decay(step, **run) for step in range(100)]
+    assert factors[10:80] == [1.0] * 70
+    assert factors[89] == pytest.approx(0.6)
+    assert factors[99] == pytest.approx(0.2)
+    assert warmup_stable_decay(49, **run, decay_share=0.5) == 1.0
+    assert warmup_stable_decay(50, **run, decay_share=0.5) < 1.0
+
+
+@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_stable_decay])
+def test_runs_too_short_for_their_shape_have_one(schedule):
+    no_warmup = {**RUN, "warmup_steps": 0}
+    assert schedule(0, **no_warmup) == 1.0
+    assert schedule(100, **no_warmup) == pytest.approx(0.2)
+    only_warmup = {**RUN, "warmup_steps": 101}
+    assert schedule(0, **only_warmup) == 0.1
+    assert schedule(100, **only_warmup) == pytest.approx(0.1 + 0.9 * 100 / 101)
+    assert schedule(101, **only_warmup) == pytest.approx(0.2)
+    one_step = {**RUN, "warmup_steps": 0, "total_steps": 1}
+    assert schedule(0, **one_step) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_stable_decay])
+def test_the_factor_rises_once_and_falls_once(schedule):
+    factors = [schedule(step, **RUN) for step in range(120)]
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+
+
+# Muon
+
+
+def train(net: SimpleGPT, optimizers: list, steps: range) -> None:
+    for step in steps:
+        tokens = torch.randint(31, (4, 8), generator=torch.Generator().manual_seed(step))
+        net(tokens).logsumexp(-1).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        net.zero_grad()
+
+
+def test_muon_is_torchs_two_optimizers_in_one():
+    ours, theirs = small_gpt(), small_gpt()
+    theirs.load_state_dict(ours.state_dict())
+    hidden, *rest = muon_groups(theirs, 0.1)
+    for group in (hidden, *rest):
+        group.pop("use_muon")
+    theirs_in_two = [
+        torch.optim.Muon([hidden], lr=3e-3, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=3e-3, betas=(0.8, 0.9), fused=True),
+    ]
+    train(theirs, theirs_in_two, range(3))
+    muon = Muon(muon_groups(ours, 0.1), lr=3e-3, betas=(0.8, 0.9), momentum=0.9)
+    train(ours, [muon], range(3))
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_muon_resumes_from_a_plain_file_as_if_it_had_not_stopped():
+    net = small_gpt()
+    muon = Muon(muon_groups(net, 0.1), lr=3e-3)
+    train(net, [muon], range(2))
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "muon": muon.state_dict()}, file)
+    train(net, [muon], range(2, 4))
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = small_gpt()
+    resumed.load_state_dict(saved["net"])
+    again = Muon(muon_groups(resumed, 0.0), lr=1.0)  # the options are in the file
+    again.load_state_dict(saved["muon"])
+    train(resumed, [again], range(2, 4))
+    for (name, expected), got in zip(net.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(got, expected), name
+    ours, theirs = again.state_dict(), muon.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
+
+
+def test_a_schedule_moves_both_halves_of_muon_also_after_a_resume():
+    net = small_gpt()
+    muon = Muon(muon_groups(net, 0.1), lr=3e-3)
+    muon.load_state_dict(muon.state_dict())
+    torch.optim.lr_scheduler.LambdaLR(muon, lambda step: 0.0)
+    before = [p.clone() for p in net.parameters()]
+    train(net, [muon], range(1))
+    assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
+
+
+def test_muon_keeps_one_state_for_a_hidden_matrix_and_adamw_two():
+    net = small_gpt()
+    muon = Muon(muon_groups(net, 0.1))
+    train(net, [muon], range(1))
+    assert set(muon.state[net.blocks[0].mlp.up_proj.weight]) == {"momentum_buffer"}
+    assert set(muon.state[net.head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_muon_calls_a_closure_with_gradients_on_and_returns_its_loss():
+    net = small_gpt()
+    muon = Muon(muon_groups(net, 0.1))
+
+    def closure():
+        loss = net(torch.zeros(1, 2, dtype=torch.int64)).square().mean()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        assert muon.step(closure).item() > 0
+
+
+def test_muon_runs_where_one_half_has_nothing_to_do_and_refuses_vectors():
+    weight = nn.Parameter(torch.ones(3, 3))
+    weight.grad = torch.eye(3)
+    for use_muon in (True, False):
+        Muon([{"params": [weight], "use_muon": use_muon}]).step()
+    with pytest.raises(ValueError, match=r"shape \(3,\).*matrices only"):
+        Muon([{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}])
