@@ -1,0 +1,56 @@
+"""Model FLOPs against torch's own count of a real step, and the table of peaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from gptrain.loss import next_token_loss
+from gptrain.models import SimpleGPT
+from gptrain.plan.flops import gpt_matrix_weights, peak_flops_per_s, train_flops_per_token
+
+SIZES = {  # vocab_size, d_model, n_heads, n_layers, positions
+    "wide vocabulary": (1000, 64, 4, 2, 32),
+    "long sequence": (64, 32, 2, 3, 128),
+    "deep": (256, 32, 4, 8, 16),
+}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+def test_the_formula_counts_what_torch_counts_within_one_percent(size):
+    vocab_size, d_model, n_heads, n_layers, n_positions = size
+    net = SimpleGPT(vocab_size, d_model, n_heads, n_layers, n_positions)
+    tokens = torch.randint(vocab_size, (2, n_positions))
+    # The plain kernel: a fused one computes the scores a second time in its backward pass, which
+    # torch counts and model FLOPs do not.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        next_token_loss(net(tokens), tokens).backward()
+    matrix_weights = gpt_matrix_weights(vocab_size, d_model, n_layers)
+    flops = tokens.numel() * train_flops_per_token(matrix_weights, n_layers, d_model, n_positions)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_gpt2_costs_what_its_papers_say():
+    # 124 M weights of which 0.8 M are positions: 6 x 123.5 M, and 12 x 12 x 768 x 1024 on top.
+    flops = train_flops_per_token(gpt_matrix_weights(50257, 768, 12), 12, 768, 1024)
+    assert flops == pytest.approx(0.854e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_a_device_is_known_by_the_name_its_driver_gives(name, peak):
+    assert peak_flops_per_s(name) == peak
