@@ -1,0 +1,217 @@
+"""No rank waits for ever, and none is ended that only takes its time."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gptrain.resilience.heartbeat import Heartbeat, StallWatch, read_lives
+from gptrain.resilience.status import read_status, write_status
+from gptrain.resilience.watchdog import Watchdog
+
+# A rank that does what its standard input says. TIMEOUT_S is as short as a test can bear.
+TIMEOUT_S = 0.6
+RANK = """
+import os, sys, time
+from gptrain.resilience.heartbeat import Heartbeat
+from gptrain.resilience.watchdog import Watchdog, die_with_parent
+run_dir, rank, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if what == "orphan":
+    die_with_parent(os.getppid())
+heartbeat = Heartbeat(run_dir + "/lives", rank)
+dog = Watchdog(heartbeat, run_dir, timeout_s=0.6, grace_s=0.5, poll_s=0.1,
+               parent_pid=os.getppid() if what == "poll" else None).start()
+print("ready", flush=True)
+if what == "lock":
+    import re
+    re.match("(a?){40}a{40}", "a" * 40)  # holds the interpreter lock for hours
+for step in range(10**6):
+    if what != "hang" or step < 3:
+        heartbeat.beat(step, "forward")
+    if what == "allow" and step == 3:
+        heartbeat.beat(step, "compile", allow_s=60)
+        time.sleep(1.3)
+        sys.exit(0)
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts ranks in one run folder and waits until they run."""
+    started = []
+
+    def start(rank: int, what: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(rank), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition, seconds: float):
+    give_up = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    return answer
+
+
+def test_a_rank_without_progress_ends_with_76_its_stacks_and_a_status(tmp_path, start):
+    _, error = start(0, "hang").communicate(timeout=15)
+    told = read_status(tmp_path)
+    assert (told["cause"], told["exit_code"], told["step"]) == ("hang", 76, 2)
+    assert "rank 0: no progress for " in error.decode()
+    assert re.search(r'File "<string>", line \d+ in <module>', error.decode())
+
+
+def test_a_stopped_rank_is_named_by_the_rank_that_waits_for_it(tmp_path, start):
+    stopped, waiting = start(1, "run"), start(0, "hang")
+    stopped.send_signal(signal.SIGSTOP)
+    assert waiting.wait(15) == 76
+    told = read_status(tmp_path)
+    assert told["rank"] == 1 and "rank 1 is stopped" in told["message"]
+
+
+def test_a_rank_whose_peer_failed_leaves_with_the_peers_code(tmp_path, start):
+    process = start(0, "run")
+    write_status(tmp_path, cause="nonfinite", exit_code=79, rank=1)
+    assert process.wait(5) == 79
+    assert b"rank 0: leaving: rank 1 has failed (nonfinite)" in process.stderr.read()
+
+
+def test_a_rank_whose_peer_hangs_shows_its_stacks_too(tmp_path, start):
+    process = start(0, "run")
+    write_status(tmp_path, cause="hang", exit_code=76, rank=1)
+    assert process.wait(5) == 76
+    assert b"most recent call first" in process.stderr.read()
+
+
+def test_a_peer_that_is_done_and_a_status_of_an_earlier_attempt_end_nobody(tmp_path, start):
+    write_status(tmp_path, cause="error", exit_code=70, rank=1)
+    process = start(0, "run")
+    for code in (None, 75, 0):
+        if code is not None:
+            write_status(tmp_path, cause="done", exit_code=code, rank=1, replace=True)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.8)
+
+
+def test_a_call_that_was_announced_as_long_may_be_long(start):
+    assert start(0, "allow").wait(10) == 0
+
+
+def test_a_rank_that_was_stopped_and_goes_on_is_no_hang(start):
+    process = start(0, "run")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * TIMEOUT_S)
+    process.send_signal(signal.SIGCONT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+
+
+PARENT = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.PIPE)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("what", ["orphan", "poll"])
+def test_a_rank_does_not_outlive_a_killed_launcher(tmp_path, what):
+    command = [sys.executable, "-c", PARENT, RANK, str(tmp_path), "0", what]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    rank = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.communicate()
+    wait_until(lambda: is_gone(rank), seconds=2)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] == "Z"  # dead, not yet buried
+    except OSError:
+        return True
+
+
+def test_a_held_interpreter_lock_is_seen_from_outside_and_prints_its_stacks(tmp_path, start):
+    process = start(0, "lock")
+    watch = StallWatch(tmp_path / "lives", TIMEOUT_S)
+    (stall,) = wait_until(watch.stalled, seconds=10)
+    assert (stall.rank, stall.phase) == (0, "start")
+    time.sleep(1)
+    process.kill()
+    assert b"in match" in process.communicate()[1]  # by faulthandler's own thread
+
+
+# The watch from outside, with made-up ranks in this process
+
+
+def test_a_beating_rank_never_stalls_and_a_silent_one_does(tmp_path):
+    alive, silent = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    silent.beat(7, "backward")
+    watch = StallWatch(tmp_path, timeout_s=0.3)
+    stop_s = time.monotonic() + 0.8
+    while time.monotonic() < stop_s:
+        alive.beat(9, "validation")
+        stalls = watch.stalled()
+        time.sleep(0.02)
+    (stall,) = stalls
+    assert (stall.rank, stall.step, stall.phase, stall.stopped) == (1, 7, "backward", False)
+    assert 0.3 < stall.silent_s < 1.0
+    silent.beat()
+    assert watch.stalled() == []
+
+
+def test_the_rank_furthest_behind_comes_first(tmp_path):
+    for rank, step in enumerate((5, 3, 5)):
+        Heartbeat(tmp_path, rank).beat(step)
+    watch = StallWatch(tmp_path, timeout_s=0.0)
+    watch.stalled()
+    time.sleep(0.01)
+    assert [stall.rank for stall in watch.stalled()] == [1, 0, 2]
+
+
+def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(tmp_path):
+    Heartbeat(tmp_path, 0)
+    watch = StallWatch(tmp_path, timeout_s=10.0)
+    watch.stalled()
+    watch._looked_s -= 3600  # an hour's sleep of the machine
+    assert watch.stalled() == []
+
+
+def test_a_finished_rank_is_not_missed(tmp_path):
+    Heartbeat(tmp_path, 0).close()
+    assert read_lives(tmp_path) == [] and StallWatch(tmp_path, 0.0).stalled() == []
+
+
+def test_a_beat_costs_microseconds(tmp_path):
+    heartbeat = Heartbeat(tmp_path, 0)
+    start_s = time.perf_counter()
+    for step in range(2000):
+        heartbeat.beat(step, "forward")
+    assert (time.perf_counter() - start_s) / 2000 < 1e-4  # about 3e-6 on an idle core
+    (life,) = read_lives(tmp_path)
+    assert (life.step, life.phase, life.beats) == (1999, "forward", 2001)
+
+
+def test_a_watchdog_that_was_stopped_does_nothing_more(tmp_path):
+    heartbeat = Heartbeat(tmp_path, 0)
+    with Watchdog(heartbeat, tmp_path, timeout_s=0.2, poll_s=0.05):
+        heartbeat.beat()
+    time.sleep(0.5)
+    assert read_status(tmp_path) is None
