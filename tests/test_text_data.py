@@ -406,10 +406,22 @@ def test_a_copied_cache_is_hashed_once_and_then_trusted(tmp_path):
     assert PreparedText.load(prepared.folder) == prepared
 
 
-def test_a_vocabulary_size_belongs_to_bpe_alone(corpus, cache):
-    with pytest.raises(ValueError, match="only the tokenizer bpe"):
-        prepare_text(corpus, "bytes", cache, vocab_size=300)
+def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):
+    assert prepare_text(corpus, "bytes", cache, vocab_size=300).vocab_size == 256
+    with pytest.raises(DataError, match="tokenizer has 256 tokens, vocab_size=255"):
+        prepare_text(corpus, "bytes", cache, vocab_size=255)
     with pytest.raises(ValueError, match="tokenizer=bpe: vocab_size"):
         prepare_text(corpus, "bpe", cache)
     with pytest.raises(ValueError, match="vocab_size=255"):
         train_bpe([""], 255, "nowhere")
+
+
+def test_a_data_set_is_made_from_a_corpus_in_one_call(corpus, cache):
+    prepared = prepare_text(corpus, "bytes", cache)
+    train, val = (
+        TextDataset.from_corpus(part, 64, corpus, "bytes", cache) for part in ("train", "val")
+    )
+    assert len(train) == (prepared.train_tokens - 1) // 64
+    assert (val.__getitems__(range(len(val)))[1] != -100).sum() == prepared.val_bytes
+    with pytest.raises(ValueError, match="split=test: must be one of train, val"):
+        TextDataset.from_corpus("test", 64, corpus, "bytes", cache)

@@ -55,7 +55,8 @@ def prepare_text(
             library's source. Files that are no UTF-8 are left out with one warning.
         tokenizer: `bytes`, `bpe` (trained on the train part), or a tokenizer.json.
         pattern: that names of files within folders must match.
-        vocab_size: of the `bpe`; no other tokenizer takes one.
+        vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them; no
+            tokenizer may have more.
         repair: make a damaged cache folder again, where else it is a DataError.
     Raises: FileNotFoundError; DataError for no text, or for a damaged cache; OSError if the disk
         is full or not to be written to, with nothing left behind.
@@ -120,9 +121,10 @@ def _identity(tokenizer: str, vocab_size: int | None) -> str:
         if vocab_size is None:
             raise ValueError("tokenizer=bpe: vocab_size says how many tokens to learn")
         return f"bpe:{vocab_size}"
-    if vocab_size is not None:
-        raise ValueError(f"vocab_size={vocab_size}: only the tokenizer bpe takes one")
-    return load_tokenizer(tokenizer).identity
+    loaded = load_tokenizer(tokenizer)
+    if vocab_size is not None and loaded.vocab_size > vocab_size:
+        raise DataError(f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}")
+    return loaded.identity
 
 
 def _folder(cache_dir: Path, text: TextHash, identity: str, val_fraction: float) -> Path:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from gptrain.data.prepare import Paths, prepare_text
 from gptrain.data.prepared import PreparedText
 from gptrain.data.tokens import TokenDataset
 
@@ -20,3 +21,26 @@ class TextDataset(TokenDataset):
         super().__init__(
             file, seq_len, prepared.dtype, prepared.vocab_size, keep_tail, prepared.token_bytes
         )
+
+    @classmethod
+    def from_corpus(
+        cls,
+        split: str,
+        seq_len: int,
+        path: Paths,
+        tokenizer: str,
+        cache_dir: str | os.PathLike,
+        val_fraction: float = 0.05,
+        pattern: str = "*",
+        vocab_size: int | None = None,
+    ) -> "TextDataset":
+        """One part of a corpus, found in the cache or prepared now; the arguments of `prepare_text`.
+
+        Args:
+            split: `train`, or `val`, which keeps its tail.
+        """
+        prepared = prepare_text(path, tokenizer, cache_dir, val_fraction, pattern, vocab_size)
+        files = {"train": prepared.train_file, "val": prepared.val_file}
+        if split not in files:
+            raise ValueError(f"split={split}: must be one of {', '.join(files)}")
+        return cls(files[split], seq_len, keep_tail=split == "val")
