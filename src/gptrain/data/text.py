@@ -34,7 +34,7 @@ class TextDataset(TokenDataset):
         pattern: str = "*",
         vocab_size: int | None = None,
     ) -> "TextDataset":
-        """One part of a corpus, found in the cache or prepared now; the arguments of `prepare_text`.
+        """One part of a corpus, from the cache or prepared now; arguments as for `prepare_text`.
 
         Args:
             split: `train`, or `val`, which keeps its tail.
