@@ -9,13 +9,14 @@ python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    four runs, one after anoth
 from omegaconf import DictConfig
 
 from gptrain import config, launch
+from gptrain.resilience.guard import Guard
 
 
-def train(cfg: DictConfig) -> dict[str, float]:
+def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
     """The run itself, in each of its ranks; returns its final metrics."""
     from gptrain.build import build  # here, so that a wrong option is answered without torch
 
-    run = build(cfg)
+    run = build(cfg, guard)
     run.report.start(run.trainer)
     parts = {"datamodule": run.datamodule, "ckpt_path": run.checkpoint}
     if cfg.task == "fit":

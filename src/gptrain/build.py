@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +17,15 @@ from torch import nn
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.callbacks import Checkpoints, StepLog
+from gptrain.lit.callbacks import Checkpoints, Guarded, StepLog
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import make_strategy
+from gptrain.lit.trainer import leave_signals_to_us
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.group import start_group
 from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
+from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import find_checkpoint, identity
@@ -61,8 +64,8 @@ class Lengths:
     validate_every: int
 
 
-def build(cfg: DictConfig) -> Run:
-    """This rank's part of the run that cfg describes."""
+def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
+    """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
     process, machine = this_process(), find_machine(cfg)
     if machine.accelerator == "cpu":
         set_threads(machine.n_local)
@@ -109,7 +112,7 @@ def build(cfg: DictConfig) -> Run:
         machine.world_size,
         cfg.strategy.timeout_s,
     )
-    trainer = build_trainer(cfg, machine, split, lengths)
+    trainer = build_trainer(cfg, machine, split, lengths, guard)
     report = build_report(cfg, module, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, find_checkpoint(cfg))
 
@@ -146,14 +149,15 @@ def build_schedule(cfg: DictConfig, n_steps: int | None) -> Callable[[int], floa
     if warmup_steps is None:
         warmup_steps = min(DEFAULT_WARMUP_STEPS, (total_steps or 10 * DEFAULT_WARMUP_STEPS) // 10)
     options = OmegaConf.to_container(_without(cfg.scheduler, SCHEDULER_KEYS), resolve=True)
-    return partial(
-        get_method(options.pop("_target_")),
-        warmup_steps=warmup_steps,
-        total_steps=total_steps,
-        start_factor=cfg.scheduler.start_factor,
-        min_factor=cfg.scheduler.min_factor,
-        **options,
-    )
+    schedule = get_method(options.pop("_target_"))
+    ours = {
+        "warmup_steps": warmup_steps,
+        "total_steps": total_steps,
+        "start_factor": cfg.scheduler.start_factor,
+        "min_factor": cfg.scheduler.min_factor,
+    }
+    taken = inspect.signature(schedule).parameters  # a user's own may be a plain f(step)
+    return partial(schedule, **{key: ours[key] for key in ours if key in taken}, **options)
 
 
 def plan_lengths(cfg: DictConfig, n_samples: int, data_parallel_size: int) -> Lengths:
@@ -180,7 +184,7 @@ def plan_lengths(cfg: DictConfig, n_samples: int, data_parallel_size: int) -> Le
 
 
 def build_trainer(
-    cfg: DictConfig, machine: Machine, split: Degrees, lengths: Lengths
+    cfg: DictConfig, machine: Machine, split: Degrees, lengths: Lengths, guard: Guard | None
 ) -> pl.Trainer:
     """Lightning's Trainer over one long epoch: the run's steps, whatever the passes over the data.
 
@@ -193,7 +197,7 @@ def build_trainer(
     fast = bool(cfg.trainer.fast_dev_run)
     loggers = [] if fast else [instantiate(node) for node in cfg.logger.values()]
     callbacks = [instantiate(node) for node in cfg.callbacks.values() if node]
-    return make(
+    trainer = make(
         **options,
         accelerator=machine.accelerator,
         devices=cfg.trainer.devices if machine.accelerator == "cuda" else machine.n_local,
@@ -205,7 +209,7 @@ def build_trainer(
         accumulate_grad_batches=lengths.batch.accumulate,
         val_check_interval=lengths.validate_every * lengths.batch.accumulate,
         check_val_every_n_epoch=None,
-        callbacks=[*callbacks, *build_callbacks(cfg, lengths)],
+        callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard)],
         logger=loggers,
         plugins=[StoreIO()],
         profiler=instantiate(cfg.profiler) if cfg.profiler else None,
@@ -213,18 +217,27 @@ def build_trainer(
         enable_checkpointing=False,
         default_root_dir=cfg.run_dir,
     )
+    return leave_signals_to_us(trainer)
 
 
-def build_callbacks(cfg: DictConfig, lengths: Lengths) -> list[pl.Callback]:
-    """What every run needs, whatever the callbacks group holds: its log, and its checkpoints."""
-    callbacks = [
-        StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
-    ]
-    if cfg.checkpoint.name == "none" or cfg.trainer.fast_dev_run or cfg.task != "fit":
-        return callbacks
-    run_id = read_holder(cfg.run_dir)["run_id"]
-    checkpoints = Checkpoints(
-        CheckpointStore(Path(cfg.run_dir) / "checkpoints", run_id),
+def build_callbacks(cfg: DictConfig, lengths: Lengths, guard: Guard | None) -> list[pl.Callback]:
+    """What every run needs, whatever the callbacks group holds: log, checkpoints, guard."""
+    log = StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
+    keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
+    checkpoints = build_checkpoints(cfg, lengths, guard) if keeps else None
+    guarded = Guarded(guard, checkpoints) if guard is not None else None
+    return [callback for callback in (log, checkpoints, guarded) if callback is not None]
+
+
+def build_checkpoints(cfg: DictConfig, lengths: Lengths, guard: Guard | None) -> Checkpoints:
+    """The callback that saves; long saves give signs of life."""
+    store = CheckpointStore(
+        Path(cfg.run_dir) / "checkpoints",
+        read_holder(cfg.run_dir)["run_id"],
+        progress=guard.heartbeat.beat if guard is not None else None,
+    )
+    return Checkpoints(
+        store,
         identity(cfg, lengths.batch.global_batch_size),
         every_n_steps=cfg.checkpoint.every_n_steps,
         keep=cfg.checkpoint.keep,
@@ -232,7 +245,6 @@ def build_callbacks(cfg: DictConfig, lengths: Lengths) -> list[pl.Callback]:
         validate_every=lengths.validate_every,
         n_steps=lengths.n_steps,
     )
-    return [*callbacks, checkpoints]
 
 
 def build_report(

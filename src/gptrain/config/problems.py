@@ -49,3 +49,15 @@ class ConfigError(Exception):
         self.problems = problems
         codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
+
+
+class JobFailed(Exception):
+    """A job that started and is not done; its own report has been printed.
+
+    Attributes:
+        code: the exit code.
+    """
+
+    def __init__(self, code: int, message: str):
+        super().__init__(message)
+        self.code = code

@@ -3,35 +3,76 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
+import os
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from gptrain.config import problems
-from gptrain.launch.outcome import JobFailed
-from gptrain.launch.rank import rank_process
+from gptrain.launch.ending import newest_checkpoint, resume_command
+from gptrain.launch.rank import BEATS_VARIABLE, rank_process
 from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.resilience.heartbeat import StallWatch
+from gptrain.resilience.signals import StopFlag
+from gptrain.resilience.status import clear_status, read_status, write_status
 
+log = logging.getLogger(__name__)
 POLL_S = 0.05
-GRACE_S = 5.0  # for the other ranks to leave by themselves once one has failed
+GRACE_S = 6.0  # for the others to leave by themselves once one has failed
+LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
+FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
+WORTH_A_RESTART = (problems.FAILED, problems.HUNG)
 
 
 def supervise(train: Callable, cfg: DictConfig, n_ranks: int) -> dict[str, float]:
-    """Runs one job in n_ranks processes of this machine and returns rank 0's metrics.
+    """Runs one job in n_ranks processes of this machine and returns its metrics.
 
     Each rank gets the environment that torchrun would give it, so it cannot tell the difference;
-    but the ranks meet at a file, not at a port.
+    but the ranks meet at a file, not at a port. A lost rank is worth a restart of all from the
+    newest good checkpoint, launcher.max_restarts times, as long as they get anywhere.
+
+    Raises:
+        JobFailed: with the exit code.
     """
+    best_step, fruitless = -1, 0
+    with StopFlag() as stop:
+        for attempt in range(cfg.launcher.max_restarts + 1):
+            code = run_once(train, cfg, n_ranks, stop)
+            if code not in WORTH_A_RESTART or stop or attempt == cfg.launcher.max_restarts:
+                break
+            newest = newest_checkpoint(cfg.run_dir)
+            step = int(newest.name.removeprefix("step-")) if newest else -1
+            fruitless = 0 if step > best_step else fruitless + 1
+            best_step = max(step, best_step)
+            if fruitless == FRUITLESS_STARTS:
+                log.warning("warning: %d starts got no further than step %d", fruitless, step)
+                break
+            log.warning("warning: restart %d, from step %d", attempt + 1, max(step, 0))
+            clear_status(cfg.run_dir)
+            if newest is not None:
+                cfg.ckpt_path = "last"
+    if code != problems.DONE:
+        raise problems.JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
+    result = Path(cfg.run_dir) / "result.json"
+    return json.loads(result.read_text())["metrics"] if result.exists() else {}
+
+
+def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
+    """One attempt; the exit code of the job."""
     with tempfile.TemporaryDirectory(prefix="gptrain-") as folder:
         environment = {
             "GPTRAIN_SUPERVISED": "1",
             STORE_VARIABLE: str(Path(folder) / "store"),
+            BEATS_VARIABLE: str(Path(folder) / "beats"),
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
             "WORLD_SIZE": str(n_ranks),
             "LOCAL_WORLD_SIZE": str(n_ranks),
@@ -40,41 +81,84 @@ def supervise(train: Callable, cfg: DictConfig, n_ranks: int) -> dict[str, float
             "GROUP_RANK": "0",
         }
         spawn = multiprocessing.get_context("spawn")
-        hydra_cfg = HydraConfig.instance().cfg
-        ranks = [
-            spawn.Process(
-                target=rank_process,
-                args=(
-                    train,
-                    cfg,
-                    hydra_cfg,
-                    {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                ),
-                name=f"rank {rank}",
-            )
-            for rank in range(n_ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        code = watch(ranks)
-    if code != problems.DONE:
-        raise JobFailed(code, f"a rank ended with {code}")
-    result = Path(cfg.run_dir) / "result.json"
-    return json.loads(result.read_text())["metrics"] if result.exists() else {}
+        ranks = []
+        for rank in range(n_ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (train, cfg, HydraConfig.instance().cfg, environment | place, os.getpid())
+            ranks.append(spawn.Process(target=rank_process, args=arguments, name=f"rank {rank}"))
+            ranks[-1].start()
+        try:
+            watch(cfg, ranks, stop, Path(folder) / "beats")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    return job_code(cfg, ranks, stop)
 
 
-def watch(ranks: list) -> int:
-    """Waits for all ranks; after a failure the others get GRACE_S seconds."""
-    failed_s, code = None, problems.DONE
+def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
+    """Returns when all ranks have ended, or when those left have had their time."""
+    stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
+    forwarded, deadline_s = False, None
     while any(rank.is_alive() for rank in ranks):
         time.sleep(POLL_S)
-        for rank in ranks:
-            if failed_s is None and rank.exitcode not in (None, 0):
-                failed_s, code = time.monotonic(), rank.exitcode
-        if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
+        if stop and not forwarded:
+            forwarded = True
             for rank in ranks:
-                if rank.is_alive():
-                    rank.kill()
-    if failed_s is None:
-        code = next((rank.exitcode for rank in ranks if rank.exitcode), problems.DONE)
-    return code
+                rank.terminate()  # SIGTERM: to a rank it is the same wish
+        if deadline_s is not None:
+            if time.monotonic() > deadline_s:
+                return
+            continue
+        failed = [index for index, rank in enumerate(ranks) if rank.exitcode]
+        stalled = [] if failed else stalls.stalled()
+        if failed:
+            deadline_s = time.monotonic() + GRACE_S
+            if ranks[failed[0]].exitcode < 0 and not stop:
+                tell_of_loss(cfg, failed[0], ranks[failed[0]])
+        elif stalled:
+            deadline_s = time.monotonic() + LINGER_S
+            stall = stalled[0]
+            how = "stopped" if stall.stopped else "waiting"
+            line = (
+                f"error: no progress for {stall.silent_s:.0f} s: rank {stall.rank} is {how} "
+                f"at step {stall.step}, phase {stall.phase}"
+            )
+            tell(cfg, "hang", problems.HUNG, stall.rank, stall.step, line)
+
+
+def tell_of_loss(cfg: DictConfig, index: int, rank: BaseProcess) -> None:
+    """Speaks for a rank that was killed; the kernel does that when memory runs out, too."""
+    reason = f"by signal {-rank.exitcode}"
+    reason += ", maybe for want of memory" if rank.exitcode == -9 else ""
+    line = f"error: rank {index} (process {rank.pid}) was killed {reason}"
+    tell(cfg, "killed", problems.FAILED, index, None, line)
+
+
+def tell(cfg: DictConfig, cause: str, code: int, rank: int, step: int | None, line: str) -> None:
+    """Says it on stderr and in status.json, over what other ranks made of it."""
+    print(line, file=sys.stderr, flush=True)
+    write_status(
+        cfg.run_dir,
+        cause=cause,
+        exit_code=code,
+        rank=rank,
+        step=step,
+        checkpoint=newest_checkpoint(cfg.run_dir),
+        resume=resume_command(cfg),
+        message=line,
+        replace=True,
+    )
+
+
+def job_code(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag) -> int:
+    """The exit code of a job whose ranks have all ended: that of the first that failed."""
+    codes = [rank.exitcode for rank in ranks]
+    if not any(codes):
+        return problems.DONE
+    status = read_status(cfg.run_dir)
+    if status is not None and status["exit_code"]:
+        return status["exit_code"]
+    if stop:  # asked to stop before any rank had anything to save
+        return problems.PREEMPTED
+    return next((code for code in codes if code > 0), problems.FAILED)

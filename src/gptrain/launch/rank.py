@@ -1,48 +1,117 @@
-"""What surrounds the training function in every rank: logging, and an exit code for each end."""
+"""What surrounds the training function in every rank: log, guard, and an ending for each error."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
-from gptrain.config import ConfigError, problems, this_process
-from gptrain.launch.outcome import JobFailed
+from gptrain.config import problems
+from gptrain.config.process import this_process
+from gptrain.config.schema import register
+from gptrain.launch.ending import Ending, classify, newest_checkpoint, resume_command
+from gptrain.resilience.guard import Guard
+from gptrain.resilience.status import write_status
+from gptrain.resilience.watchdog import die_with_parent
+
+log = logging.getLogger(__name__)
+BEATS_VARIABLE = "GPTRAIN_BEATS"  # folder of the ranks' signs of life
 
 
-def run_rank(train: Callable[[DictConfig], dict], cfg: DictConfig) -> dict[str, float]:
-    """Runs `train` in this process."""
+def run_rank(train: Callable, cfg: DictConfig, parent_pid: int | None = None) -> dict[str, float]:
+    """Runs `train` in this process, guarded; the first rank that fails tells how and why.
+
+    Raises:
+        JobFailed: with the exit code.
+    """
     quiet_lightning()
-    return train(cfg)
+    rank = this_process().rank
+    guard = Guard(
+        cfg.run_dir,
+        os.environ.get(BEATS_VARIABLE, Path(cfg.run_dir) / ".beats"),
+        rank=rank,
+        timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
+        parent_pid=parent_pid,
+        about=lambda: {
+            "checkpoint": newest_checkpoint(cfg.run_dir),
+            "resume": resume_command(cfg),
+        },
+    )
+    try:
+        with guard:
+            metrics = train(cfg, guard)
+    except problems.JobFailed:
+        raise
+    except BaseException as error:  # whatever ends a rank must end the job, with a word about it
+        ending = classify(error)
+        if tell(cfg, rank, guard.heartbeat.step, ending) or cfg.debug:
+            show(cfg, ending)
+        raise problems.JobFailed(ending.code, ending.line) from error
+    if rank == 0:
+        tell(cfg, rank, guard.heartbeat.step, Ending(problems.DONE, "done", "done"))
+    return metrics
+
+
+def tell(cfg: DictConfig, rank: int, step: int, ending: Ending) -> bool:
+    """Writes status.json; False where another rank was first."""
+    try:
+        return write_status(
+            cfg.run_dir,
+            cause=ending.cause,
+            exit_code=ending.code,
+            rank=rank,
+            step=step,
+            checkpoint=newest_checkpoint(cfg.run_dir),
+            resume=None if ending.code == problems.DONE else resume_command(cfg),
+            message=ending.line,
+            traceback=ending.trace or None,
+        )
+    except OSError as error:  # the disk that failed the run may refuse its obituary, too
+        print(f"warning: no status.json: {error}", file=sys.stderr)
+        return rank == 0
+
+
+def show(cfg: DictConfig, ending: Ending) -> None:
+    """Prints the ending; on stderr, but for a run that was asked to stop and did."""
+    if ending.trace:
+        print(ending.trace, file=sys.stderr)
+    if ending.code == problems.PREEMPTED:
+        log.info("%-9s %s", "stopped", ending.line)
+        log.info("%-9s %s", "next", resume_command(cfg))
+    else:
+        print(ending.line, file=sys.stderr, flush=True)
 
 
 def rank_process(
-    train: Callable, cfg: DictConfig, hydra_cfg: DictConfig, environment: dict[str, str]
+    train: Callable,
+    cfg: DictConfig,
+    hydra_cfg: DictConfig,
+    environment: dict[str, str],
+    parent_pid: int,
 ) -> None:
-    """Entry of a spawned rank: its environment, its log, then the run; never returns."""
+    """Entry of a spawned rank; never returns."""
+    die_with_parent(parent_pid)
     os.environ.update(environment)
+    register()
     HydraConfig.instance().cfg = hydra_cfg
     if this_process().rank == 0:
         configure_log(hydra_cfg.hydra.job_logging, hydra_cfg.hydra.verbose)
     else:
         logging.getLogger().setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
     code = problems.DONE
     try:
-        run_rank(train, cfg)
-    except JobFailed as failure:
+        run_rank(train, cfg, parent_pid)
+    except problems.JobFailed as failure:
         code = failure.code
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        code = error.code
-    except BaseException:
-        traceback.print_exc()
-        code = problems.FAILED
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: other ranks may be gone, and destructors of a process group wait for them.
@@ -50,8 +119,8 @@ def rank_process(
 
 
 def quiet_lightning() -> None:
-    """Lightning's own handler would print each line a second time beside Hydra's."""
-    logging.getLogger("lightning").handlers.clear()
-    logging.getLogger("lightning.pytorch").handlers.clear()
+    """Lightning prints each line a second time beside Hydra's handler; only its warnings count."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)

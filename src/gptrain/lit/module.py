@@ -18,6 +18,9 @@ from gptrain.parallel import clip_grad_norm
 
 # B batch, T time, D d_model, V vocabulary
 
+CHUNK_TOKENS = {"cpu": 256}  # fastest of 128, 256, 512 on a CPU, see gptrain.loss
+MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
+
 
 class LanguageModel(pl.LightningModule):
     """Wraps a net `tokens (B, T) -> logits (B, T, V)` with its loss, optimizer and schedule.
@@ -43,6 +46,10 @@ class LanguageModel(pl.LightningModule):
     ):
         super().__init__()
         self.net = net
+        head = getattr(net, "head", None)
+        self.in_chunks = (
+            hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
+        )
         self.make_optimizer = make_optimizer
         self.schedule = schedule
         self.on_nonfinite = on_nonfinite
@@ -59,10 +66,11 @@ class LanguageModel(pl.LightningModule):
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Next-token cross entropy in nats, over the targets that are not IGNORED."""
-        if hasattr(self.net, "hidden") and hasattr(self.net, "head"):
-            hidden = self.net.hidden(tokens)  # (B, T, D)
+        if self.in_chunks:
+            hidden, head = self.net.hidden(tokens), self.net.head.weight  # (B, T, D), (V, D)
+            chunk_tokens = CHUNK_TOKENS.get(tokens.device.type, MANY_TOKENS)
             return chunked_next_token_loss(
-                hidden, self.net.head.weight, targets, reduction=reduction
+                hidden, head, targets, chunk_tokens=chunk_tokens, reduction=reduction
             )
         return next_token_loss(self.net(tokens), targets, reduction=reduction)
 

@@ -1,8 +1,9 @@
 """What happens around the steps: logging, progress, checkpoints, the end of the run."""
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.guarded import Guarded
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.sample import SampleText
 from gptrain.lit.callbacks.step_log import StepLog
 
-__all__ = ["Checkpoints", "ProgressBar", "SampleText", "StepLog"]
+__all__ = ["Checkpoints", "Guarded", "ProgressBar", "SampleText", "StepLog"]

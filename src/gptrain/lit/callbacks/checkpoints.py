@@ -99,4 +99,3 @@ class Checkpoints(Callback):
         if not trainer.enable_validation:
             return False
         return step == self.n_steps or step % self.validate_every == 0
-

@@ -1,0 +1,86 @@
+"""How a rank ended: an exit code, a word for status.json, and what a person is told."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from gptrain.config import problems
+from gptrain.data.errors import DataError
+from gptrain.resilience.draft import SaveFailed
+from gptrain.resilience.ends import NonFinite, Preempted
+from gptrain.resilience.store import CheckpointStore
+
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of one rank.
+
+    Attributes:
+        cause: one word: preempted, nonfinite, hang, config, data, disk, interrupted, error.
+        line: for a person, one line.
+        trace: the traceback, where only the code can explain it.
+    """
+
+    code: int
+    cause: str
+    line: str
+    trace: str = ""
+
+
+def classify(error: BaseException) -> Ending:
+    """The ending that an exception of the training function means."""
+    line = f"{type(error).__name__}: {error}"
+    if isinstance(error, Preempted):
+        return Ending(problems.PREEMPTED, "preempted", str(error))
+    if isinstance(error, NonFinite):
+        return Ending(problems.NON_FINITE, "nonfinite", f"error: {error}")
+    if isinstance(error, problems.ConfigError):
+        return Ending(error.code, "config", str(error))
+    if isinstance(error, DataError):
+        return Ending(problems.BAD_DATA, "data", f"error: {error}")
+    if isinstance(error, SaveFailed):
+        unwritable = error.errno in UNWRITABLE
+        code = problems.FOLDER_UNUSABLE if unwritable else problems.IO_ERROR
+        return Ending(code, "disk", f"error: {error}")
+    if isinstance(error, KeyboardInterrupt):
+        return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in TIMED_OUT):
+        return Ending(problems.HUNG, "hang", f"error: a collective timed out: {first_line(error)}")
+    return Ending(problems.FAILED, "error", f"error: {first_line(line)}", traceback.format_exc())
+
+
+def first_line(text: object) -> str:
+    """The first line of a message that may have many."""
+    return (str(text).strip().splitlines() or [""])[0]
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The newest checkpoint's folder, not verified: for words, not for loading."""
+    store = CheckpointStore(Path(run_dir) / "checkpoints")
+    steps = store.steps()
+    return store.folder / f"step-{steps[-1]:08d}" if steps else None
+
+
+def resume_command(cfg: DictConfig) -> str:
+    """What to type to go on with this run from its newest good checkpoint."""
+    mine = ("run_dir=", "ckpt_path=", "init_from=")
+    typed = [word for word in HydraConfig.get().overrides.task if not word.startswith(mine)]
+    run_dir = f"run_dir={quote(cfg.run_dir)}"
+    return shlex.join(["python", sys.argv[0], *typed, run_dir, "ckpt_path=last"])
+
+
+def quote(value: str) -> str:
+    """A value as Hydra's grammar takes it, whatever characters it has."""
+    plain = value.isascii() and all(char.isalnum() or char in "/_-.:" for char in value)
+    return value if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,51 @@
+"""All that watches over one rank while it trains."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from gptrain.resilience.heartbeat import Heartbeat
+from gptrain.resilience.signals import StopFlag
+from gptrain.resilience.watchdog import Watchdog
+
+
+class Guard:
+    """A context around the training function: signals are flags, beats are told, nothing hangs.
+
+    Attributes:
+        stop: true once somebody asked the run to stop.
+        heartbeat: to be told of every step.
+
+    Args:
+        beats: folder of the signs of life, shared by the ranks.
+        timeout_s: without a sign of life the rank is hung.
+        parent_pid: the supervisor that must live; None where nobody started this process.
+        about: what to add to the status of a hang.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        beats: str | Path,
+        *,
+        rank: int,
+        timeout_s: float,
+        parent_pid: int | None = None,
+        about: Callable[[], dict] = dict,
+    ) -> None:
+        self.stop = StopFlag()
+        self.heartbeat = Heartbeat(beats, rank)
+        self._watchdog = Watchdog(
+            self.heartbeat, run_dir, timeout_s=timeout_s, parent_pid=parent_pid, about=about
+        )
+
+    def __enter__(self) -> "Guard":
+        with ExitStack() as stack:
+            stack.callback(self.heartbeat.close)
+            stack.enter_context(self.stop)
+            stack.enter_context(self._watchdog)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.__exit__(*error)
