@@ -1,9 +1,12 @@
 """Loading never runs foreign code: files, sharded folders, and the state of the generators."""
 
 import contextlib
+import errno
 import os
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 
 import numpy
@@ -252,3 +255,69 @@ def test_no_warning_is_needed_to_capture():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rng.restore(rng.capture())
+
+
+# Two ranks over gloo
+
+RANK = """
+import resource, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from gptrain.resilience.draft import SaveFailed
+from gptrain.resilience.safe_load import SafeFileSystemReader
+from gptrain.resilience.sharded import ShardWriter
+from gptrain.resilience.store import CheckpointStore
+folder, rank = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(folder + "/s", 2))
+mesh = init_device_mesh("cpu", (2,))
+full = torch.arange(40000.0).reshape(200, 200)
+state = {"w": distribute_tensor(full, mesh, [Shard(0)]), "step": 3}
+
+def gather(value):
+    values = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+def save(step):
+    with store.writing(step, kind="sharded", rank=rank, gather=gather) as draft:
+        dcp.save(state, storage_writer=ShardWriter(draft))
+
+store = CheckpointStore(folder + "/checkpoints", "a" * 32)
+save(3)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9999, limits[1]))
+try:
+    save(4)
+except SaveFailed as error:
+    print(error.errno, error.rank, error.needed > 80000)
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+dist.barrier()
+loaded = {"w": distribute_tensor(torch.zeros(200, 200), mesh, [Shard(1)]), "step": 0}
+path = CheckpointStore(folder + "/checkpoints").newest_good().path
+dcp.load(loaded, storage_reader=SafeFileSystemReader(path))
+print(path.name, torch.equal(loaded["w"].full_tensor(), full), loaded["step"])
+dist.destroy_process_group()
+"""
+
+
+def test_a_disk_that_fills_on_one_of_two_ranks_is_one_answer_and_the_save_before_loads(tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            out, _ = rank.communicate(timeout=60)
+            assert out.splitlines() == [f"{errno.EFBIG} 1 True", "step-00000003 True 3"]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
