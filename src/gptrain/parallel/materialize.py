@@ -1,11 +1,11 @@
 """Real weights for a spread net: every rank's slices of what one process would have made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from gptrain.parallel.slices import copy_slice
 
 
 def build_spread(
@@ -47,36 +47,3 @@ def fill(parameter: Tensor, init: Callable[[Tensor], None]) -> None:
     whole = torch.empty(parameter.shape, dtype=parameter.dtype)
     init(whole)
     copy_slice(parameter, whole)
-
-
-@torch.no_grad()
-def copy_slice(target: Tensor, whole: Tensor) -> None:
-    """Copy whole into a plain tensor, or this rank's slice of it into a DTensor; no communication.
-
-    Raises: ValueError if the shapes differ.
-    """
-    if target.shape != whole.shape:
-        raise ValueError(f"shapes differ: {tuple(target.shape)} here, {tuple(whole.shape)} given")
-    if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        whole = slice_of(whole, target.placements, mesh.get_coordinate(), mesh.shape)
-        target = target.to_local()
-    target.copy_(whole)
-
-
-def slice_of(
-    whole: Tensor, placements: Sequence[Placement], coordinate: Sequence[int], sizes: Sequence[int]
-) -> Tensor:
-    """View of the part of whole that the rank at coordinate holds.
-
-    The innermost axis cuts first: FSDP (outer) shards what tensor parallelism (inner) left. Cuts
-    are torch.chunk's: all ranks hold the same number of rows but the last ones, who hold less.
-    """
-    for placement, index, size in reversed(list(zip(placements, coordinate, sizes, strict=True))):
-        if isinstance(placement, Replicate):
-            continue
-        length = whole.shape[placement.dim]
-        rows = -(-length // size)
-        start = min(index * rows, length)
-        whole = whole.narrow(placement.dim, start, min(rows, length - start))
-    return whole

@@ -67,21 +67,20 @@ class Pipeline:
         self.indices = range(self.rank, self.n_stages, self.size)
         self.n_blocks = len(net.blocks)
         tied_names = cut_stages(net, self.indices, self.n_stages)
-        self.tied_names = tied_names if self.size > 1 else None  # on the first, on the last rank
+        self.tied_names = tied_names if tied_names and self.size > 1 else ()
         self.tied_group = _end_groups(mesh) if self.tied_names else None
         self._running: dict[tuple, object] = {}  # (training, shape) -> schedule with its buffers
         self._scale: Tensor | float = 1.0
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """Those that the other end holds as well: one on the first and the last rank, else none."""
-        if self.tied_names is None or self.rank not in (0, self.size - 1):
-            return []
-        return [self.net.get_parameter(self.tied_names[0 if self.rank == 0 else 1])]
+        held = dict(self.net.named_parameters())
+        return [held[name] for name in self.tied_names if name in held]
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Name that the last stage has for a shared weight -> the one it has in a checkpoint."""
-        return {} if self.tied_names is None else {self.tied_names[1]: self.tied_names[0]}
+        """Second name of a weight that both ends hold -> its first, the one in a checkpoint."""
+        return dict([self.tied_names[::-1]]) if self.tied_names else {}
 
     def forward_backward(
         self, tokens: Tensor, targets: Tensor, n_counted: Tensor, scale: float = 1.0
@@ -170,8 +169,8 @@ def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) 
     n_blocks, n_stages = len(net.blocks), size * stages_per_rank(schedule)
     if n_stages > n_blocks:
         raise ValueError(
-            f"schedule={schedule} on pipeline_parallel_size={size} makes {n_stages} stages, but the "
-            f"net has {n_blocks} blocks: a stage must hold at least one"
+            f"schedule={schedule} on pipeline_parallel_size={size} makes {n_stages} stages, but "
+            f"the net has {n_blocks} blocks: a stage must hold at least one"
         )
     if schedule == "1f1b" and microbatches < size:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -25,7 +27,7 @@ def cut_stages(net: nn.Module, stages: Iterable[int], n_stages: int) -> tuple[st
     The first stage keeps what `embed` uses, all but blocks, norm and head; the last keeps these
     two. Works on the meta device, before anything is allocated.
 
-    Returns: the two names of a weight that first and last stage share, or None.
+    Returns: the two names of a weight that first and last stage share, in the net's order, or None.
     Raises: ValueError if weights are shared in another way.
     """
     tied = _tied_names(net)
@@ -58,6 +60,27 @@ class Stage(nn.Module):
         return self.net.norm(x) if self.is_last else x
 
 
+def merge_stages(state: dict[str, Tensor], stages: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """All stages' tensors on the first of them, sent one at a time; {} on the others."""
+    if stages is None or stages.size() == 1:
+        return state
+    first = dist.get_global_rank(stages, 0)
+    device = "cpu" if dist.get_backend(stages) == "gloo" else torch.cuda.current_device()
+    headers: list = [None] * stages.size()
+    mine = [(name, tensor.shape, tensor.dtype) for name, tensor in state.items()]
+    dist.all_gather_object(headers, mine, group=stages)
+    if stages.rank() != 0:
+        for tensor in state.values():
+            dist.send(tensor.to(device).contiguous(), first, group=stages)
+        return {}
+    for sender in range(1, stages.size()):
+        for name, shape, dtype in headers[sender]:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(tensor, dist.get_global_rank(stages, sender), group=stages)
+            state.setdefault(name, tensor.cpu())
+    return state
+
+
 def _tied_names(net: nn.Module) -> tuple[str, str] | None:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
@@ -65,8 +88,8 @@ def _tied_names(net: nn.Module) -> tuple[str, str] | None:
     tied = [shared for shared in names.values() if len(shared) > 1]
     if not tied:
         return None
-    by_end = [[n.startswith(("head.", "norm.")) for n in shared] for shared in tied]
-    if len(tied) > 1 or by_end != [[False, True]] or tied[0][0].startswith("blocks."):
+    places = [sorted(name.partition(".")[0] for name in shared) for shared in tied]
+    if len(tied) > 1 or len(tied[0]) != 2 or "head" not in places[0] or "blocks" in places[0]:
         raise ValueError(
             f"pipeline can share one weight, between embedding and head; this net shares "
             f"{'; '.join(' = '.join(shared) for shared in tied)}"

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from gptrain.parallel.materialize import copy_slice, slice_of
-from gptrain.parallel.sequence import all_gather_single
+from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
+from gptrain.parallel.stages import merge_stages
 
 State = dict[str, Any]
 NO_ALIASES: Mapping[str, str] = {}
@@ -45,7 +43,7 @@ def whole_net_state(
                 wholes[parameter] = wholes[parameter].cpu()
         if _keeps(stages) and name not in aliases:
             state[name] = wholes[parameter]
-    state = _merged(state, stages)
+    state = merge_stages(state, stages)
     return state | {name: state[first] for name, first in aliases.items() if state}
 
 
@@ -74,7 +72,7 @@ def whole_optimizer_state(
         if _keeps(stages):
             tensors[key] = whole.cpu()
     state: State = {"state": {}, "param_groups": named_groups(net, optimizer, aliases, stages)}
-    for key, value in _merged(tensors, stages).items():
+    for key, value in merge_stages(tensors, stages).items():
         name, _, kind = key.rpartition(".")
         state["state"].setdefault(name, {})[kind] = value
     return state
@@ -192,50 +190,11 @@ def load_named(
     numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     restored = []
     for group in optimizer.param_groups:
-        first = names[group["params"][0]]
-        options = {k: v for k, v in group_of[aliases.get(first, first)].items() if k != "params"}
+        members = [aliases.get(names[p], names[p]) for p in group["params"]]
+        options = group_of[members[0]] if members else group
         restored.append({**options, "params": [numbers[p] for p in group["params"]]})
     state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
     optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-def like_parameter(value: Any, parameter: Tensor) -> Any:
-    """This rank's slice of a whole tensor of the parameter's shape; anything else as it is."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    if not isinstance(parameter, DTensor):
-        return value.to(parameter.device, copy=True)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    local = slice_of(value, placements, mesh.get_coordinate(), mesh.shape)
-    local = local.to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-
-
-@torch.no_grad()
-def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor on every rank, or a plain tensor itself: slice_of undone. Collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    mesh, whole = tensor.device_mesh, tensor.to_local()
-    # Lengths before each cut, innermost axis first, as slice_of cuts; undone outermost first.
-    cuts, left = [], torch.empty(tensor.shape, device="meta")
-    for axis in reversed(range(mesh.ndim)):
-        placement = tensor.placements[axis]
-        if not placement.is_replicate():
-            cuts.append((axis, placement.dim, left.shape[placement.dim]))
-            here = [mesh.get_coordinate()[axis]], [mesh.shape[axis]]
-            left = slice_of(left, [placement], *here)
-    for axis, dim, length in reversed(cuts):
-        size = mesh.shape[axis]
-        rows = -(-length // size)
-        part = whole.movedim(dim, 0)
-        part = F.pad(part, (0, 0) * (part.ndim - 1) + (0, rows - part.shape[0])).contiguous()
-        gathered = part.new_empty(size * rows, *part.shape[1:])
-        all_gather_single(gathered, part, group=mesh.get_group(axis))
-        whole = gathered[:length].movedim(0, dim)
-    return whole
 
 
 def _flat_optimizer_state(
@@ -249,27 +208,6 @@ def _flat_optimizer_state(
 def _keeps(stages: dist.ProcessGroup | None) -> bool:
     # Stages keep what they hold until it is merged; elsewhere only rank 0's is used.
     return stages is not None or not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _merged(state: dict[str, Tensor], stages: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    # All stages' tensors on the group's first rank, one at a time; {} on the others.
-    if stages is None or stages.size() == 1:
-        return state
-    first = dist.get_global_rank(stages, 0)
-    device = "cpu" if dist.get_backend(stages) == "gloo" else torch.cuda.current_device()
-    headers: list = [None] * stages.size()
-    mine = [(name, tensor.shape, tensor.dtype) for name, tensor in state.items()]
-    dist.all_gather_object(headers, mine, group=stages)
-    if stages.rank() != 0:
-        for tensor in state.values():
-            dist.send(tensor.to(device).contiguous(), first, group=stages)
-        return {}
-    for sender in range(1, stages.size()):
-        for name, shape, dtype in headers[sender]:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(tensor, dist.get_global_rank(stages, sender), group=stages)
-            state.setdefault(name, tensor.cpu())
-    return state
 
 
 def _empty(stored: Any) -> Tensor:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gptrain.parallel.materialize import slice_of
 from gptrain.parallel.sequence import (
     gather_sequence,
     gather_vocabulary,
     pad_to_multiple,
     scatter_sequence,
 )
+from gptrain.parallel.slices import slice_of
 
 
 def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
