@@ -19,11 +19,12 @@ from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks import Checkpoints, Guarded, StepLog
 from gptrain.lit.checkpoint_io import StoreIO
+from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import make_strategy
 from gptrain.lit.trainer import leave_signals_to_us
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
-from gptrain.parallel.group import start_group
+from gptrain.parallel.group import after_rank_0, start_group
 from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
@@ -66,6 +67,7 @@ class Lengths:
 
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
+    quiet()
     process, machine = this_process(), find_machine(cfg)
     if machine.accelerator == "cpu":
         set_threads(machine.n_local)
@@ -78,7 +80,14 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         cfg.strategy.pipeline_parallel_size,
     )
     data_rank = process.rank // split.tensor % split.data
-    train, val, test = (build_dataset(cfg, part) for part in ("train", "val", "test"))
+    start_group(
+        cfg.strategy.backend or machine.backend,
+        machine.device(process.local_rank),
+        process.rank,
+        machine.world_size,
+        cfg.strategy.timeout_s,
+    )
+    train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank)
     lengths = plan_lengths(cfg, len(train), split.data)
 
     torch.manual_seed(cfg.seed)
@@ -89,7 +98,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         net,
         partial(build_optimizer, cfg, lengths.batch),
         build_schedule(cfg, lengths.n_steps),
-        token_bytes=getattr(val, "token_bytes", None),
+        token_bytes=bytes_of_tokens(val),
         on_nonfinite=cfg.on_nonfinite,
     )
     datamodule = TextDataModule(
@@ -105,21 +114,21 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    start_group(
-        cfg.strategy.backend or machine.backend,
-        machine.device(process.local_rank),
-        process.rank,
-        machine.world_size,
-        cfg.strategy.timeout_s,
-    )
     trainer = build_trainer(cfg, machine, split, lengths, guard)
     report = build_report(cfg, module, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, find_checkpoint(cfg))
 
 
-def build_dataset(cfg: DictConfig, part: str) -> torch.utils.data.Dataset | None:
-    """The dataset of data.train, data.val or data.test; None for a test set that is not given."""
-    return instantiate(cfg.data[part]) if part in cfg.data else None
+def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:
+    """Train, validation and test set, prepared where that is needed; None: no test set is given."""
+    parts = ("train", "val", "test")
+    return [instantiate(cfg.data[part]) if part in cfg.data else None for part in parts]
+
+
+def bytes_of_tokens(dataset: torch.utils.data.Dataset) -> torch.Tensor | None:
+    """(V,) bytes of text that each token stands for, where the dataset knows."""
+    counts = getattr(dataset, "token_bytes", None)
+    return None if counts is None else torch.as_tensor(counts)
 
 
 def build_net(cfg: DictConfig) -> nn.Module:

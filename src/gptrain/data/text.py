@@ -14,6 +14,11 @@ class TextDataset(TokenDataset):
     Args:
         file: `train_file` or `val_file` of a `PreparedText`.   seq_len: positions trained on.
         keep_tail: for validation, so that every byte of the text is predicted exactly once.
+
+    Attributes:
+        fingerprint: the same for the same text, tokenizer and split.
+        tokenizer: what made the tokens.
+        unigram_entropy: of the validation text, nats per byte.
     """
 
     def __init__(self, file: str | os.PathLike, seq_len: int, keep_tail: bool = False) -> None:
@@ -21,6 +26,9 @@ class TextDataset(TokenDataset):
         super().__init__(
             file, seq_len, prepared.dtype, prepared.vocab_size, keep_tail, prepared.token_bytes
         )
+        self.fingerprint = prepared.folder.name
+        self.tokenizer = prepared.tokenizer()
+        self.unigram_entropy = prepared.unigram_entropy
 
     @classmethod
     def from_corpus(

@@ -31,7 +31,6 @@ def run_rank(train: Callable, cfg: DictConfig, parent_pid: int | None = None) ->
     Raises:
         JobFailed: with the exit code.
     """
-    quiet_lightning()
     rank = this_process().rank
     guard = Guard(
         cfg.run_dir,
@@ -116,11 +115,3 @@ def rank_process(
     sys.stderr.flush()
     # Not sys.exit: other ranks may be gone, and destructors of a process group wait for them.
     os._exit(code)
-
-
-def quiet_lightning() -> None:
-    """Lightning prints each line a second time beside Hydra's handler; only its warnings count."""
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).handlers.clear()
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)

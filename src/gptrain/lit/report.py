@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import time
 from pathlib import Path
@@ -23,8 +24,8 @@ class Report:
         run_dir: the run folder.
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
-        unigram_entropy: of the validation bytes in nats, the loss of a net that knows only how
-            frequent each byte is; None where the data is not bytes.
+        unigram_entropy: of the validation text in nats per byte, the loss of a net that knows only
+            how frequent each byte is; None where the data is no text.
     """
 
     def __init__(
@@ -71,9 +72,13 @@ class Report:
         for key in ("train/loss", "val/loss", "val/bits_per_byte", "test/loss"):
             if key in metrics:
                 parts.append(f"{key} {metrics[key]:.4f}")
-        if self.unigram_entropy and "val/loss" in metrics:
-            share = metrics["val/loss"] / self.unigram_entropy
-            parts.append(f"{share:.2f} of the unigram entropy {self.unigram_entropy:.2f} nats/byte")
+        if self.unigram_entropy and "val/bits_per_byte" in metrics:
+            nats = metrics["val/bits_per_byte"] * math.log(2)
+            share = nats / self.unigram_entropy
+            parts.append(
+                f"{nats:.3f} nats per byte, {share:.2f} of the unigram entropy "
+                f"{self.unigram_entropy:.3f}"
+            )
         return " · ".join(parts)
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:

@@ -1,14 +1,28 @@
-"""One bar for the whole run, counted in optimizer steps."""
+"""One bar for the whole run, counted in batches, with the last logged loss beside it."""
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 from lightning.pytorch.callbacks import TQDMProgressBar
+from tqdm import tqdm
+
+LINES_IN_A_FILE = 20  # of the bar, where the output is no terminal
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar with the last logged loss beside it, and no epoch: a run is one pass."""
+    """Lightning's bar, without its epochs: a run is one pass."""
+
+    def __init__(self, refresh_rate: int = 1):
+        super().__init__(refresh_rate=refresh_rate)
+        tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore that a killed rank leaks
+
+    def on_train_start(self, trainer, *_: Any) -> None:
+        if not sys.stderr.isatty():
+            self._refresh_rate = max(1, int(trainer.num_training_batches) // LINES_IN_A_FILE)
+        super().on_train_start(trainer)
 
     def on_train_epoch_start(self, trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer)
