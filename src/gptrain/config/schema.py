@@ -67,7 +67,10 @@ class RunConfig:
     seed: int = 42
     output_dir: str = ""
     run_dir: str = ""
+    max_tokens: float | None = None  # trained on; the steps are derived, instead of max_steps
     ckpt_path: str | None = None  # a path, last or best: exact resume
+    init_from: str | None = None  # a run, a checkpoint, a GPT-2 folder: its weights, at step 0
+    from_run: str | None = None  # a run folder: its overrides first, then those typed
     allow_changes: list[str] = field(default_factory=list)  # keys that may differ on a resume
     on_nonfinite: str = "stop"  # stop, skip
     objective: str = "val/loss"  # what a sweep minimises
@@ -83,7 +86,9 @@ class RunConfig:
     )
     scheduler: dict[str, Any] = field(
         default_factory=lambda: {
-            "warmup_steps": None,  # null: 100 or a tenth of the run, whichever is less
+            # a whole number: steps; below 1: a share of the run; null: 100 steps or a tenth
+            # of the run, whichever is less
+            "warmup_steps": None,
             "total_steps": None,  # null: the run's length
             "start_factor": 0.1,
             "min_factor": 0.1,
@@ -98,9 +103,14 @@ class RunConfig:
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
 
 
-def register() -> None:
-    """Makes the schema known to Hydra as `schema`, and our resolvers to OmegaConf."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
+def register(schema: type[RunConfig] = RunConfig) -> None:
+    """Makes the schema, a verb's with keys of its own, known to Hydra, and our resolvers."""
+    ConfigStore.instance().store(name="schema", node=schema)
+    register_resolvers()
+
+
+def register_resolvers() -> None:
+    """Makes our resolvers known to OmegaConf."""
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("default_output_dir", default_output_dir, replace=True)
     OmegaConf.register_new_resolver("plus", lambda left, right: left + right, replace=True)
