@@ -8,11 +8,14 @@ token embedding. Source: Radford et al. 2019, "Language Models are Unsupervised 
 
 import hashlib
 import math
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from gptrain.models import gpt2
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and both embeddings
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # the second is GPT-2's own
@@ -62,6 +65,7 @@ class SimpleGPT(nn.Module):
         self.n_heads = n_heads
         self.n_layers = n_layers
         self.max_seq_len = max_seq_len
+        self.activation = activation
 
         with torch.device("meta"):  # the layers' own initialisation would only be overwritten
             # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s
@@ -114,6 +118,19 @@ class SimpleGPT(nn.Module):
     def count_parameters(self) -> int:
         """Number of parameters, the tied head and embedding counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    def to_gpt2(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Config and tensors of the same net as Hugging Face's GPT2LMHeadModel keeps them."""
+        return gpt2.to_gpt2(self)
+
+    def from_gpt2(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """A state dict for this net from config and tensors of a GPT2LMHeadModel.
+
+        Raises: ValueError, one line that names both sides of all that does not fit.
+        """
+        return gpt2.from_gpt2(self, config, tensors)
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor) -> None:
