@@ -20,10 +20,22 @@ MAY_IMPORT = {
     "lit": LEAVES - {"models"},
     "config": {"plan", "resilience", "data", "resume"},
     "resume": {"config", "resilience", "plan"},
-    "build": {"config", "resume", "lit", "data", "optim", "loss", "parallel", "plan", "resilience"},
+    "weights": {"resume", "parallel", "resilience"},
+    "build": {
+        "config",
+        "resume",
+        "weights",
+        "lit",
+        "data",
+        "optim",
+        "loss",
+        "parallel",
+        "plan",
+        "resilience",
+    },
     "launch": {"config", "resume", "parallel", "plan", "resilience"},
 }
-FRONT_VERBS = {"bench", "chaos", "export", "load"}  # may import anything but each other
+FRONT_VERBS = {"bench", "chaos", "export", "loading"}  # may import anything but each other
 FOREIGN = {"lightning": {"lit", "build"}, "hydra": {"config", "build", "launch"}}
 
 

@@ -1,1 +1,11 @@
 """Multi-GPU training of GPT language models with PyTorch Lightning and Hydra."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load":  # here and not above: it imports torch, and every `import gptrain` would
+        from gptrain.loading import load
+
+        return load
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

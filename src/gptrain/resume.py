@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
-from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
+from gptrain.resilience.manifest import (
+    Checkpoint,
+    DamagedCheckpoint,
+    NoGoodCheckpoint,
+    folder_name,
+)
 from gptrain.resilience.store import CheckpointStore
 
+log = logging.getLogger(__name__)
+CHECKPOINTS = "checkpoints"  # of a run folder
 # Groups of which every key decides what is computed, and the few that do not.
 DECISIVE = ("model", "data", "optimizer", "scheduler")
 INDIFFERENT = {
@@ -56,12 +64,18 @@ def changes(saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> l
 def find_checkpoint(cfg: DictConfig) -> Path | None:
     """The folder that ckpt_path names, verified; None for a fresh run.
 
+    To evaluate an old run by its folder, `best` (where nothing is said) and `last` are that run's.
+
     Raises: ConfigError with code 65 (damaged) or 66 (not found).
     """
-    if cfg.ckpt_path is None:
+    evaluates_old = cfg.task != "fit" and cfg.from_run is not None
+    if cfg.ckpt_path is None and not evaluates_old:
         return None
-    folder = Path(cfg.run_dir) / "checkpoints"
+    folder = Path(cfg.run_dir) / CHECKPOINTS
     try:
+        if evaluates_old and cfg.ckpt_path in (None, "best", "last"):
+            which = cfg.ckpt_path or "best"
+            return choose_checkpoint(cfg.from_run, which, cfg.checkpoint.monitor).path
         if cfg.ckpt_path == "last":
             found = CheckpointStore(folder).newest_good()
             return found.path if found else None
@@ -78,6 +92,35 @@ def find_checkpoint(cfg: DictConfig) -> Path | None:
     except (DamagedCheckpoint, NoGoodCheckpoint) as error:
         problem = Problem("ckpt_path", cfg.ckpt_path, str(error), code=BAD_DATA)
         raise ConfigError([problem]) from error
+    except FileNotFoundError as error:
+        problem = Problem("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND)
+        raise ConfigError([problem]) from error
+
+
+def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoint:
+    """A run's verified checkpoint with the lowest monitor ("best"), or its newest ("last").
+
+    Where none was measured the newest is taken for the best, and a line says so. Nothing in the
+    folder is touched, so that the run may still be going on.
+
+    Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
+    """
+    store, damaged = CheckpointStore(Path(run_dir) / CHECKPOINTS), []
+    if which == "best" and (best := store.best(monitor, "min")) is not None:
+        return best
+    for step in reversed(store.steps()):
+        try:
+            found = store.verify(store.folder / folder_name(step))
+        except DamagedCheckpoint as error:
+            log.warning("warning: %s; an older one is taken", error)
+            damaged.append(error)
+            continue
+        if which == "best":
+            log.warning("warning: %s: no checkpoint has %s, the newest is taken", run_dir, monitor)
+        return found
+    if damaged:
+        raise NoGoodCheckpoint(store.folder, damaged)
+    raise FileNotFoundError(f"no checkpoint in {store.folder}")
 
 
 def _not_found(cfg: DictConfig, wrong: str) -> ConfigError:

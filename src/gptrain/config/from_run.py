@@ -1,4 +1,4 @@
-"""An old run by its folder: the overrides it was started with, composed again, then those typed now.
+"""An old run by its folder: the overrides it was started with, then those typed now.
 
 python train.py from_run=outputs/a task=test            its best checkpoint, evaluated
 python train.py from_run=outputs/a optimizer.lr=1e-3    the same run with another rate

@@ -1,0 +1,170 @@
+"""Where weights come from, a run, a checkpoint, a GPT-2 folder or a file, and into the net."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from gptrain.parallel.state import NO_ALIASES, load_sharded, load_whole_net_state
+from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint, DamagedCheckpoint
+from gptrain.resilience.safe_load import SafeFileSystemReader, load_file
+from gptrain.resilience.store import CheckpointStore
+from gptrain.resume import CHECKPOINTS, choose_checkpoint
+
+STATE_NAME = "state.ckpt"  # of a full checkpoint
+SAFETENSORS = "model.safetensors"
+SHOWN = 4  # misfits told one by one; a net of another width has one for each tensor
+
+
+def load_weights(
+    net: nn.Module,
+    source: str | Path | Checkpoint,
+    *,
+    monitor: str = "val/loss",
+    aliases: Mapping[str, str] = NO_ALIASES,
+    is_stage: bool = False,
+) -> Path:
+    """Fills net, whole or spread, with the weights that source holds; returns where they were.
+
+    Args:
+        source: a run folder (its best checkpoint by `monitor`, or its newest where none was
+            measured), a checkpoint's folder or file, a folder in the layout of Hugging Face's
+            GPT-2, or a safetensors file of the net's own names.
+        aliases: as in `gptrain.parallel.state`.   is_stage: net is a part of what source holds.
+
+    Raises:
+        FileNotFoundError: nothing there that holds weights.
+        DamagedCheckpoint, UnsafeCheckpoint: it is there and must not be taken.
+        ValueError: one line that names both sides of all that does not fit.
+    """
+    found = source if isinstance(source, Checkpoint) else find_weights(source, monitor)
+    path = found.path if isinstance(found, Checkpoint) else found
+    if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
+        reader = SafeFileSystemReader(path)
+        _check_fit(net, _stored_shapes(reader), path, aliases, is_stage)
+        load_sharded(net, None, [], reader, aliases=aliases)
+        return path
+    tensors = read_safetensors(path) if path.suffix == ".safetensors" else _read_state(path)
+    config = path.parent / "config.json"
+    if path.name == SAFETENSORS and config.exists():
+        tensors = _from_gpt2(net, config, tensors)
+    tensors = _untied(net, tensors)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    _check_fit(net, shapes, path, aliases, is_stage)
+    load_whole_net_state(net, tensors, aliases=aliases)
+    return path
+
+
+def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | Path:
+    """The verified checkpoint, or the file of another origin, that source means.
+
+    Raises: FileNotFoundError, DamagedCheckpoint.
+    """
+    source = Path(source)
+    if (source / CHECKPOINTS).is_dir():
+        return choose_checkpoint(source, "best", monitor)
+    if source.name == STATE_NAME and (source.parent / MANIFEST_NAME).exists():
+        source = source.parent
+    if (source / MANIFEST_NAME).exists():
+        return CheckpointStore(source.parent).verify(source)
+    if source.is_file():
+        return source
+    if (source / SAFETENSORS).exists():
+        return source / SAFETENSORS
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    raise FileNotFoundError(
+        f"{source}: no weights in it: neither {CHECKPOINTS}/ nor {MANIFEST_NAME} nor {SAFETENSORS}"
+    )
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, mapped from it.
+
+    Raises: DamagedCheckpoint.
+    """
+    from safetensors import SafetensorError  # an extra: only these files need it
+    from safetensors.torch import load_file as load_safetensors
+
+    try:
+        return load_safetensors(path)
+    except SafetensorError as error:
+        raise DamagedCheckpoint(path, f"not a safetensors file ({error})") from error
+
+
+def tied_names(net: nn.Module) -> dict[str, str]:
+    """Second name of a parameter that has two -> its first."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first[parameter]
+        for name, parameter in net.named_parameters(remove_duplicate=False)
+        if first.setdefault(parameter, name) != name
+    }
+
+
+def _read_state(path: Path) -> dict[str, Tensor]:
+    content = load_file(path / STATE_NAME if path.is_dir() else path, mmap=True)
+    tensors = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise DamagedCheckpoint(path, "holds no state dict")
+    return tensors
+
+
+def _from_gpt2(net: nn.Module, config: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not hasattr(net, "from_gpt2"):
+        raise ValueError(
+            f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
+            f"`from_gpt2` that reads it (see gptrain.models)"
+        )
+    try:
+        content = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise DamagedCheckpoint(config, f"not JSON ({error})") from error
+    try:
+        return net.from_gpt2(content, tensors)
+    except ValueError as error:
+        raise ValueError(f"{config.parent} does not fit the net: {error}") from error
+
+
+def _untied(net: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With an entry for each name, where a file keeps a tied weight once."""
+    ties = {second: first for second, first in tied_names(net).items() if second not in tensors}
+    return tensors | {second: tensors[first] for second, first in ties.items() if first in tensors}
+
+
+def _stored_shapes(reader: SafeFileSystemReader) -> dict[str, tuple[int, ...]]:
+    stored = reader.read_metadata().state_dict_metadata
+    return {
+        name.removeprefix("net."): tuple(entry.size)
+        for name, entry in stored.items()
+        if name.startswith("net.")
+    }
+
+
+def _check_fit(
+    net: nn.Module,
+    stored: Mapping[str, tuple[int, ...]],
+    path: Path,
+    aliases: Mapping[str, str],
+    is_stage: bool,
+) -> None:
+    ties = tied_names(net)
+    wanted = {
+        aliases.get(name, name): tuple(tensor.shape)
+        for name, tensor in net.state_dict().items()
+        if name in stored or name not in ties
+    }
+    wrong = [
+        f"{name} {stored[name]} there, {shape} here"
+        for name, shape in wanted.items()
+        if name in stored and stored[name] != shape
+    ]
+    wrong += [f"{name} here only" for name in wanted if name not in stored]
+    if not is_stage:
+        wrong += [f"{name} there only" for name in stored if name not in wanted]
+    if wrong:
+        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise ValueError(f"{path} does not fit the net: {'; '.join(wrong[:SHOWN])}{more}")
