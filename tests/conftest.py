@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,5 +42,61 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
             timeout=timeout_s,
             **options,
         )
+
+    return run
+
+
+# A net and batches so small that a step takes milliseconds.
+TINY = (
+    "model=gpt_nano", "model.d_model=32", "model.n_heads=2", "model.n_layers=2",
+    "data.seq_len=17", "data.batch_size=4", "trainer.accelerator=cpu", "trainer.max_steps=4",
+    "trainer.limit_val_batches=2", "trainer.enable_progress_bar=false",
+)  # fmt: skip
+
+
+@dataclass
+class Finished:
+    """What is left of a run: exit code, what it printed, and its folder."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return json.loads((self.folder / "result.json").read_text())["metrics"]
+
+    def state(self, step: int) -> dict:
+        """The checkpoint of one step."""
+        import torch
+
+        path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
+        return torch.load(path, weights_only=True)
+
+    def losses(self) -> list[float]:
+        """train/loss of every logged step (logger=csv)."""
+        import csv
+
+        with open(self.folder / "metrics.csv", newline="") as file:
+            rows = [row["train/loss"] for row in csv.DictReader(file)]
+        return [float(loss) for loss in rows if loss]
+
+
+@pytest.fixture
+def train(monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
+    """Runs train.py with TINY and these options, in this process: the imports are paid once."""
+
+    def run(*overrides: str, name: str = "run", tiny: bool = True) -> Finished:
+        folder = tmp_path / name
+        options = [f"run_dir='{folder}'", *(TINY if tiny else ()), *overrides]
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *options])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as left:
+            code = left.code or 0
+        out, err = capfd.readouterr()
+        return Finished(code, out, err, folder)
 
     return run

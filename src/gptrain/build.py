@@ -11,21 +11,22 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_method, instantiate
+from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.callbacks import Checkpoints, Guarded, StepLog
+from gptrain.lit.callbacks import Checkpoints, Guarded, ProgressBar, StepLog
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
-from gptrain.lit.strategies import make_strategy
+from gptrain.lit.strategies import spread_net
 from gptrain.lit.trainer import leave_signals_to_us
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.group import after_rank_0, start_group
-from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch, run_steps
+from gptrain.plan import BatchPlan, degrees, plan_batch, run_steps
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.store import CheckpointStore
@@ -91,8 +92,16 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     lengths = plan_lengths(cfg, len(train), split.data)
 
     torch.manual_seed(cfg.seed)
-    net = build_net(cfg)
-    torch.manual_seed(cfg.seed + 1 + data_rank)  # dropout differs between ranks of other samples
+    net, strategy = spread_net(
+        partial(build_net, cfg),
+        cfg.strategy,
+        split,
+        machine.device(process.local_rank),
+        compile=cfg.model.compile,
+        activation_checkpointing=cfg.model.activation_checkpointing,
+        precision=resolve_precision(cfg, machine),
+    )
+    torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     module = LanguageModel(
         net,
@@ -114,7 +123,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    trainer = build_trainer(cfg, machine, split, lengths, guard)
+    trainer = build_trainer(cfg, machine, strategy, lengths, guard)
     report = build_report(cfg, module, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, find_checkpoint(cfg))
 
@@ -134,6 +143,12 @@ def bytes_of_tokens(dataset: torch.utils.data.Dataset) -> torch.Tensor | None:
 def build_net(cfg: DictConfig) -> nn.Module:
     """The net of the model group, with initial weights that depend on torch's seed alone."""
     return instantiate(_without(cfg.model, MODEL_KEYS))
+
+
+def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
+    """Lightning's name of it, "auto" decided."""
+    precision = cfg.trainer.precision
+    return native_precision(machine) if precision == "auto" else precision
 
 
 def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.optim.Optimizer:
@@ -193,7 +208,7 @@ def plan_lengths(cfg: DictConfig, n_samples: int, data_parallel_size: int) -> Le
 
 
 def build_trainer(
-    cfg: DictConfig, machine: Machine, split: Degrees, lengths: Lengths, guard: Guard | None
+    cfg: DictConfig, machine: Machine, strategy: Strategy, lengths: Lengths, guard: Guard | None
 ) -> pl.Trainer:
     """Lightning's Trainer over one long epoch: the run's steps, whatever the passes over the data.
 
@@ -202,7 +217,6 @@ def build_trainer(
     """
     options = OmegaConf.to_container(_without(cfg.trainer, TRAINER_KEYS), resolve=True)
     make = get_method(options.pop("_target_"))
-    precision = cfg.trainer.precision
     fast = bool(cfg.trainer.fast_dev_run)
     loggers = [] if fast else [instantiate(node) for node in cfg.logger.values()]
     callbacks = [instantiate(node) for node in cfg.callbacks.values() if node]
@@ -211,8 +225,8 @@ def build_trainer(
         accelerator=machine.accelerator,
         devices=cfg.trainer.devices if machine.accelerator == "cuda" else machine.n_local,
         num_nodes=machine.n_nodes,
-        precision=native_precision(machine) if precision == "auto" else precision,
-        strategy=make_strategy(cfg.strategy, machine, split),
+        precision=resolve_precision(cfg, machine),
+        strategy=strategy,
         max_epochs=1,
         max_steps=-1 if lengths.n_steps is None else lengths.n_steps,
         accumulate_grad_batches=lengths.batch.accumulate,
@@ -230,12 +244,13 @@ def build_trainer(
 
 
 def build_callbacks(cfg: DictConfig, lengths: Lengths, guard: Guard | None) -> list[pl.Callback]:
-    """What every run needs, whatever the callbacks group holds: log, checkpoints, guard."""
+    """What every run needs, whatever the callbacks group holds: log, bar, checkpoints, guard."""
+    bar = ProgressBar() if cfg.trainer.enable_progress_bar else None
     log = StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard) if keeps else None
     guarded = Guarded(guard, checkpoints) if guard is not None else None
-    return [callback for callback in (log, checkpoints, guarded) if callback is not None]
+    return [callback for callback in (log, bar, checkpoints, guarded) if callback is not None]
 
 
 def build_checkpoints(cfg: DictConfig, lengths: Lengths, guard: Guard | None) -> Checkpoints:

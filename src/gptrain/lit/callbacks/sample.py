@@ -27,12 +27,16 @@ class SampleText(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
         tokenizer = getattr(trainer.datamodule.val, "tokenizer", None)
-        if tokenizer is None or trainer.fast_dev_run or not trainer.is_global_zero:
+        whole = getattr(trainer.strategy, "runs_whole_net", True)  # not a stage of a pipeline
+        if tokenizer is None or trainer.fast_dev_run or not whole:
             return
+        # On every rank: where the net is cut over ranks, its forward pass needs them all.
         tokens = torch.as_tensor(tokenizer.encode(self.prompt), device=module.device).long()
         generator = torch.Generator(module.device).manual_seed(self.seed)
         written = sample(module.net, tokens, self.n_tokens, self.temperature, generator)
-        log.info("sample    %s", tokenizer.decode(written.tolist()).replace("\n", "\n          "))
+        if trainer.is_global_zero:
+            text = tokenizer.decode(written.tolist()).replace("\n", "\n" + 10 * " ")
+            log.info("%-9s %s", "sample", text)
 
 
 @torch.no_grad()

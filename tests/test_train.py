@@ -1,0 +1,89 @@
+"""A run as a user sees it: one device, its lines, its folder, its checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gptrain.models import SimpleGPT
+
+
+def test_a_run_prints_four_lines_at_the_start_and_two_at_the_end(train):
+    run = train()
+    assert run.code == 0, run.err
+    labels = [line.split()[0] for line in run.out.splitlines()]
+    assert labels == ["model", "strategy", "batch", "run", "result", "next"]
+    assert str(run.folder) in run.out
+
+
+def test_result_and_status_say_that_the_run_is_done(train):
+    run = train()
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["steps"] == 4
+    assert result["tokens"] == 4 * 4 * 16  # steps x sequences x positions
+    assert {"val/loss", "val/perplexity", "train/loss"} <= result["metrics"].keys()
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["cause"], status["exit_code"]) == ("done", 0)
+
+
+def test_tensorboard_holds_the_names_of_the_design_and_the_hyper_parameters(train):
+    run = train("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
+    events = EventAccumulator(str(run.folder))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {"train/loss", "val/loss", "val/perplexity", "lr", "grad_norm", "tokens"} <= names
+    assert {"perf/tokens_per_s", "perf/step_s"} <= names
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("val/loss")] == [2, 4]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_a_checkpoint_is_plain_and_loads_into_the_bare_net(train):
+    run = train("trainer.val_check_interval=2")
+    steps = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert steps == ["step-00000002", "step-00000004"]
+    net = SimpleGPT(256, 32, 2, 2, 256, 0.0)
+    net.load_state_dict(run.state(4)["state_dict"])
+
+
+def test_nothing_is_learned_from_dummy_data_and_the_loss_starts_at_ln_v(train):
+    run = train()
+    assert run.metrics["val/loss"] == pytest.approx(torch.tensor(256.0).log(), rel=0.02)
+
+
+def test_accumulation_and_one_large_batch_take_the_same_steps(train):
+    options = ("data.global_batch_size=8", "logger=csv", "trainer.log_every_n_steps=1")
+    one = train(*options, "data.batch_size=8", name="one")
+    two = train(*options, "data.batch_size=4", name="two")
+    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in two.out
+    assert one.losses() == pytest.approx(two.losses(), rel=1e-5)
+    for key, weight in one.state(4)["state_dict"].items():
+        torch.testing.assert_close(weight, two.state(4)["state_dict"][key], rtol=1e-4, atol=1e-6)
+
+
+def test_fast_dev_run_goes_through_every_part_and_keeps_nothing(train):
+    run = train("trainer.fast_dev_run=true")
+    assert run.code == 0, run.err
+    assert "test/loss" in run.out and "val/loss" in run.out
+    assert not (run.folder / "checkpoints").exists()
+    assert not list(run.folder.glob("events*"))
+
+
+@pytest.mark.parametrize("task, metric", [("validate", "val/loss"), ("test", "test/loss")])
+def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, task, metric):
+    run = train()
+    checkpoint = run.folder / "checkpoints" / "step-00000004"
+    again = train(f"task={task}", f"ckpt_path='{checkpoint}'", name="again")
+    assert again.code == 0, again.err
+    assert again.metrics[metric] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
+
+
+def test_a_run_that_failed_says_why_in_its_status(train):
+    run = train("optimizer.lr=1e30", "trainer.gradient_clip_val=null", "trainer.max_steps=20")
+    assert run.code == 79
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", 79, 0)
+    assert "samples" in run.err
