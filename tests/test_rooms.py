@@ -20,11 +20,13 @@ MAY_IMPORT = {
     "lit": LEAVES - {"models"},
     "config": {"plan", "resilience", "data", "resume"},
     "resume": {"config", "resilience", "plan"},
-    "weights": {"resume", "parallel", "resilience"},
+    "weights": {"config", "resume", "parallel", "resilience"},
+    "recipe": {"config", "optim", "plan"},
     "build": {
         "config",
         "resume",
         "weights",
+        "recipe",
         "lit",
         "data",
         "optim",
@@ -36,7 +38,7 @@ MAY_IMPORT = {
     "launch": {"config", "resume", "parallel", "plan", "resilience"},
 }
 FRONT_VERBS = {"bench", "chaos", "export", "loading"}  # may import anything but each other
-FOREIGN = {"lightning": {"lit", "build"}, "hydra": {"config", "build", "launch"}}
+FOREIGN = {"lightning": {"lit", "build"}, "hydra": {"config", "build", "recipe", "launch"}}
 
 
 def modules() -> list[Path]:

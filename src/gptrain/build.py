@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,25 +22,23 @@ from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import spread_net
 from gptrain.lit.trainer import leave_signals_to_us
-from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.group import after_rank_0, start_group
-from gptrain.plan import BatchPlan, degrees, plan_batch, run_steps
+from gptrain.plan import degrees
+from gptrain.recipe import Lengths, build_optimizer, build_schedule, peak_lr, plan_lengths
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import find_checkpoint, identity
+from gptrain.weights import start_from
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
-OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
-SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 # Arguments of the Trainer that the batch arithmetic has already turned into steps.
 TRAINER_KEYS = {
     "accelerator", "devices", "num_nodes", "precision", "max_epochs", "max_steps", "min_epochs",
     "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "val_check_interval",
     "check_val_every_n_epoch",
 }  # fmt: skip
-DEFAULT_WARMUP_STEPS = 100
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
 
@@ -55,15 +51,6 @@ class Run:
     trainer: pl.Trainer
     report: Report
     checkpoint: Path | None  # to go on from, or to evaluate
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """How long a run is, in optimizer steps; n_steps is None where only max_time ends it."""
-
-    batch: BatchPlan
-    n_steps: int | None
-    validate_every: int
 
 
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
@@ -89,8 +76,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         cfg.strategy.timeout_s,
     )
     train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank)
-    lengths = plan_lengths(cfg, len(train), split.data)
+    lengths = plan_lengths(cfg, len(train), len(train[0][0]), split.data)
 
+    checkpoint = find_checkpoint(cfg)
     torch.manual_seed(cfg.seed)
     net, strategy = spread_net(
         partial(build_net, cfg),
@@ -101,6 +89,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         activation_checkpointing=cfg.model.activation_checkpointing,
         precision=resolve_precision(cfg, machine),
     )
+    if checkpoint is None and cfg.init_from is not None:
+        start_from(cfg, net, getattr(strategy, "pipeline", None))
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     module = LanguageModel(
@@ -125,7 +115,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     )
     trainer = build_trainer(cfg, machine, strategy, lengths, guard)
     report = build_report(cfg, module, machine, lengths, trainer, val)
-    return Run(module, datamodule, trainer, report, find_checkpoint(cfg))
+    return Run(module, datamodule, trainer, report, checkpoint)
 
 
 def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:
@@ -149,62 +139,6 @@ def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
     """Lightning's name of it, "auto" decided."""
     precision = cfg.trainer.precision
     return native_precision(machine) if precision == "auto" else precision
-
-
-def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the group, over our parameter groups, at the schedule's peak rate."""
-    options = OmegaConf.to_container(_without(cfg.optimizer, OPTIMIZER_KEYS), resolve=True)
-    target, decay = options.pop("_target_"), options.pop("weight_decay", 0.0)
-    options["lr"] = scaled_lr(
-        cfg.optimizer.lr,
-        cfg.optimizer.lr_scaling,
-        batch.global_batch_size,
-        cfg.optimizer.reference_batch_size,
-    )
-    make = get_method(target)
-    groups = muon_groups(net, decay) if target == "gptrain.optim.Muon" else decay_groups(net, decay)
-    return make(groups, **options)
-
-
-def build_schedule(cfg: DictConfig, n_steps: int | None) -> Callable[[int], float]:
-    """Optimizer step -> factor on the learning rate."""
-    total_steps = cfg.scheduler.total_steps or n_steps
-    warmup_steps = cfg.scheduler.warmup_steps
-    if warmup_steps is None:
-        warmup_steps = min(DEFAULT_WARMUP_STEPS, (total_steps or 10 * DEFAULT_WARMUP_STEPS) // 10)
-    options = OmegaConf.to_container(_without(cfg.scheduler, SCHEDULER_KEYS), resolve=True)
-    schedule = get_method(options.pop("_target_"))
-    ours = {
-        "warmup_steps": warmup_steps,
-        "total_steps": total_steps,
-        "start_factor": cfg.scheduler.start_factor,
-        "min_factor": cfg.scheduler.min_factor,
-    }
-    taken = inspect.signature(schedule).parameters  # a user's own may be a plain f(step)
-    return partial(schedule, **{key: ours[key] for key in ours if key in taken}, **options)
-
-
-def plan_lengths(cfg: DictConfig, n_samples: int, data_parallel_size: int) -> Lengths:
-    """Batch arithmetic, number of steps, and steps between validations."""
-    trainer = cfg.trainer
-    batch = plan_batch(
-        cfg.data.batch_size,
-        cfg.data.global_batch_size,
-        trainer.accumulate_grad_batches,
-        data_parallel_size,
-    )
-    epoch_steps = batch.steps_per_epoch(n_samples)
-    if trainer.limit_train_batches is not None:
-        limit = trainer.limit_train_batches  # micro-batches, or a share of the epoch
-        limit = int(limit * epoch_steps) if isinstance(limit, float) else limit // batch.accumulate
-        epoch_steps = max(1, min(epoch_steps, limit))
-    n_steps = run_steps(epoch_steps, trainer.max_epochs, trainer.max_steps)
-    if trainer.fast_dev_run:
-        n_steps = int(trainer.fast_dev_run)
-    interval = trainer.val_check_interval
-    if isinstance(interval, float):
-        interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
-    return Lengths(batch, n_steps, interval if n_steps is None else min(interval, n_steps))
 
 
 def build_trainer(
@@ -281,16 +215,11 @@ def build_report(
 ) -> Report:
     """The run in four lines: model, strategy, batch, folder."""
     batch, net = lengths.batch, module.net
-    tokens, _ = val[0]  # (T,)
-    step_tokens = batch.global_batch_size * len(tokens)
     n_parameters = sum(parameter.numel() for parameter in net.parameters())
     sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
-    lr = scaled_lr(
-        cfg.optimizer.lr,
-        cfg.optimizer.lr_scaling,
-        batch.global_batch_size,
-        cfg.optimizer.reference_batch_size,
-    )
+    lr = peak_lr(cfg, batch)
+    steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
+    steps += "" if cfg.max_tokens is None else f" of max_tokens {cfg.max_tokens:g}"
     lines = {
         "model": [type(net).__name__, f"{n_parameters / 1e6:.1f} M parameters", *sizes],
         "strategy": [
@@ -301,16 +230,17 @@ def build_report(
         ],
         "batch": [
             f"{batch.batch_size} x {batch.data_parallel_size} ranks x {batch.accumulate} "
-            f"accumulated = {batch.global_batch_size} sequences = {step_tokens} tokens per step",
-            "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps",
-            f"lr {lr:g}",
+            f"accumulated = {batch.global_batch_size} sequences = {lengths.step_tokens} tokens "
+            "per step",
+            steps,
+            *([] if lr is None else [f"lr {lr:g}"]),
         ],
         "run": [cfg.run_dir],
     }
     return Report(
         cfg.run_dir,
         {label: " · ".join(parts) for label, parts in lines.items()},
-        step_tokens,
+        lengths.step_tokens,
         unigram_entropy=getattr(val, "unigram_entropy", None),
     )
 

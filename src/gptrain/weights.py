@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.parallel.state import NO_ALIASES, load_sharded, load_whole_net_state
-from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint, DamagedCheckpoint
-from gptrain.resilience.safe_load import SafeFileSystemReader, load_file
+from gptrain.resilience.manifest import (
+    MANIFEST_NAME,
+    Checkpoint,
+    DamagedCheckpoint,
+    NoGoodCheckpoint,
+)
+from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import CHECKPOINTS, choose_checkpoint
 
+log = logging.getLogger(__name__)
 STATE_NAME = "state.ckpt"  # of a full checkpoint
 SAFETENSORS = "model.safetensors"
 SHOWN = 4  # misfits told one by one; a net of another width has one for each tensor
@@ -56,6 +66,26 @@ def load_weights(
     _check_fit(net, shapes, path, aliases, is_stage)
     load_whole_net_state(net, tensors, aliases=aliases)
     return path
+
+
+def start_from(cfg: DictConfig, net: nn.Module, pipeline: Any = None) -> None:
+    """Fills the net, as this rank holds it, with the weights that init_from names.
+
+    Args:
+        pipeline: that the net is a stage of (`gptrain.parallel.pipeline`).
+
+    Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
+    """
+    stage = {"aliases": pipeline.aliases, "is_stage": True} if pipeline is not None else {}
+    try:
+        path = load_weights(net, cfg.init_from, monitor=cfg.checkpoint.monitor, **stage)
+    except FileNotFoundError as error:
+        problem = Problem("init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND)
+        raise ConfigError([problem]) from error
+    except (DamagedCheckpoint, NoGoodCheckpoint, UnsafeCheckpoint, ValueError) as error:
+        problem = Problem("init_from", cfg.init_from, str(error), code=BAD_DATA)
+        raise ConfigError([problem]) from error
+    log.info("%-9s from the weights of %s", "start", path)
 
 
 def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | Path:

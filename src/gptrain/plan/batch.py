@@ -69,3 +69,39 @@ def run_steps(
     by_steps = math.inf if max_steps == -1 else max_steps
     steps = min(by_epochs, by_steps)
     return None if steps == math.inf else int(steps)
+
+
+def token_steps(max_tokens: float, step_tokens: int) -> int:
+    """Optimizer steps that train on at most max_tokens.
+
+    Raises: ValueError if that is less than one step.
+    """
+    if max_tokens < step_tokens:
+        raise ValueError(f"less than the {step_tokens} tokens of one step")
+    return int(max_tokens // step_tokens)
+
+
+DEFAULT_WARMUP_STEPS = 100
+
+
+def warmup_steps(asked: float | None, total_steps: int | None) -> int:
+    """Steps of the warm-up.
+
+    Args:
+        asked: a whole number of steps, a share of the run below 1, or None: 100 or a
+            tenth of the run, whichever is less.
+        total_steps: None where only a time ends the run.
+
+    Raises: ValueError for a share of a run of unknown length, and for what is neither.
+    """
+    if asked is None and total_steps is None:
+        return DEFAULT_WARMUP_STEPS
+    if asked is None:
+        return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
+    if asked < 0 or (asked > 1 and asked != int(asked)):
+        raise ValueError("neither a whole number of steps nor a share of the run below 1")
+    if not 0 < asked < 1:
+        return int(asked)
+    if total_steps is None:
+        raise ValueError("a share of a run of which no one knows the length")
+    return round(asked * total_steps)

@@ -1,0 +1,144 @@
+"""How a run learns, from its config: its lengths in steps, its optimizer, its schedule."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from hydra.utils import get_method
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from gptrain.config.problems import ConfigError, Problem
+from gptrain.optim import decay_groups, muon_groups, scaled_lr
+from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
+
+# Keys of a group that our own code reads; the rest are arguments of the group's _target_.
+OPTIMIZER_KEYS = {"lr", "weight_decay", "lr_scaling", "reference_batch_size"}
+SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long a run is, in optimizer steps; n_steps is None where only max_time ends it."""
+
+    batch: BatchPlan
+    step_tokens: int
+    n_steps: int | None
+    validate_every: int
+
+
+def plan_lengths(
+    cfg: DictConfig, n_samples: int, sample_tokens: int, data_parallel_size: int
+) -> Lengths:
+    """Batch arithmetic, number of steps, and steps between validations.
+
+    Args:
+        n_samples: sequences to train on.   sample_tokens: positions of one.
+    """
+    trainer = cfg.trainer
+    batch = plan_batch(
+        cfg.data.batch_size,
+        cfg.data.global_batch_size,
+        trainer.accumulate_grad_batches,
+        data_parallel_size,
+    )
+    step_tokens = batch.global_batch_size * sample_tokens
+    epoch_steps = batch.steps_per_epoch(n_samples)
+    if trainer.limit_train_batches is not None:
+        limit = trainer.limit_train_batches  # micro-batches, or a share of the epoch
+        limit = int(limit * epoch_steps) if isinstance(limit, float) else limit // batch.accumulate
+        epoch_steps = max(1, min(epoch_steps, limit))
+    if trainer.fast_dev_run:
+        n_steps = int(trainer.fast_dev_run)
+    elif cfg.max_tokens is not None:
+        with _named("max_tokens", f"{cfg.max_tokens:g}"):
+            n_steps = token_steps(cfg.max_tokens, step_tokens)
+    else:
+        n_steps = run_steps(epoch_steps, trainer.max_epochs, trainer.max_steps)
+    interval = trainer.val_check_interval
+    if isinstance(interval, float):
+        interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
+    interval = interval if n_steps is None else min(interval, n_steps)
+    return Lengths(batch, step_tokens, n_steps, interval)
+
+
+def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the group, over our parameter groups, at the schedule's peak rate.
+
+    Of a user's own class only its name must be given: lr and weight_decay, where they are not,
+    are the class's defaults, and the decay still goes to matrices alone.
+    """
+    options = _arguments(cfg.optimizer, OPTIMIZER_KEYS)
+    target = options.pop("_target_")
+    make = get_method(target)
+    decay = _given_or_default(cfg, "weight_decay", 0.0)
+    groups = muon_groups(net, decay) if target == "gptrain.optim.Muon" else decay_groups(net, decay)
+    lr = peak_lr(cfg, batch)
+    return make(groups, **options if lr is None else {**options, "lr": lr})
+
+
+def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
+    """The schedule's peak rate, scaled to the batch; None for an optimizer that has no rate."""
+    lr = _given_or_default(cfg, "lr", None)
+    if lr is None:
+        return None
+    return scaled_lr(
+        float(lr),
+        cfg.optimizer.lr_scaling,
+        batch.global_batch_size,
+        cfg.optimizer.reference_batch_size,
+    )
+
+
+def build_schedule(cfg: DictConfig, n_steps: int | None) -> Callable[[int], float]:
+    """Optimizer step -> factor on the learning rate.
+
+    A user's own function takes the step alone, or besides those of our four keywords that it names.
+    """
+    total_steps = cfg.scheduler.total_steps or n_steps
+    options = _arguments(cfg.scheduler, SCHEDULER_KEYS)
+    schedule = get_method(options.pop("_target_"))
+    with _named("scheduler.warmup_steps", cfg.scheduler.warmup_steps):
+        warmup = warmup_steps(cfg.scheduler.warmup_steps, total_steps)
+    ours = {
+        "warmup_steps": warmup,
+        "total_steps": total_steps,
+        "start_factor": cfg.scheduler.start_factor,
+        "min_factor": cfg.scheduler.min_factor,
+    }
+    taken = inspect.signature(schedule).parameters
+    return partial(schedule, **{key: ours[key] for key in ours if key in taken}, **options)
+
+
+def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any:
+    """A key of the optimizer group; where it is not given, the default of the class itself."""
+    target = cfg.optimizer._target_
+    taken = inspect.signature(get_method(target)).parameters
+    if key in cfg.optimizer:
+        if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+            wrong = f"{target} takes no {key}"
+            raise ConfigError([Problem(f"optimizer.{key}", cfg.optimizer[key], wrong)])
+        return cfg.optimizer[key]
+    default = taken[key].default if key in taken else inspect.Parameter.empty
+    return otherwise if default is inspect.Parameter.empty else default
+
+
+def _arguments(node: DictConfig, ours: set[str]) -> dict[str, Any]:
+    """What a group holds for its _target_, and the name of that."""
+    plain = OmegaConf.to_container(node, resolve=True)
+    return {key: value for key, value in plain.items() if key not in ours}
+
+
+@contextmanager
+def _named(key: str, value: object) -> Iterator[None]:
+    """Says which key a ValueError is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError([Problem(key, value, str(error))]) from error
