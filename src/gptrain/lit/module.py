@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import MeanMetric
+from torchmetrics import SumMetric
 
 from gptrain.lit.finite import check_finite
 from gptrain.loss import IGNORED, chunked_next_token_loss, next_token_loss
@@ -54,8 +54,10 @@ class LanguageModel(pl.LightningModule):
         self.schedule = schedule
         self.on_nonfinite = on_nonfinite
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        self.eval_loss = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
-        self.eval_bytes = MeanMetric(nan_strategy="disable").set_dtype(torch.float64)
+        # Sums: MeanMetric(nan_strategy="disable") leaves out its weights (torchmetrics 1.9).
+        self.eval_nats, self.eval_tokens, self.eval_bytes = (
+            SumMetric(nan_strategy="disable").set_dtype(torch.float64) for _ in range(3)
+        )
         self.step_losses: list[Tensor] = []  # one detached scalar per micro-step of this step
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
         self.logged: dict[str, float] = {}  # last values of train/*, lr, perf/*
@@ -108,8 +110,12 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out."""
         max_norm = math.inf if gradient_clip_val is None else float(gradient_clip_val)
-        self.grad_norm = clip_grad_norm(list(self.net.parameters()), max_norm)
+        self.grad_norm = self.clip(max_norm)
         check_finite(self, optimizer, self.on_nonfinite)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Global norm of the gradients, clipped in place; a spread net's strategy puts its own."""
+        return clip_grad_norm(self.net.parameters(), max_norm)
 
     def take_train_loss(self) -> Tensor | None:
         """Mean loss of this rank over the micro-steps since the last call."""
@@ -130,19 +136,18 @@ class LanguageModel(pl.LightningModule):
 
     def _evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         counted = targets != IGNORED  # (B, T)
-        n_tokens = counted.sum()
-        total = self.loss(tokens, targets, reduction="sum")
-        self.eval_loss.update(total.double() / n_tokens.clamp(min=1), weight=n_tokens)
+        self.eval_nats.update(self.loss(tokens, targets, reduction="sum").double())
+        self.eval_tokens.update(counted.sum())
         if self.token_bytes is not None:
-            n_bytes = (self.token_bytes[targets.clamp(min=0)] * counted).sum()
-            self.eval_bytes.update(n_bytes.double() / n_tokens.clamp(min=1), weight=n_tokens)
+            self.eval_bytes.update((self.token_bytes[targets.clamp(min=0)] * counted).sum())
 
     def _log_evaluation(self, prefix: str) -> None:
-        loss = self.eval_loss.compute()  # nats per token over all ranks
+        nats = self.eval_nats.compute()  # of all ranks
+        loss = nats / self.eval_tokens.compute()
         metrics = {f"{prefix}/loss": loss, f"{prefix}/perplexity": loss.exp()}
         if self.token_bytes is not None:
-            metrics[f"{prefix}/bits_per_byte"] = loss / self.eval_bytes.compute() / math.log(2)
-        self.eval_loss.reset()
-        self.eval_bytes.reset()
+            metrics[f"{prefix}/bits_per_byte"] = nats / self.eval_bytes.compute() / math.log(2)
+        for metric in (self.eval_nats, self.eval_tokens, self.eval_bytes):
+            metric.reset()
         # Already reduced over ranks by torchmetrics; reducing equal numbers again changes nothing.
         self.log_dict(metrics, sync_dist=False, rank_zero_only=False, add_dataloader_idx=False)

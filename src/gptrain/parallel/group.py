@@ -40,6 +40,13 @@ def start_group(
     )
 
 
+def start_group_of_one(device: torch.device) -> None:
+    """A group of this process alone, for a strategy of several tried on one device."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
 def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float = 86400.0) -> T:
     """What `make` returns, called on rank 0 first: it may leave files that the others then find.
 

@@ -132,21 +132,34 @@ def load_sharded(
     Args:
         groups: the `named_groups` that were saved beside it.
     """
-    state = sharded_state(net, None, aliases=aliases)
+    _read(sharded_state(net, None, aliases=aliases), reader)
+    if optimizer is not None:
+        load_sharded_optimizer(net, optimizer, groups, reader, aliases=aliases)
+
+
+def load_sharded_optimizer(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: list[State],
+    reader: dcp.StorageReader,
+    *,
+    aliases: Mapping[str, str] = NO_ALIASES,
+) -> None:
+    """As load_sharded, the optimizer alone. Collective."""
+    stored = reader.read_metadata().state_dict_metadata
+    state: dict[str, Tensor] = {}
     values: dict[str, State] = {name: {} for name, _ in net.named_parameters()}
-    if optimizer is not None:
-        stored = reader.read_metadata().state_dict_metadata
-        for name, parameter in net.named_parameters():
-            prefix = f"optimizer.{aliases.get(name, name)}."
-            for key in stored:
-                if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                    like = stored[key].size == parameter.shape
-                    state[key] = torch.empty_like(parameter) if like else _empty(stored[key])
-                    values[name][key[len(prefix) :]] = state[key]
-    with torch.no_grad():
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    if optimizer is not None:
-        load_named(net, optimizer, values, groups, aliases)
+    for name, parameter in net.named_parameters():
+        prefix = f"optimizer.{aliases.get(name, name)}."
+        for key in stored:
+            kind = key.removeprefix(prefix)
+            if kind != key and "." not in kind:
+                entry = stored[key]
+                alike = entry.size == parameter.shape
+                state[key] = torch.empty_like(parameter) if alike else _empty(entry)
+                values[name][kind] = state[key]
+    _read(state, reader)
+    load_named(net, optimizer, values, groups, aliases)
 
 
 def named_groups(
@@ -208,6 +221,11 @@ def _flat_optimizer_state(
 def _keeps(stages: dist.ProcessGroup | None) -> bool:
     # Stages keep what they hold until it is merged; elsewhere only rank 0's is used.
     return stages is not None or not dist.is_initialized() or dist.get_rank() == 0
+
+
+@torch.no_grad()
+def _read(state: dict[str, Tensor], reader: dcp.StorageReader) -> None:
+    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _empty(stored: Any) -> Tensor:

@@ -1,0 +1,153 @@
+"""Bytes that a rank sends in one optimizer step, by strategy.
+
+Collectives are taken as rings, whose traffic is the least possible (Patarasuk & Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002): of b bytes that each of n ranks holds, or will hold, whole, a rank
+sends (n-1)/n b in an all-gather or a reduce-scatter and twice that in an all-reduce. Logging,
+clipping and the vote on stopping send some hundred bytes and are left out.
+"""
+
+# P parameters, D d_model, L layers, V vocab, B sequences per rank and micro-step, T positions
+
+from __future__ import annotations
+
+from gptrain.plan.degrees import Degrees
+from gptrain.plan.shape import GPTShape
+
+FP32_BYTES = 4
+
+
+def ring_gather_bytes(n_bytes: float, n_ranks: int) -> float:
+    """Sent per rank to gather or reduce-scatter n_bytes: (n-1)/n of them."""
+    return n_bytes * (n_ranks - 1) / n_ranks
+
+
+def ring_all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
+    """Sent per rank to all-reduce n_bytes: a reduce-scatter, then an all-gather."""
+    return 2 * ring_gather_bytes(n_bytes, n_ranks)
+
+
+def ddp_bytes(n_parameters: int, n_ranks: int, *, gradient_bytes: int = FP32_BYTES) -> float:
+    """One all-reduce of all gradients, on the last micro-step: 2 (n-1)/n P.
+
+    Args:
+        gradient_bytes: per gradient on the wire: 2 with comm_hook bf16 or fp16.
+    """
+    return ring_all_reduce_bytes(n_parameters * gradient_bytes, n_ranks)
+
+
+def fsdp_bytes(
+    shape: GPTShape,
+    n_ranks: int,
+    *,
+    accumulate: int = 1,
+    reshard_after_forward: bool = True,
+    parameter_bytes: int = FP32_BYTES,
+    gradient_bytes: int = FP32_BYTES,
+    share: float = 1.0,
+) -> float:
+    """Weights gathered in every pass of every micro-step, gradients reduce-scattered in the last.
+
+    The root's weights stay from forward to backward, a block's only without resharding.
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
+
+    Args:
+        parameter_bytes: 2 under bf16-mixed.
+        share: of each parameter that is cut at all, 1 / tensor parallel size.
+    """
+    blocks, root = shape.n_layers * shape.block_parameters, shape.root_parameters
+    passes = 2 if reshard_after_forward else 1
+    gathered = accumulate * (passes * blocks + root) * parameter_bytes
+    reduced = (blocks + root) * gradient_bytes
+    return ring_gather_bytes((gathered + reduced) * share, n_ranks)
+
+
+def tensor_parallel_bytes(
+    shape: GPTShape,
+    n_ranks: int,
+    *,
+    batch_size: int,
+    seq_len: int,
+    accumulate: int = 1,
+    activation_bytes: int = FP32_BYTES,
+    activation_checkpointing: str = "none",
+) -> float:
+    """Activations between sequence slices and the whole: 4 L + 2 times forward, as often backward.
+
+    Recomputation repeats three of a block's four, all but its last. Besides, three numbers per
+    token for the loss, all-reduced, and once a step the gradients of what all ranks hold: norms,
+    biases of row-split layers, the position table.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+    """
+    padded = -(-seq_len // n_ranks) * n_ranks
+    activation = batch_size * padded * shape.d_model * activation_bytes
+    n_times = 2 * (4 * shape.n_layers + 2)
+    if activation_checkpointing != "none":
+        n_times += 3 * shape.n_layers
+    micro_step = n_times * ring_gather_bytes(activation, n_ranks)
+    micro_step += ring_all_reduce_bytes(3 * FP32_BYTES * batch_size * seq_len, n_ranks)
+    replicated = shape.n_layers * 6 * shape.d_model + 2 * shape.d_model
+    replicated += shape.position_table_parameters
+    return accumulate * micro_step + ring_all_reduce_bytes(replicated * FP32_BYTES, n_ranks)
+
+
+def pipeline_bytes(
+    shape: GPTShape,
+    n_ranks: int,
+    rank: int,
+    *,
+    batch_size: int,
+    seq_len: int,
+    accumulate: int = 1,
+    stages_per_rank: int = 1,
+    activation_bytes: int = FP32_BYTES,
+) -> float:
+    """Activations to the next stage and their gradients to the one before, for all microbatches.
+
+    The two ends all-reduce the gradient of the weight that they share, once a step.
+    """
+    if n_ranks == 1:
+        return 0.0
+    boundaries = 2 * stages_per_rank - (rank == 0) - (rank == n_ranks - 1)
+    activation = batch_size * seq_len * shape.d_model * activation_bytes
+    tied = 0.0
+    if rank in (0, n_ranks - 1):
+        tied = ring_all_reduce_bytes(shape.token_table_parameters * FP32_BYTES, 2)
+    return accumulate * boundaries * activation + tied
+
+
+def step_bytes(
+    name: str,
+    shape: GPTShape,
+    split: Degrees,
+    *,
+    batch_size: int,
+    seq_len: int,
+    accumulate: int = 1,
+    pipeline_rank: int = 0,
+    stages_per_rank: int = 1,
+) -> float:
+    """Bytes that one rank sends in a step under a strategy, in fp32 and with its defaults.
+
+    Args:
+        batch_size: sequences per data rank and micro-step.
+        pipeline_rank: place of the rank among the stages.
+    """
+    work = {"batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
+    if name == "ddp":
+        return ddp_bytes(shape.parameters, split.data)
+    if name == "fsdp":
+        return fsdp_bytes(shape, split.data, accumulate=accumulate)
+    if name == "tensor_parallel":
+        return tensor_parallel_bytes(shape, split.tensor, **work)
+    if name == "fsdp_tensor_parallel":
+        # what the tensor group sums is cut by FSDP before: its share is some thousandths of all
+        sharded = fsdp_bytes(shape, split.data, accumulate=accumulate, share=1 / split.tensor)
+        return sharded + tensor_parallel_bytes(shape, split.tensor, **work)
+    if name in ("pipeline", "ddp_pipeline"):
+        stages = list(range(pipeline_rank, split.pipeline * stages_per_rank, split.pipeline))
+        held = shape.stage_parameters(stages, split.pipeline * stages_per_rank)
+        piped = pipeline_bytes(
+            shape, split.pipeline, pipeline_rank, stages_per_rank=stages_per_rank, **work
+        )
+        return piped + ddp_bytes(held, split.data)
+    return 0.0
