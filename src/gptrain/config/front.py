@@ -11,7 +11,7 @@ from hydra import main as hydra_main
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig
 
-from gptrain.config.check import check
+from gptrain.config.checks import check
 from gptrain.config.from_run import expand
 from gptrain.config.help import help_text
 from gptrain.config.problems import ConfigError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -46,13 +47,23 @@ class Machine:
 
 def find_machine(cfg: DictConfig) -> Machine:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
-    accelerator = str(cfg.trainer.accelerator)
-    if accelerator in ("auto", "gpu", "cuda", "mps"):
-        found = _gpu_kind()
-        accelerator = found if accelerator != "auto" or found else "cpu"
+    accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     return Machine(
-        accelerator or "cpu", _count(cfg.trainer.devices, accelerator), cfg.trainer.num_nodes
+        accelerator, count_local(cfg.trainer.devices, accelerator), cfg.trainer.num_nodes
     )
+
+
+def accelerator_of(asked: str) -> str | None:
+    """cpu, cuda, mps or tpu, for Lightning's name of it; None where this machine has none."""
+    if asked == "auto":
+        return _gpu_kind() or "cpu"
+    if asked == "gpu":
+        return _gpu_kind() or None
+    if asked in ("cuda", "mps"):
+        return asked if _gpu_kind() == asked else None
+    if asked == "tpu":
+        return asked if find_spec("torch_xla") else None
+    return asked
 
 
 def native_precision(machine: Machine) -> str:
@@ -99,7 +110,7 @@ def _gpu_kind() -> str:
     return "mps" if torch.backends.mps.is_available() else ""
 
 
-def _count(devices: object, accelerator: str) -> int:
+def count_local(devices: object, accelerator: str) -> int:
     """Ranks on this node, of a number, a list of device numbers, "auto" or -1."""
     if isinstance(devices, list | ListConfig):
         return len(devices)

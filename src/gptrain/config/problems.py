@@ -17,9 +17,17 @@ NON_FINITE = 79
 INTERRUPTED = 130
 
 
+LONGEST_VALUE = 200  # characters of a value that are shown
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One wrong input: `error: <key>=<value>: <wrong>; allowed: <allowed>; try: <attempt>`."""
+    """One wrong input: `error: <key>=<value>: <wrong>; allowed: <allowed>; try: <attempt>`.
+
+    Attributes:
+        value: as given; None where there is nothing to show, "null" for a null that was given.
+        code: the exit code; 0 where it is a warning only.
+    """
 
     key: str
     value: object
@@ -29,11 +37,29 @@ class Problem:
     code: int = BAD_CONFIG
 
     def __str__(self) -> str:
-        head = f"{self.key}={self.value}" if self.value is not None else self.key
+        head = f"{self.key}={show(self.value)}" if self.value is not None else self.key
         line = f"{head}: {self.wrong}" if head else self.wrong
         line += f"; allowed: {self.allowed}" if self.allowed else ""
         line += f"; try: {self.attempt}" if self.attempt else ""
-        return " ".join(line.split())
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+
+    @property
+    def line(self) -> str:
+        """What is printed."""
+        return f"{'error' if self.code else 'warning'}: {self}"
+
+
+def show(value: object) -> str:
+    """A value as one would type it."""
+    if isinstance(value, bool) or value is None:
+        text = {True: "true", False: "false", None: "null"}[value]
+    elif isinstance(value, list):
+        text = f"[{','.join(show(item) for item in value)}]"
+    elif isinstance(value, dict):
+        text = "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
+    else:
+        text = str(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 class ConfigError(Exception):
@@ -45,7 +71,7 @@ class ConfigError(Exception):
     """
 
     def __init__(self, problems: list[Problem]):
-        super().__init__("\n".join(f"error: {problem}" for problem in problems))
+        super().__init__("\n".join(problem.line for problem in problems))
         self.problems = problems
         codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
