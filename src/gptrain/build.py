@@ -11,7 +11,6 @@ import torch
 from hydra.utils import get_method, instantiate
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
 from gptrain.config.process import this_process
@@ -24,15 +23,20 @@ from gptrain.lit.strategies import spread_net
 from gptrain.lit.trainer import leave_signals_to_us
 from gptrain.parallel.group import after_rank_0, start_group
 from gptrain.plan import degrees
-from gptrain.recipe import Lengths, build_optimizer, build_schedule, peak_lr, plan_lengths
+from gptrain.recipe import (
+    Lengths,
+    build_net,
+    build_optimizer,
+    build_schedule,
+    peak_lr,
+    plan_lengths,
+)
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import find_checkpoint, identity
 from gptrain.weights import start_from
 
-# Keys of a group that our own code reads; the rest are arguments of the group's _target_.
-MODEL_KEYS = {"compile", "activation_checkpointing"}
 # Arguments of the Trainer that the batch arithmetic has already turned into steps.
 TRAINER_KEYS = {
     "accelerator", "devices", "num_nodes", "precision", "max_epochs", "max_steps", "min_epochs",
@@ -128,11 +132,6 @@ def bytes_of_tokens(dataset: torch.utils.data.Dataset) -> torch.Tensor | None:
     """(V,) bytes of text that each token stands for, where the dataset knows."""
     counts = getattr(dataset, "token_bytes", None)
     return None if counts is None else torch.as_tensor(counts)
-
-
-def build_net(cfg: DictConfig) -> nn.Module:
-    """The net of the model group, with initial weights that depend on torch's seed alone."""
-    return instantiate(_without(cfg.model, MODEL_KEYS))
 
 
 def resolve_precision(cfg: DictConfig, machine: Machine) -> str:

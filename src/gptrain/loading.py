@@ -8,8 +8,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from gptrain.build import build_net
 from gptrain.config.schema import register_resolvers
+from gptrain.recipe import build_net
 from gptrain.resume import choose_checkpoint
 from gptrain.weights import load_weights
 

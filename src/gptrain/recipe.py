@@ -1,4 +1,4 @@
-"""How a run learns, from its config: its lengths in steps, its optimizer, its schedule."""
+"""What learns and how, from the config: the net, the run's lengths, its optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hydra.utils import get_method
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -19,6 +19,7 @@ from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
+MODEL_KEYS = {"compile", "activation_checkpointing"}
 OPTIMIZER_KEYS = {"lr", "weight_decay", "lr_scaling", "reference_batch_size"}
 SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 
@@ -31,6 +32,12 @@ class Lengths:
     step_tokens: int
     n_steps: int | None
     validate_every: int
+
+
+def build_net(cfg: DictConfig) -> nn.Module:
+    """The net of the model group, with initial weights that depend on torch's seed alone."""
+    keys = [key for key in cfg.model if key not in MODEL_KEYS]
+    return instantiate(OmegaConf.masked_copy(cfg.model, keys))
 
 
 def plan_lengths(

@@ -1,0 +1,5 @@
+"""python -m gptrain.export"""
+
+from gptrain.export.verb import main
+
+main()

@@ -1,0 +1,120 @@
+"""The verb: which checkpoint, which format, and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig
+from torch import nn
+
+from gptrain import config
+from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.config.schema import RunConfig
+from gptrain.data.errors import DataError
+
+log = logging.getLogger(__name__)
+Format = Enum("Format", ["safetensors", "hf"])
+Dtype = Enum("Dtype", ["fp32", "bf16"])
+
+
+@dataclass
+class ExportConfig(RunConfig):
+    """A run's keys and the verb's own."""
+
+    from_run: str = MISSING
+    format: Format = Format.safetensors
+    dtype: Dtype = Dtype.fp32
+
+
+def main() -> None:
+    """The command line."""
+    config.main(export, schema=ExportConfig)
+
+
+def export(cfg: DictConfig) -> None:
+    """Writes the net of a run into run_dir.
+
+    Raises: ConfigError with code 65 or 66 for a checkpoint that cannot be taken.
+    """
+    import torch  # here, so that a wrong option is answered without it
+
+    from gptrain import launch
+    from gptrain.export.files import write_json, write_tensors
+    from gptrain.recipe import build_net
+    from gptrain.weights import load_weights, tied_names
+
+    cfg = launch.settle(cfg)
+    net = build_net(cfg)
+    folder = Path(cfg.run_dir)
+    try:
+        path = load_weights(net, find_source(cfg))
+    except ValueError as error:
+        problem = Problem("from_run", cfg.from_run, str(error), code=BAD_DATA)
+        raise ConfigError([problem]) from error
+    if cfg.format is Format.hf:
+        content, tensors = to_gpt2(cfg, net)
+        name = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[cfg.dtype]
+        write_json(folder / "config.json", content | {"dtype": name})
+        write_tokenizer(cfg, folder)
+    else:
+        ties = tied_names(net)
+        tensors = {name: value for name, value in net.state_dict().items() if name not in ties}
+    dtype = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}[cfg.dtype]
+    n_bytes = write_tensors(folder / "model.safetensors", tensors, dtype)
+    log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype.name, n_bytes / 2**20)
+    log.info("%-9s %s", "folder", folder)
+    log.info("%-9s python train.py init_from=%s", "next", folder)
+
+
+def find_source(cfg: DictConfig) -> Any:
+    """The checkpoint of from_run that ckpt_path names: its best, where nothing is said.
+
+    Raises: ConfigError with code 65 or 66.
+    """
+    from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
+    from gptrain.resume import choose_checkpoint
+    from gptrain.weights import find_weights
+
+    key = "from_run" if cfg.ckpt_path is None else "ckpt_path"
+    try:
+        if cfg.ckpt_path in (None, "best", "last"):
+            return choose_checkpoint(cfg.from_run, cfg.ckpt_path or "best", cfg.checkpoint.monitor)
+        return find_weights(cfg.ckpt_path, cfg.checkpoint.monitor)
+    except FileNotFoundError as error:
+        raise ConfigError([Problem(key, cfg[key], str(error), code=INPUT_NOT_FOUND)]) from error
+    except (DamagedCheckpoint, NoGoodCheckpoint) as error:
+        raise ConfigError([Problem(key, cfg[key], str(error), code=BAD_DATA)]) from error
+
+
+def to_gpt2(cfg: DictConfig, net: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Config and tensors of the same net as a GPT2LMHeadModel.
+
+    Raises: ConfigError for a net that is none.
+    """
+    if not hasattr(net, "to_gpt2"):
+        wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
+        raise ConfigError([Problem("format", "hf", wrong, attempt="format=safetensors")])
+    return net.to_gpt2()
+
+
+def write_tokenizer(cfg: DictConfig, folder: Path) -> None:
+    """The tokenizer of the run's data, where it has one; where that is gone, a line says so."""
+    from gptrain.build import build_datasets
+    from gptrain.export.files import byte_level_tokenizer, write_json
+
+    try:
+        tokenizer = getattr(build_datasets(cfg)[1], "tokenizer", None)
+    except (DataError, FileNotFoundError) as error:
+        log.warning("warning: no tokenizer is written, the data of the run is gone: %s", error)
+        return
+    if tokenizer is None:
+        return
+    if tokenizer.identity == "bytes":
+        write_json(folder / "tokenizer.json", byte_level_tokenizer())
+    else:
+        tokenizer.save(folder)
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
