@@ -60,7 +60,7 @@ class LanguageModel(pl.LightningModule):
         )
         self.step_losses: list[Tensor] = []  # one detached scalar per micro-step of this step
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
-        self.logged: dict[str, float] = {}  # last values of train/*, lr, perf/*
+        self.logged: dict[str, float] = {}  # last value under every name
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V)."""
@@ -149,5 +149,10 @@ class LanguageModel(pl.LightningModule):
             metrics[f"{prefix}/bits_per_byte"] = nats / self.eval_bytes.compute() / math.log(2)
         for metric in (self.eval_nats, self.eval_tokens, self.eval_bytes):
             metric.reset()
-        # Already reduced over ranks by torchmetrics; reducing equal numbers again changes nothing.
-        self.log_dict(metrics, sync_dist=False, rank_zero_only=False, add_dataloader_idx=False)
+        # For callbacks that monitor; to the loggers it goes at the step it belongs to, which
+        # Lightning's own logging counts one too low.
+        self.log_dict(metrics, logger=False, add_dataloader_idx=False)
+        told = {name: float(value) for name, value in metrics.items()}
+        self.logged |= told
+        for logger in self.trainer.loggers:
+            logger.log_metrics(told, step=self.trainer.global_step)

@@ -53,7 +53,7 @@ class StepLog(Callback):
         self.last_step, self.last_s = step, now_s
         metrics = {
             "train/loss": loss.item(),
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": self._rate(trainer, module, step),
             "grad_norm": float(module.grad_norm),
             "tokens": step * step_tokens,
             "perf/tokens_per_s": step_tokens / step_s,
@@ -61,6 +61,11 @@ class StepLog(Callback):
         }
         if loss.is_cuda:
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        module.logged = metrics
+        module.logged |= metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
+
+    def _rate(self, trainer: Trainer, module: LanguageModel, step: int) -> float:
+        """The learning rate that this step took; the optimizer already has the next one's."""
+        (scheduled,) = trainer.lr_scheduler_configs
+        return scheduled.scheduler.base_lrs[0] * module.schedule(step - 1)

@@ -1,0 +1,63 @@
+"""Every choice of every group composes, and every part of it can be built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from gptrain.config import register
+
+CONF = ROOT / "conf"
+SWEEP_ONLY = {"hparams_search"}
+CHOICES = [
+    (path.parent.name, path.stem)
+    for path in sorted(CONF.glob("*/*.yaml"))
+    if path.parent.name != "local"
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    register()
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=list(overrides), return_hydra_config=False)
+
+
+@pytest.mark.parametrize("group, choice", CHOICES, ids="/".join)
+def test_a_choice_composes_and_every_reference_in_it_resolves(group, choice):
+    cfg = composed(f"{group}={choice}")
+    OmegaConf.to_container(cfg, resolve=True)
+
+
+@pytest.mark.parametrize("group, choice", CHOICES, ids="/".join)
+def test_a_choice_says_what_it_is(group, choice):
+    lines = Path(CONF / group / f"{choice}.yaml").read_text().splitlines()
+    assert lines[1 if lines[0] == "# @package _global_" else 0].startswith("# ")
+
+
+@pytest.mark.parametrize("choice", [choice for group, choice in CHOICES if group == "experiment"])
+def test_an_experiment_is_a_diff_of_at_most_twenty_lines(choice):
+    lines = (CONF / "experiment" / f"{choice}.yaml").read_text().splitlines()
+    assert len([line for line in lines if line and not line.startswith("#")]) <= 20
+
+
+@pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp", "gpt2_124m"])
+def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 800)
+    small = [
+        f"experiment={choice}", "model.d_model=32", "model.n_heads=2", "model.n_layers=2",
+        "model.vocab_size=300", "data.seq_len=16", "data.batch_size=2", "trainer.accelerator=cpu",
+        "trainer.devices=1", "trainer.fast_dev_run=true", "data.global_batch_size=null",
+    ]  # fmt: skip
+    if choice != "simple_gpt_ddp":
+        small += [f"data.path={text}"]
+    run = train(*small, tiny=False)
+    assert run.code == 0, run.err

@@ -1,0 +1,40 @@
+"""Two processes over gloo: the same run as one, whichever launcher started them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TINY
+
+LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
+
+
+def one_log_and_no_traces_of_other_ranks(folder):
+    names = {path.name for path in folder.iterdir()}
+    assert {"train.log", "result.json", "status.json", ".hydra", "checkpoints"} <= names
+    assert not [name for name in names if "rank" in name or "process" in name]
+
+
+def test_two_ranks_take_the_same_steps_as_one(train):
+    one = train(*LOGGED, "data.batch_size=8", name="one")
+    two = train(*LOGGED, "trainer.devices=2", name="two words = ä")
+    assert two.code == 0, two.err
+    assert one.losses() == pytest.approx(two.losses(), rel=1e-5)
+    for key, weight in one.state(4)["state_dict"].items():
+        torch.testing.assert_close(weight, two.state(4)["state_dict"][key], rtol=1e-4, atol=1e-6)
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-6)
+    one_log_and_no_traces_of_other_ranks(two.folder)
+    labels = [line.split()[0] for line in two.out.splitlines()]
+    assert labels == ["model", "strategy", "batch", "run", "result", "next"]
+
+
+def test_torchrun_makes_one_folder_and_one_set_of_lines(command, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    options = [f"output_dir={tmp_path}", *TINY, "trainer.devices=2", *LOGGED]
+    run = command(*torchrun[1:], str(ROOT / "train.py"), *options, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert [line.split()[0] for line in run.stdout.splitlines()].count("model") == 1
+    (folder,) = (tmp_path / "train").iterdir()
+    one_log_and_no_traces_of_other_ranks(folder)

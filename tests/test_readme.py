@@ -1,0 +1,86 @@
+"""Every command of the README works, and the four files it shows run as written."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+
+import pytest
+from conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+TRAIN = [command for command in COMMANDS if command.startswith("python train.py")]
+# Said last, so it wins: the same command on a net and a machine of a test's size.
+SMALL = [
+    "trainer.accelerator=cpu", "model.d_model=16", "trainer.max_steps=2", "data.batch_size=2",
+    "data.seq_len=17", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false",
+]  # fmt: skip
+SMALL_GPT = [
+    "model.n_heads=2",
+    "model.n_layers=2",
+    "model.vocab_size=256",
+    "trainer.precision=32-true",
+]
+
+
+def small(words: list[str]) -> list[str]:
+    """The options of a command, followed by those that make it small."""
+    if "--help" in words or "--cfg" in words:
+        return words
+    gpt = [] if "model=my_lstm" in words else SMALL_GPT
+    steps = [f"trainer.max_steps={4 if 'ckpt_path=last' in words else 2}"]
+    ranks = ["trainer.devices=2"] if any("devices=" in word for word in words) else []
+    data = ["data.path=" + str(ROOT / "src")] if "experiment=quickstart" in words else []
+    trials = ["hydra.sweeper.n_trials=2"] if "hparams_search=optuna" in words else []
+    return [*words, *SMALL, *gpt, *steps, *ranks, *data, *trials]
+
+
+def run_train(words: list[str], monkeypatch) -> int:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *small(words)])
+    try:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    except SystemExit as left:
+        return left.code or 0
+    return 0
+
+
+def test_the_readme_fits_on_two_hundred_lines():
+    assert len(README.splitlines()) <= 200
+
+
+def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
+    """In the order of the README: some go on with the run of the one before."""
+    monkeypatch.chdir(tmp_path)
+    commands = [command for command in TRAIN if "my_lstm" not in command]
+    assert len(commands) > 8
+    for command in commands:
+        assert run_train(shlex.split(command)[2:], monkeypatch) == 0, (command, capfd.readouterr())
+
+
+@pytest.fixture
+def own_files():
+    """The README's files in their places; taken away again."""
+    shown = re.findall(r"`((?:src|conf)/\S+\.(?:py|yaml))`\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert len(shown) == 4
+    for name, text in shown:
+        assert not (ROOT / name).exists()
+        (ROOT / name).write_text(text)
+    yield
+    for name, _ in shown:
+        (ROOT / name).unlink()
+
+
+def test_a_model_and_a_dataset_of_ones_own_run_as_shown(own_files, monkeypatch, capfd):
+    (command,) = [command for command in TRAIN if "my_lstm" in command]
+    assert run_train(shlex.split(command)[2:], monkeypatch) == 0, capfd.readouterr()
+
+
+def test_every_other_command_is_known():
+    """Set-up and tests are run by CI as written; the others are tools of their own."""
+    others = [command for command in COMMANDS if command and command not in TRAIN]
+    known = ("python3 -m venv", "torchrun", "tensorboard", "python -m gptrain.")
+    assert all(command.startswith(known) for command in others), others

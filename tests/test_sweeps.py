@@ -1,0 +1,53 @@
+"""A sweep runs every job in a folder of its own, and one that fails takes no other with it."""
+
+from __future__ import annotations
+
+import json
+
+
+def jobs(folder):
+    """Job number -> its exit code, of the jobs that left a status."""
+    return {
+        int(path.parent.name): json.loads(path.read_text())["exit_code"]
+        for path in folder.glob("*/status.json")
+    }
+
+
+def test_every_combination_runs_in_its_own_folder(train):
+    sweep = train("-m", "optimizer.lr=1e-3,3e-4", "seed=1,2")
+    assert sweep.code == 0, sweep.err
+    assert jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+def test_a_failing_job_is_told_and_the_others_run(train):
+    sweep = train(
+        "-m",
+        "optimizer.lr=1e-3,1e30,3e-4",
+        "trainer.gradient_clip_val=null",
+        "trainer.max_steps=20",
+    )
+    assert sweep.code == 79
+    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0}
+
+
+def test_a_sweep_over_the_number_of_ranks(train):
+    sweep = train("-m", "trainer.devices=2,1", "trainer.max_steps=2")
+    assert sweep.code == 0, sweep.err
+    assert jobs(sweep.folder) == {0: 0, 1: 0}
+
+
+def test_optuna_gets_the_objective_and_repeats_itself(train):
+    def search(name):
+        run = train(
+            "-m",
+            "hparams_search=optuna",
+            "hydra.sweeper.n_trials=3",
+            "trainer.max_steps=2",
+            name=name,
+        )
+        assert run.code == 0, run.err
+        return (run.folder / "optimization_results.yaml").read_text()
+
+    first = search("first")
+    assert "best_value" in first
+    assert first == search("second")
