@@ -20,7 +20,7 @@ from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import spread_net
-from gptrain.lit.trainer import leave_signals_to_us
+from gptrain.lit.trainer import NoProfiler, leave_signals_to_us, trim_step
 from gptrain.parallel.group import after_rank_0, start_group
 from gptrain.plan import degrees
 from gptrain.recipe import (
@@ -118,6 +118,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         pin_memory=machine.accelerator == "cuda",
     )
     trainer = build_trainer(cfg, machine, strategy, lengths, guard)
+    trim_step(trainer, module)
     report = build_report(cfg, module, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, checkpoint)
 
@@ -168,7 +169,7 @@ def build_trainer(
         callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard)],
         logger=loggers,
         plugins=[StoreIO()],
-        profiler=instantiate(cfg.profiler) if cfg.profiler else None,
+        profiler=instantiate(cfg.profiler) if cfg.profiler else NoProfiler(),
         use_distributed_sampler=False,
         enable_checkpointing=False,
         default_root_dir=cfg.run_dir,
