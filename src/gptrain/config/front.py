@@ -2,69 +2,215 @@
 
 from __future__ import annotations
 
+import argparse
+import errno
+import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
-from hydra import compose, initialize_config_dir
-from hydra import main as hydra_main
-from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig
+from hydra import version
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.checks import check
+from gptrain.config.compose import CONF, REFUSALS, Composer
+from gptrain.config.examine import Answer, composer_of, examine, parse_command
 from gptrain.config.from_run import expand
 from gptrain.config.help import help_text
-from gptrain.config.problems import ConfigError
+from gptrain.config.problems import (
+    BAD_CONFIG,
+    DONE,
+    FAILED,
+    FOLDER_UNUSABLE,
+    INTERRUPTED,
+    IO_ERROR,
+    PREEMPTED,
+    ConfigError,
+    JobFailed,
+    Problem,
+)
 from gptrain.config.process import this_process
-from gptrain.config.schema import PROJECT, RunConfig, register
+from gptrain.config.schema import RunConfig, register
+from gptrain.config.sweep import BASIC_LAUNCHER, BASIC_SWEEPER, Outcome, table
 
-CONF = str(PROJECT / "conf")
+__all__ = ["CONF", "compose_command", "main", "register"]
+
+STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
+Job = Callable[[DictConfig], "float | None"]
 
 
-def main(
-    job: Callable[[DictConfig], float | None],
-    config_name: str = "train",
-    schema: type[RunConfig] = RunConfig,
-) -> None:
+class SweepStopped(BaseException):
+    """Ends a sweep at once; Hydra, which keeps exceptions of jobs, lets it pass."""
+
+
+def main(job: Job, config_name: str = "train", schema: type[RunConfig] = RunConfig) -> None:
     """Runs `job` under Hydra, once or once per job of a sweep, and exits with its code.
 
     A wrong command is answered before Hydra makes a folder: it is composed and checked here
-    first. Only rank 0 keeps Hydra's files and log.
+    first. Only rank 0 speaks, and keeps Hydra's files and log.
 
     Args:
         schema: of the run; a verb's own keys are in a class that inherits from it.
     """
+    sys.exit(run_command(job, sys.argv[1:], config_name, schema))
+
+
+def run_command(
+    job: Job, words: list[str], config_name: str = "train", schema: type[RunConfig] = RunConfig
+) -> int:
+    """The exit code of a command line, after it has run or was refused."""
     register(schema)
-    args = get_args_parser().parse_args()
-    if args.help:
-        print(help_text())
-        return
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
-    if this_process().rank > 0:
-        sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=disabled"]
     try:
-        overrides = _take_old_run(args.overrides, config_name)
-        if not (args.cfg or args.info or args.shell_completion or args.multirun):
-            check(compose_command(overrides, config_name))
-        hydra_main(config_path=CONF, config_name=config_name, version_base="1.3")(job)()
+        args = parse_command(words)
+        if args.help:
+            print(help_text())
+            return DONE
+        composer = composer_of(args, config_name)
+        if args.cfg or args.info or args.shell_completion or args.hydra_help:
+            return _show(args, composer)
+        answer = examine(args, composer)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.code)
+        answer = Answer(words, error.problems, code=error.code)
+    _tell(answer.lines)
+    if answer.code:
+        if answer.debug:
+            _tell(["".join(traceback.format_stack())])
+        return answer.code
+    return _run(job, args, answer, composer)
 
 
 def compose_command(overrides: list[str], config_name: str = "train") -> DictConfig:
-    """The config that these overrides compose, those of from_run first, without Hydra's node."""
-    with initialize_config_dir(CONF, version_base="1.3"):
-        overrides = expand(overrides, lambda old: compose(config_name, overrides=old))
-        return compose(config_name, overrides=overrides)
+    """The config that these overrides compose, those of from_run first, without Hydra's node.
+
+    Raises: what Hydra raises.
+    """
+    composer = Composer(config_name)
+    cfg = composer.compose_all(expand(overrides, composer.compose_all))
+    OmegaConf.set_struct(cfg, False)
+    del cfg["hydra"]
+    OmegaConf.set_struct(cfg, True)
+    return cfg
 
 
-def _take_old_run(typed: list[str], config_name: str) -> list[str]:
-    """The overrides with those of from_run; Hydra, which reads sys.argv, is shown them too."""
-    with initialize_config_dir(CONF, version_base="1.3"):
-        overrides = expand(typed, lambda old: compose(config_name, overrides=old))
-    if overrides != typed:
-        flags = [word for word in sys.argv if word not in typed]
-        first = min(sys.argv.index(word) for word in typed)
-        sys.argv = flags[:first] + overrides + flags[first:]
-    return overrides
+def _show(args: argparse.Namespace, composer: Composer) -> int:
+    """--cfg, --info and the like: Hydra's own, with our words for what cannot be composed."""
+    try:
+        args.overrides = examine_old_run(args, composer)
+        _hydra(lambda cfg: None, args, composer)
+    except ConfigError as error:
+        _tell([problem.line for problem in error.problems])
+        return error.code
+    except REFUSALS as error:
+        problems = composer.compose(args.overrides).problems
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        _tell([problem.line for problem in problems] or [Problem("", None, said).line])
+        return BAD_CONFIG
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else DONE
+    return DONE
+
+
+def examine_old_run(args: argparse.Namespace, composer: Composer) -> list[str]:
+    """The overrides, those of from_run before those typed."""
+    if not any(word.startswith("from_run=") for word in args.overrides):
+        return args.overrides
+    return expand(args.overrides, composer.compose_all)
+
+
+def _run(job: Job, args: argparse.Namespace, answer: Answer, composer: Composer) -> int:
+    """Lets Hydra run the job or the jobs; the code of the first that failed."""
+    outcomes: list[Outcome] = []
+    args.overrides = list(answer.overrides)
+    args.overrides += _quiet_rank()
+    args.multirun = args.multirun or bool(answer.jobs)
+    code = DONE
+    try:
+        _hydra(functools.partial(_attempt, job, outcomes), args, composer)
+    except SweepStopped:
+        pass
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BaseException as error:
+        if not any(outcome.code for outcome in outcomes):
+            code = _end_of(error, answer.debug).code
+    failed = [outcome.code for outcome in outcomes if outcome.code]
+    if args.multirun and outcomes and (failed or code):
+        _tell(table(outcomes))
+    return code or (failed[0] if failed else DONE)
+
+
+def _attempt(job: Job, outcomes: list[Outcome], cfg: DictConfig) -> float | None:
+    """Runs one job; what it raises is kept for the end, so that it ends no other job."""
+    hydra = HydraConfig.get()
+    outcome = Outcome(list(hydra.overrides.task))
+    outcomes.append(outcome)
+    is_sweep = hydra.mode == RunMode.MULTIRUN
+    try:
+        value = job(cfg)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        ended = _end_of(error, bool(cfg.get("debug")), told=is_sweep)
+        outcome.code, outcome.said = ended.code, ended.said
+        if is_sweep and outcome.code in STOPPED:
+            raise SweepStopped from error
+        ours = (
+            hydra.sweeper.get("_target_") == BASIC_SWEEPER
+            and hydra.launcher.get("_target_") == BASIC_LAUNCHER
+        )
+        if is_sweep and not ours:  # a search must know that the trial failed
+            raise JobFailed(outcome.code, outcome.said) from error
+        return None
+    if value is not None:
+        outcome.said = f"{cfg.get('objective')} {value:g}"
+    return value
+
+
+def _end_of(error: BaseException, debug: bool, told: bool = False) -> Outcome:
+    """The code of what a job raised, after it was printed, if nobody has done so yet."""
+    said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if debug and not isinstance(error, JobFailed):
+        traceback.print_exception(error)
+    if isinstance(error, JobFailed):
+        return Outcome([], error.code, said)
+    if isinstance(error, ConfigError):
+        if not told:  # a sweep has announced it
+            _tell([problem.line for problem in error.problems])
+        return Outcome([], error.code, said)
+    if isinstance(error, KeyboardInterrupt):
+        return Outcome([], INTERRUPTED, "interrupted")
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else FAILED
+        return Outcome([], code, f"exit {code}" if code else "done")
+    code = FAILED
+    if isinstance(error, OSError) and error.errno is not None:
+        unusable = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+        code = FOLDER_UNUSABLE if error.errno in unusable else IO_ERROR
+    _tell([Problem("", None, f"{type(error).__name__}: {said}", attempt="debug=true").line])
+    return Outcome([], code, said)
+
+
+def _hydra(task: Job, args: argparse.Namespace, composer: Composer) -> None:
+    """Hydra's own main, on arguments that are parsed already."""
+    version.setbase("1.3")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
+    named = functools.wraps(main)(task)  # Hydra asks where a task was defined
+    args.config_path = None
+    _run_hydra(args, get_args_parser(), named, composer.config_path, composer.config_name)
+
+
+def _quiet_rank() -> list[str]:
+    if this_process().rank == 0:
+        return []
+    return ["hydra.output_subdir=null", "hydra/job_logging=disabled"]
+
+
+def _tell(lines: list[str]) -> None:
+    """Prints on stderr, once per job and not once per rank."""
+    try:
+        is_first = this_process().rank == 0
+    except (ValueError, KeyError):
+        is_first = True
+    if lines and is_first:
+        print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the run will stand on: accelerator, devices, ranks, threads. The only file here with torch."""
+"""What the run will stand on: accelerator, devices, ranks, threads. Imports torch."""
 
 from __future__ import annotations
 

@@ -87,20 +87,18 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The known key that was meant: of another group, of another project, or misspelt."""
     known = list(known)
     head, _, leaf = key.rpartition(".")
-    siblings = [name for name in known if head and name.rpartition(".")[0] == head]
-    found = nearest(key, siblings)
+    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == head]
+    found = nearest(leaf, siblings) if head else None
     if found:
-        return found
+        return f"{head}.{found}"
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if same_leaf:
         return min(same_leaf, key=lambda name: (name.count("."), distance(key, name), name))
     if leaf in ELSEWHERE:
         return ELSEWHERE[leaf]
-    found = nearest(key, known)
-    if found:
-        return found
-    by_leaf = {}
-    for name in sorted(known, key=lambda name: -name.count(".")):
+    # By the last part, so that a long common beginning is no likeness.
+    by_leaf: dict[str, str] = {}
+    for name in sorted(known, key=lambda name: (-name.count("."), -distance(key, name))):
         by_leaf[name.rpartition(".")[2]] = name
     found = nearest(leaf, by_leaf)
     return by_leaf[found] if found else None

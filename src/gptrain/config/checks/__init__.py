@@ -51,16 +51,20 @@ def check(cfg: DictConfig) -> list[Problem]:
     return found
 
 
-def find_problems(cfg: DictConfig) -> list[Problem]:
-    """All problems and warnings of a composed config, with or without Hydra's own node."""
+def find_problems(cfg: DictConfig, cheap: bool = False) -> list[Problem]:
+    """All problems and warnings of a composed config, with or without Hydra's own node.
+
+    Args:
+        cheap: only what needs no torch and reads no file, because the run is refused anyway.
+    """
     run = Run.of(cfg)
     for look in CHEAP:
         look(run)
-    if not run.failed:  # importing torch and reading files is worth it now
+    if not cheap and not run.failed:  # importing torch and reading files is worth it now
         from gptrain.config.checks.machine import check_machine
         from gptrain.config.checks.objects import check_objects
 
         check_machine(run)
         check_objects(run)
         check_contents(run, cfg)
-    return run.problems
+    return run.settle()

@@ -41,8 +41,13 @@ def check_keys(run: Run) -> None:
         if not isinstance(value, dict):
             missing = group not in run.values
             wrong = "missing, the run needs it" if missing else "not a group of keys"
-            attempt = "" if group == "launcher" else f"{group}=<choice>"
-            run.error(group, wrong, attempt=attempt)
+            run.error(group, wrong, attempt="" if group == "launcher" else f"{group}=<choice>")
+            continue
+        if value == {} and group in ("data", "trainer"):
+            run.error(group, "missing, the run needs it", value=None, attempt=f"{group}=<choice>")
+    for item in fields(run.schema):
+        if item.name not in run.values and item.name not in run.wrong:
+            run.error(item.name, "missing, the run needs it", attempt=f"{item.name}=<value>")
     for group in TYPED:
         for key in run.get(group) or {}:
             if f"{group}.{key}" not in RULES:
@@ -63,7 +68,7 @@ def check_keys(run: Run) -> None:
                 )
     for group in ("model", "optimizer", "scheduler", "trainer", "data.train", "data.val"):
         node = run.get(group)
-        if isinstance(node, dict) and "_target_" not in node:
+        if isinstance(node, dict) and node and "_target_" not in node:
             run.error(f"{group}._target_", "missing, nothing says what to build")
     if run.get("profiler") and "_target_" not in run.get("profiler"):
         run.error("profiler", "no _target_", attempt="profiler=simple")
@@ -81,7 +86,7 @@ def answer_unknown(key: str, known: set[str]) -> tuple[str, str]:
     if head == "trainer" and leaf in SET_ELSEWHERE:
         return "no key of the trainer group, it is set elsewhere", SET_ELSEWHERE[leaf]
     near = nearest_key(key, known)
-    return "unknown key" + (f", did you mean {near}?" if near else ""), ""
+    return "unknown key" + (f", did you mean {near}?" if near else ""), "" if near else "--help"
 
 
 def known_keys() -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
@@ -26,6 +27,7 @@ class Run:
         derived: keys whose value was a reference to another key.
         wrong: keys that a rule has already spoken of; others leave them alone.
         schema: the dataclass of the root.
+        unresolved: references that lead nowhere, with the keys that they name.
         hydra: Hydra's own node, unresolved; None inside a job.
         world_size: ranks of the job; None before the machine is known.
     """
@@ -37,6 +39,7 @@ class Run:
     hydra: DictConfig | None = None
     world_size: int | None = None
     problems: list[Problem] = field(default_factory=list)
+    unresolved: list[tuple[Problem, set[str]]] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
 
     @classmethod
@@ -58,7 +61,7 @@ class Run:
             if not isinstance(value, dict) or part not in value:
                 return default
             value = value[part]
-        return default if value is NOTHING or key in self.wrong else value
+        return default if key in self.wrong else value
 
     def has(self, key: str) -> bool:
         """Whether the key is there, whatever its value."""
@@ -91,10 +94,15 @@ class Run:
         """Adds a warning."""
         self.error(key, wrong, code=DONE, **options)
 
+    def settle(self) -> list[Problem]:
+        """All problems; of references only those that name no key that is told already."""
+        own = [one for one, names in self.unresolved if not names & (self.wrong - {one.key})]
+        return [*own, *self.problems]
+
     @property
     def failed(self) -> bool:
         """Whether the config itself is wrong."""
-        return any(problem.code == BAD_CONFIG for problem in self.problems)
+        return any(problem.code == BAD_CONFIG for problem in self.settle())
 
     def targets(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Dotted key and node of all that has a `_target_`."""
@@ -106,17 +114,19 @@ class Run:
             value = node[key]
         except MissingMandatoryValue:
             self.error(path, "required and not set", value=None, attempt=f"{path}=<value>")
-            return NOTHING
+            return None
         except (OmegaConfBaseException, RecursionError, KeyError, ValueError, TypeError) as error:
             raw = OmegaConf.to_container(node, resolve=False)[key]
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if isinstance(error, RecursionError):
                 reason = "it refers to itself"
-            self.error(path, f"cannot be resolved: {reason}", value=raw)
-            return NOTHING
+            problem = Problem(path, show(raw), f"cannot be resolved: {reason}")
+            self.unresolved.append((problem, set(re.findall(r"[\w.]+", str(raw)))))
+            self.wrong.add(path)
+            return None
         if depth > DEEPEST:
             self.error(path, "has no end, it refers to what holds it", value=None)
-            return NOTHING
+            return None
         if refers:
             self.derived.add(path)
         if isinstance(value, DictConfig):

@@ -98,7 +98,8 @@ def _devices(run: Run, name: str) -> None:
         key = "trainer.devices" if n_local > 1 else "trainer.num_nodes"
         run.error(key, "more than one device under strategy=single", attempt="strategy=ddp")
     if name not in ("single", "auto") and n_local * n_nodes == 1:
-        run.warn("strategy", f"{name} on one device spreads nothing", attempt="trainer.devices=2")
+        wrong = "on one device it spreads nothing"
+        run.warn("strategy", wrong, value=name, attempt="trainer.devices=2")
 
 
 def _microbatches(run: Run, name: str) -> None:

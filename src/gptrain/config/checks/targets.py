@@ -15,7 +15,8 @@ from gptrain.config.checks.run import Run
 from gptrain.config.names import nearest
 
 PACKAGES = ("gptrain", "torch", "lightning", "pytorch_lightning", "torchmetrics")
-HYDRA_PACKAGES = ("hydra", "hydra_plugins")  # in Hydra's own node only
+# In Hydra's own node only: itself, its plugins, and what these take as samplers.
+HYDRA_PACKAGES = ("hydra", "hydra_plugins", "optuna", "ax", "nevergrad")
 LOGGING_PACKAGES = ("logging", "colorlog")  # in Hydra's logging only
 STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
 
@@ -72,10 +73,10 @@ def _judge(run: Run, key: str, target: object, allowed: tuple[str, ...]) -> None
             attempt=f"{key}=gptrain.models.SimpleGPT" if key == "model._target_" else "",
         )
         return
-    if any(part.startswith("_") for part in target.split(".")):
-        if not lies_in(target, HYDRA_PACKAGES):  # Hydra's own launcher lies in hydra._internal
-            run.error(key, "names something private", value=target)
-            return
+    private = any(part.startswith("_") for part in target.split("."))
+    if private and not lies_in(target, HYDRA_PACKAGES):  # Hydra's launcher is in hydra._internal
+        run.error(key, "names something private", value=target)
+        return
     if not lies_in(target, allowed):
         near = nearest(target.split(".")[0], allowed)
         run.error(

@@ -245,7 +245,7 @@ WORDS = {
 REMOTE = "ckpt_path"  # its words are for remote values only
 # Keys without which nothing runs; the others may be missing from a user's own yaml.
 NEEDED = {
-    *(key for key in RULES if key.startswith(("trainer.", "strategy.", "checkpoint.", "launcher."))),
+    *(k for k in RULES if k.startswith(("trainer.", "strategy.", "checkpoint.", "launcher."))),
     "data.batch_size", "data.global_batch_size", "data.num_workers",
     "optimizer.lr_scaling", "optimizer.reference_batch_size",
     "scheduler.warmup_steps", "scheduler.total_steps", "scheduler.start_factor",
@@ -285,7 +285,7 @@ def check_values(run: Run) -> None:
         what, allowed, attempt = found
         run.error(key, what, allowed=allowed, attempt=attempt)
     for key in sorted(NEEDED):
-        if not run.has(key) and key not in run.wrong:
+        if not run.has(key) and not run.wrong & {key, key.split(".")[0]}:
             example = RULES[key].example
             run.error(
                 key,
