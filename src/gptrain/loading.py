@@ -37,7 +37,7 @@ def load(run_dir: str | Path, which: str = "best") -> nn.Module:
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
-    config = Path(run_dir) / ".hydra" / "config.yaml"
+    config = Path(run_dir).expanduser() / ".hydra" / "config.yaml"
     if not config.is_file():
         raise FileNotFoundError(f"{run_dir}: no run in this folder, {config} is missing")
     register_resolvers()

@@ -105,7 +105,7 @@ def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoi
 
     Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
     """
-    store, damaged = CheckpointStore(Path(run_dir) / CHECKPOINTS), []
+    store, damaged = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS), []
     if which == "best" and (best := store.best(monitor, "min")) is not None:
         return best
     for step in reversed(store.steps()):

@@ -93,7 +93,7 @@ def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | 
 
     Raises: FileNotFoundError, DamagedCheckpoint.
     """
-    source = Path(source)
+    source = Path(source).expanduser()
     if (source / CHECKPOINTS).is_dir():
         return choose_checkpoint(source, "best", monitor)
     if source.name == STATE_NAME and (source.parent / MANIFEST_NAME).exists():

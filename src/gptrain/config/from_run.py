@@ -11,10 +11,10 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from gptrain.config.compose import REFUSALS
 from gptrain.config.problems import INPUT_NOT_FOUND, ConfigError, Problem
 
 # Where the old run lay and how it went on there; the new one has a folder of its own.
@@ -64,7 +64,7 @@ def read_overrides(run_dir: str) -> list[Override]:
 
     Raises: ConfigError with code 66 if there is no run in that folder.
     """
-    file = Path(run_dir) / ".hydra" / "overrides.yaml"
+    file = Path(run_dir).expanduser() / ".hydra" / "overrides.yaml"
     if not file.is_file():
         wrong = f"no run in this folder, {file.parent.name}/{file.name} is missing"
         raise ConfigError([Problem("from_run", run_dir, wrong, code=INPUT_NOT_FOUND)])
@@ -77,21 +77,21 @@ def _find_refused(old: list[Override], compose: Callable[[list[str]], object]) -
     try:
         compose([override.input_line for override in old])
         return {}
-    except HydraException:
+    except REFUSALS:
         pass  # one by one: the first that is refused hides the others
     good, refused = [], {}
     for override in old:
         try:
             compose([*good, override.input_line])
             good.append(override.input_line)
-        except HydraException as error:
+        except REFUSALS as error:
             refused[override.input_line] = (
                 f"was started with {override.input_line}, {_reason(error)}"
             )
     return refused
 
 
-def _reason(error: HydraException) -> str:
-    if isinstance(error.__cause__, ConfigAttributeError | ConfigKeyError):
+def _reason(error: Exception) -> str:
+    if isinstance(error.__cause__ or error, ConfigAttributeError | ConfigKeyError):
         return "a key that no longer exists"
     return f"which is refused now: {str(error).splitlines()[0]}"
