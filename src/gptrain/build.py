@@ -241,6 +241,7 @@ def build_report(
         cfg.run_dir,
         {label: " · ".join(parts) for label, parts in lines.items()},
         lengths.step_tokens,
+        OmegaConf.to_container(cfg, resolve=True),
         unigram_entropy=getattr(val, "unigram_entropy", None),
     )
 

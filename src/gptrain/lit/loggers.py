@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.logger import _flatten_dict
 from lightning.pytorch import loggers as pl_loggers
+from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,18 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         super().__init__(save_dir=save_dir, name="", version="", default_hp_metric=False)
 
     log_metrics = survives_trouble(pl_loggers.TensorBoardLogger.log_metrics)
-    log_hyperparams = survives_trouble(pl_loggers.TensorBoardLogger.log_hyperparams)
+
+    @survives_trouble
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
+        """Fills the HPARAMS tab at the start of a run; its metric is val/loss as logged later."""
+        from torch.utils.tensorboard.summary import hparams  # seconds, so not at import
+
+        super().log_hyperparams(params)
+        flat = self._sanitize_params(_flatten_dict(params, delimiter="."))
+        for summary in hparams(flat, {"val/loss": math.nan}):
+            self.experiment._get_file_writer().add_summary(summary)
+
     save = survives_trouble(pl_loggers.TensorBoardLogger.save)
 
     def finalize(self, status: str) -> None:

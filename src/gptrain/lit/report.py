@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.module import LanguageModel
 from gptrain.resilience.status import write_result
 
@@ -24,6 +25,7 @@ class Report:
         run_dir: the run folder.
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
+        hyper_parameters: the whole config, for the loggers.
         unigram_entropy: of the validation text in nats per byte, the loss of a net that knows only
             how frequent each byte is; None where the data is no text.
     """
@@ -33,20 +35,24 @@ class Report:
         run_dir: str,
         lines: dict[str, str],
         step_tokens: int,
+        hyper_parameters: dict[str, Any],
         unigram_entropy: float | None = None,
     ):
         self.run_dir, self.lines = Path(run_dir), lines
         self.step_tokens, self.unigram_entropy = step_tokens, unigram_entropy
+        self.hyper_parameters = hyper_parameters
         self.start_s = time.perf_counter()
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Prints what will run, with what, on how much, and where to."""
+        """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
         self.start_s = time.perf_counter()
         if trainer.is_global_zero:
             for label, line in self.lines.items():
                 log.info("%-9s %s", label, line)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(self.hyper_parameters)
 
-    def end(self, trainer: pl.Trainer, best: Path | None = None) -> dict[str, float]:
+    def end(self, trainer: pl.Trainer) -> dict[str, float]:
         """Prints the result and what to type next, and writes result.json; returns the metrics."""
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         if isinstance(trainer.lightning_module, LanguageModel):
@@ -54,6 +60,7 @@ class Report:
         if not trainer.is_global_zero:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
+        best = best_checkpoint(trainer)
         if not trainer.fast_dev_run:
             write_result(
                 self.run_dir,
@@ -85,8 +92,14 @@ class Report:
         if trainer.fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
         folder = shlex.quote(str(self.run_dir))
-        board = f"tensorboard --logdir {folder}"
-        if best is None:
-            return board
-        test = f"python train.py task=test ckpt_path={shlex.quote(str(best))}"
-        return f"{test} (with the options of this run) · {board}"
+        test = f"python train.py from_run={folder} task=test · " if best else ""
+        return f"{test}tensorboard --logdir {folder}"
+
+
+def best_checkpoint(trainer: pl.Trainer) -> Path | None:
+    """The checkpoint with the lowest monitored metric, if this run keeps any."""
+    for part in trainer.callbacks:
+        if isinstance(part, Checkpoints):
+            found = part.store.best(part.monitor, "min")
+            return None if found is None else found.path
+    return None
