@@ -35,7 +35,7 @@ MAY_IMPORT = {
         "plan",
         "resilience",
     },
-    "launch": {"config", "resume", "parallel", "plan", "resilience"},
+    "launch": {"config", "resume", "data", "parallel", "plan", "resilience"},
 }
 FRONT_VERBS = {"bench", "chaos", "export", "loading"}  # may import anything but each other
 FOREIGN = {"lightning": {"lit", "build"}, "hydra": {"config", "build", "recipe", "launch"}}

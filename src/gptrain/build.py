@@ -21,7 +21,7 @@ from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import spread_net
 from gptrain.lit.trainer import NoProfiler, leave_signals_to_us, trim_step
-from gptrain.parallel.group import after_rank_0, start_group
+from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
 from gptrain.plan import degrees
 from gptrain.recipe import (
     Lengths,
@@ -34,7 +34,7 @@ from gptrain.recipe import (
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.store import CheckpointStore
-from gptrain.resume import find_checkpoint, identity
+from gptrain.resume import check_data, identity
 from gptrain.weights import start_from
 
 # Arguments of the Trainer that the batch arithmetic has already turned into steps.
@@ -43,6 +43,8 @@ TRAINER_KEYS = {
     "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "val_check_interval",
     "check_val_every_n_epoch",
 }  # fmt: skip
+PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
+STARTING_S = 600.0  # from there to the first step, on a slow file system
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
 
@@ -79,10 +81,15 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         machine.world_size,
         cfg.strategy.timeout_s,
     )
-    train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank)
+    beat = guard.heartbeat.beat if guard is not None else lambda **_: None
+    beat(phase="data", allow_s=PREPARING_S)
+    train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
+    beat(phase="build", allow_s=STARTING_S)
     lengths = plan_lengths(cfg, len(train), len(train[0][0]), split.data)
 
-    checkpoint = find_checkpoint(cfg)
+    start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
+    checkpoint = None if start is None else Path(start)
+    check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     torch.manual_seed(cfg.seed)
     net, strategy = spread_net(
         partial(build_net, cfg),
@@ -117,7 +124,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    trainer = build_trainer(cfg, machine, strategy, lengths, guard)
+    trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
     trim_step(trainer, module)
     report = build_report(cfg, module, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, checkpoint)
@@ -142,7 +149,12 @@ def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
 
 
 def build_trainer(
-    cfg: DictConfig, machine: Machine, strategy: Strategy, lengths: Lengths, guard: Guard | None
+    cfg: DictConfig,
+    machine: Machine,
+    strategy: Strategy,
+    lengths: Lengths,
+    guard: Guard | None,
+    train: torch.utils.data.Dataset,
 ) -> pl.Trainer:
     """Lightning's Trainer over one long epoch: the run's steps, whatever the passes over the data.
 
@@ -162,11 +174,10 @@ def build_trainer(
         precision=resolve_precision(cfg, machine),
         strategy=strategy,
         max_epochs=1,
-        max_steps=-1 if lengths.n_steps is None else lengths.n_steps,
         accumulate_grad_batches=lengths.batch.accumulate,
         val_check_interval=lengths.validate_every * lengths.batch.accumulate,
         check_val_every_n_epoch=None,
-        callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard)],
+        callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard, train)],
         logger=loggers,
         plugins=[StoreIO()],
         profiler=instantiate(cfg.profiler) if cfg.profiler else NoProfiler(),
@@ -177,17 +188,22 @@ def build_trainer(
     return leave_signals_to_us(trainer)
 
 
-def build_callbacks(cfg: DictConfig, lengths: Lengths, guard: Guard | None) -> list[pl.Callback]:
+def build_callbacks(
+    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: torch.utils.data.Dataset
+) -> list[pl.Callback]:
     """What every run needs, whatever the callbacks group holds: log, bar, checkpoints, guard."""
     bar = ProgressBar() if cfg.trainer.enable_progress_bar else None
     log = StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
-    checkpoints = build_checkpoints(cfg, lengths, guard) if keeps else None
-    guarded = Guarded(guard, checkpoints) if guard is not None else None
+    checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
+    compiles = cfg.model.compile != "none"
+    guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
     return [callback for callback in (log, bar, checkpoints, guarded) if callback is not None]
 
 
-def build_checkpoints(cfg: DictConfig, lengths: Lengths, guard: Guard | None) -> Checkpoints:
+def build_checkpoints(
+    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: torch.utils.data.Dataset
+) -> Checkpoints:
     """The callback that saves; long saves give signs of life."""
     store = CheckpointStore(
         Path(cfg.run_dir) / "checkpoints",
@@ -196,7 +212,8 @@ def build_checkpoints(cfg: DictConfig, lengths: Lengths, guard: Guard | None) ->
     )
     return Checkpoints(
         store,
-        identity(cfg, lengths.batch.global_batch_size),
+        identity(cfg, lengths.batch.global_batch_size)
+        | {"data": getattr(train, "fingerprint", None)},
         every_n_steps=cfg.checkpoint.every_n_steps,
         keep=cfg.checkpoint.keep,
         monitor=cfg.checkpoint.monitor,

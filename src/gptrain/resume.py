@@ -8,42 +8,75 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.config.problems import (
+    BAD_DATA,
+    FOLDER_UNUSABLE,
+    INPUT_NOT_FOUND,
+    ConfigError,
+    Problem,
+)
+from gptrain.plan import degrees, plan_batch
 from gptrain.resilience.manifest import (
+    MANIFEST_NAME,
     Checkpoint,
     DamagedCheckpoint,
     NoGoodCheckpoint,
     folder_name,
+    read_manifest,
 )
+from gptrain.resilience.status import RESULT_NAME
 from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
+
 CHECKPOINTS = "checkpoints"  # of a run folder
 # Groups of which every key decides what is computed, and the few that do not.
 DECISIVE = ("model", "data", "optimizer", "scheduler")
 INDIFFERENT = {
     "data.num_workers",
     "data.batch_size",  # may change where data.global_batch_size stays
-    "data.global_batch_size",
-    "model.compile",
-    "model.activation_checkpointing",
+    "data.global_batch_size",  # the number that comes out counts, not how it was asked for
+    "data.val.seed",  # follows from seed
     "data.train.cache_dir",
     "data.val.cache_dir",
+    "model.compile",
+    "model.activation_checkpointing",
 }
 
 
-def identity(cfg: DictConfig, global_batch_size: int, data: str | None = None) -> dict[str, Any]:
-    """Flat key -> value of all that must stay the same for a resume to be exact.
+def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
+    """Flat key -> value of all that a config says and that must not change for an exact resume.
+
+    Keys inside data.train and data.val that only repeat a key of data or model are left out.
 
     Args:
         global_batch_size: sequences per optimizer step, however they are divided.
-        data: fingerprint of the training data, where it has one.
     """
-    facts = {"seed": cfg.seed, "data.global_batch_size": global_batch_size, "data": data}
+    facts = {"seed": cfg.seed, "data.global_batch_size": global_batch_size}
     for group in DECISIVE:
         node = OmegaConf.to_container(cfg[group], resolve=True)
         facts |= {key: value for key, value in _flat(node, group) if key not in INDIFFERENT}
-    return facts
+    return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
+
+
+def count_sequences(cfg: DictConfig, world_size: int) -> int:
+    """Sequences per optimizer step over this many ranks."""
+    strategy = cfg.strategy
+    split = degrees(
+        strategy.name, world_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
+    )
+    asked, accumulate = cfg.data.global_batch_size, cfg.trainer.accumulate_grad_batches
+    return plan_batch(cfg.data.batch_size, asked, accumulate, split.data).global_batch_size
+
+
+def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) -> list[Problem]:
+    """What this config says otherwise than the one that was saved, as far as it matters."""
+    now = identity(cfg, global_batch_size)
+    saved = {key: value for key, value in saved.items() if key != "data"}  # see check_data
+    if cfg.task != "fit":  # an evaluation needs the same net, and nothing else
+        saved = {key: value for key, value in saved.items() if key.startswith("model.")}
+        now = {key: value for key, value in now.items() if key.startswith("model.")}
+    return changes(saved, now, cfg.allow_changes)
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> list[Problem]:
@@ -53,7 +86,7 @@ def changes(saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> l
             key,
             now.get(key),
             f"the checkpoint was made with {saved.get(key)}",
-            attempt=f"the value of the checkpoint, or allow_changes=[{key}]",
+            attempt=f"that value, or allow_changes=[{key}]",
         )
         for key in sorted(saved.keys() | now.keys())
         if saved.get(key) != now.get(key)
@@ -61,40 +94,43 @@ def changes(saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> l
     ]
 
 
-def find_checkpoint(cfg: DictConfig) -> Path | None:
-    """The folder that ckpt_path names, verified; None for a fresh run.
+def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Path | None:
+    """The folder that ckpt_path names, every byte of it verified; None for a fresh run.
 
     To evaluate an old run by its folder, `best` (where nothing is said) and `last` are that run's.
+    Call it in one process, under the run lock, before any rank starts.
 
-    Raises: ConfigError with code 65 (damaged) or 66 (not found).
+    Args:
+        run_id: of the run folder; checkpoints of another run are not taken for its own.
+    Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
+        fresh run where one has been.
     """
+    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS, run_id)
     evaluates_old = cfg.task != "fit" and cfg.from_run is not None
     if cfg.ckpt_path is None and not evaluates_old:
+        _refuse_used_folder(cfg, store)
         return None
-    folder = Path(cfg.run_dir) / CHECKPOINTS
     try:
         if evaluates_old and cfg.ckpt_path in (None, "best", "last"):
             which = cfg.ckpt_path or "best"
-            return choose_checkpoint(cfg.from_run, which, cfg.checkpoint.monitor).path
-        if cfg.ckpt_path == "last":
-            found = CheckpointStore(folder).newest_good()
-            return found.path if found else None
-        if cfg.ckpt_path == "best":
-            found = CheckpointStore(folder).best(cfg.checkpoint.monitor, "min")
-            if found is None:
-                raise _not_found(cfg, f"no checkpoint with {cfg.checkpoint.monitor} in {folder}")
-            return found.path
-        path = Path(cfg.ckpt_path)
-        path = path.parent if path.is_file() and (path.parent / "manifest.json").exists() else path
-        if not path.exists():
-            raise _not_found(cfg, "no such file or folder")
-        return CheckpointStore(path.parent).verify(path).path
+            found = choose_checkpoint(cfg.from_run, which, cfg.checkpoint.monitor)
+        else:
+            found = _named(cfg, store)
     except (DamagedCheckpoint, NoGoodCheckpoint) as error:
         problem = Problem("ckpt_path", cfg.ckpt_path, str(error), code=BAD_DATA)
         raise ConfigError([problem]) from error
     except FileNotFoundError as error:
         problem = Problem("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND)
         raise ConfigError([problem]) from error
+    if found is None:
+        log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
+        return None
+    batch = count_sequences(cfg, world_size)
+    if problems := differences(cfg, found.manifest["config"], batch):
+        raise ConfigError(problems)
+    if cfg.task == "fit":
+        log.info("%-9s from step %d: %s", "resume", found.step, found.path)
+    return found.path
 
 
 def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoint:
@@ -123,11 +159,66 @@ def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoi
     raise FileNotFoundError(f"no checkpoint in {store.folder}")
 
 
+def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
+    """Raises ConfigError where the content of the training data is not what it was."""
+    if checkpoint is None or cfg.task != "fit":
+        return
+    saved = read_manifest(checkpoint)["config"].get("data")
+    if problems := changes({"data": saved}, {"data": fingerprint}, cfg.allow_changes):
+        raise ConfigError(problems)
+
+
+def _named(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | None:
+    if cfg.ckpt_path == "last":
+        store.clean()
+        return store.newest_good()
+    if cfg.ckpt_path == "best":
+        found = store.best(cfg.checkpoint.monitor, "min")
+        if found is None:
+            raise _not_found(cfg, f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}")
+        return found
+    path = checkpoint_folder(cfg.ckpt_path)
+    if not path.exists():
+        raise _not_found(cfg, "no such file or folder")
+    return CheckpointStore(path.parent).verify(path)
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """The checkpoint that a path means: its folder, or a file of it."""
+    path = Path(path).expanduser()
+    return path.parent if path.is_file() and (path.parent / MANIFEST_NAME).exists() else path
+
+
 def _not_found(cfg: DictConfig, wrong: str) -> ConfigError:
     problem = Problem(
         "ckpt_path", cfg.ckpt_path, wrong, attempt="ckpt_path=last", code=INPUT_NOT_FOUND
     )
     return ConfigError([problem])
+
+
+def _refuse_used_folder(cfg: DictConfig, store: CheckpointStore) -> None:
+    if cfg.task != "fit" or cfg.trainer.fast_dev_run:
+        return
+    steps, result = store.steps(), Path(cfg.run_dir) / RESULT_NAME
+    if not steps and not result.exists():
+        return
+    held = f"a run that was saved at step {steps[-1]}" if steps else "a run that is done"
+    problem = Problem(
+        "run_dir",
+        cfg.run_dir,
+        f"holds {held}; a fresh one would mix with it",
+        attempt="ckpt_path=last to go on with it, or another run_dir",
+        code=FOLDER_UNUSABLE,
+    )
+    raise ConfigError([problem])
+
+
+def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
+    part, _, name = key.rpartition(".")
+    if part not in ("data.train", "data.val", "data.test"):
+        return False
+    sources = (f"data.{name}", f"model.{name}", name)
+    return any(source in facts and facts[source] == value for source in sources)
 
 
 def _flat(node: Any, prefix: str) -> list[tuple[str, Any]]:

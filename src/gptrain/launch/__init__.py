@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.config.problems import FOLDER_UNUSABLE, JobFailed
 from gptrain.config.process import this_process
 from gptrain.resilience.lock import RunFolderHeld, RunLock
-from gptrain.resilience.status import clear_status
+from gptrain.resilience.signals import StopFlag
 
 __all__ = ["run"]
 
@@ -25,25 +26,25 @@ def run(train: Callable, cfg: DictConfig) -> dict[str, float]:
 
     Raises:
         JobFailed: with the exit code, after the reason has been printed.
+        ConfigError: it does not fit what is in its folder; nothing was started or changed.
     """
-    from gptrain.config.machine import find_machine  # torch
+    composed, cfg, process = cfg, settle(cfg), this_process()
+    with StopFlag() as stop:
+        from gptrain.config.machine import find_machine  # torch
 
-    cfg = settle(cfg)
-    process, machine = this_process(), find_machine(cfg)
-    try:
-        with RunLock(cfg.run_dir) if process.rank == 0 else nullcontext():
-            if process.rank == 0:
-                clear_status(cfg.run_dir)
-            if process.is_rank or machine.n_local == 1:
-                from gptrain.launch.rank import run_rank
+        machine = find_machine(cfg)
+        if process.rank > 0:  # rank 0 holds the folder, and tells where to start
+            return _in_this_process(train, cfg, stop)
+        with _held_folder(cfg) as lock:
+            from gptrain.launch.start import keep_config, prepare
 
-                return run_rank(train, cfg)
+            prepare(cfg, lock.run_id, machine.world_size)
+            keep_config(cfg.run_dir, composed)
+            if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
+                return _in_this_process(train, cfg, stop)
             from gptrain.launch.local import supervise
 
-            return supervise(train, cfg, machine.n_local)
-    except RunFolderHeld as held:
-        print(f"error: run_dir={held}", flush=True)
-        raise JobFailed(FOLDER_UNUSABLE, str(held)) from held
+            return supervise(train, cfg, machine, lock.run_id, stop)
 
 
 def settle(cfg: DictConfig) -> DictConfig:
@@ -53,3 +54,29 @@ def settle(cfg: DictConfig) -> DictConfig:
     cfg.run_dir = str(Path(HydraConfig.get().runtime.output_dir))
     OmegaConf.resolve(cfg)
     return cfg
+
+
+def _in_this_process(train: Callable, cfg: DictConfig, stop: StopFlag) -> dict[str, float]:
+    from gptrain.launch.rank import leave, run_rank
+
+    try:
+        return run_rank(train, cfg, stop=stop)
+    except JobFailed as failure:
+        if this_process().is_rank:
+            leave(failure.code)
+        raise
+
+
+@contextmanager
+def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
+    """The run folder, held; it is free again when the process ends, however that ends."""
+    lock = RunLock(cfg.run_dir)
+    try:
+        lock.acquire()
+    except (RunFolderHeld, OSError) as error:
+        print(f"error: run_dir={error}", file=sys.stderr, flush=True)
+        raise JobFailed(FOLDER_UNUSABLE, str(error)) from error
+    try:
+        yield lock
+    finally:
+        lock.release()

@@ -15,10 +15,12 @@ from omegaconf import DictConfig
 from gptrain.config import problems
 from gptrain.data.errors import DataError
 from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.ends import NonFinite, Preempted
+from gptrain.resilience.ends import FolderFull, NonFinite, Preempted
 from gptrain.resilience.store import CheckpointStore
 
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+# Of gloo and nccl, about a rank that is gone.
+PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
 
 
@@ -27,7 +29,7 @@ class Ending:
     """What became of one rank.
 
     Attributes:
-        cause: one word: preempted, nonfinite, hang, config, data, disk, interrupted, error.
+        cause: one word: preempted, nonfinite, hang, config, data, disk, interrupted, peer, error.
         line: for a person, one line.
         trace: the traceback, where only the code can explain it.
     """
@@ -53,10 +55,14 @@ def classify(error: BaseException) -> Ending:
         unwritable = error.errno in UNWRITABLE
         code = problems.FOLDER_UNUSABLE if unwritable else problems.IO_ERROR
         return Ending(code, "disk", f"error: {error}")
+    if isinstance(error, FolderFull):
+        return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {error}")
     if isinstance(error, KeyboardInterrupt):
         return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
     if isinstance(error, RuntimeError) and any(words in str(error) for words in TIMED_OUT):
         return Ending(problems.HUNG, "hang", f"error: a collective timed out: {first_line(error)}")
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE):
+        return Ending(problems.FAILED, "peer", f"error: another rank is gone: {first_line(error)}")
     return Ending(problems.FAILED, "error", f"error: {first_line(line)}", traceback.format_exc())
 
 

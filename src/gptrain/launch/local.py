@@ -18,23 +18,29 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from gptrain.config import problems
+from gptrain.config.machine import Machine
 from gptrain.launch.ending import newest_checkpoint, resume_command
 from gptrain.launch.rank import BEATS_VARIABLE, rank_process
+from gptrain.launch.restarts import FRUITLESS_STARTS
+from gptrain.launch.start import choose_start
 from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.resilience.ends import Preempted
 from gptrain.resilience.heartbeat import StallWatch
-from gptrain.resilience.signals import StopFlag
-from gptrain.resilience.status import clear_status, read_status, write_status
+from gptrain.resilience.signals import StopFlag, hold_back
+from gptrain.resilience.status import read_status, write_status
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
 GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
-FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
+START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
 WORTH_A_RESTART = (problems.FAILED, problems.HUNG)
 
 
-def supervise(train: Callable, cfg: DictConfig, n_ranks: int) -> dict[str, float]:
-    """Runs one job in n_ranks processes of this machine and returns its metrics.
+def supervise(
+    train: Callable, cfg: DictConfig, machine: Machine, run_id: str, stop: StopFlag
+) -> dict[str, float]:
+    """Runs one job in a process per device of this machine and returns its metrics.
 
     Each rank gets the environment that torchrun would give it, so it cannot tell the difference;
     but the ranks meet at a file, not at a port. A lost rank is worth a restart of all from the
@@ -43,23 +49,15 @@ def supervise(train: Callable, cfg: DictConfig, n_ranks: int) -> dict[str, float
     Raises:
         JobFailed: with the exit code.
     """
-    best_step, fruitless = -1, 0
-    with StopFlag() as stop:
-        for attempt in range(cfg.launcher.max_restarts + 1):
-            code = run_once(train, cfg, n_ranks, stop)
-            if code not in WORTH_A_RESTART or stop or attempt == cfg.launcher.max_restarts:
-                break
-            newest = newest_checkpoint(cfg.run_dir)
-            step = int(newest.name.removeprefix("step-")) if newest else -1
-            fruitless = 0 if step > best_step else fruitless + 1
-            best_step = max(step, best_step)
-            if fruitless == FRUITLESS_STARTS:
-                log.warning("warning: %d starts got no further than step %d", fruitless, step)
-                break
-            log.warning("warning: restart %d, from step %d", attempt + 1, max(step, 0))
-            clear_status(cfg.run_dir)
-            if newest is not None:
-                cfg.ckpt_path = "last"
+    left = cfg.launcher.max_restarts
+    while (code := run_once(train, cfg, machine.n_local, stop)) in WORTH_A_RESTART:
+        if stop or left == 0:
+            break
+        if not choose_start(cfg, run_id, machine.world_size, again=True):
+            log.warning("warning: %d starts in a row got no further", FRUITLESS_STARTS)
+            break
+        left -= 1
+        log.warning("warning: started again, %d more times at most", left)
     if code != problems.DONE:
         raise problems.JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
     result = Path(cfg.run_dir) / "result.json"
@@ -80,14 +78,16 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
             "MASTER_PORT": "0",
             "GROUP_RANK": "0",
         }
-        spawn = multiprocessing.get_context("spawn")
-        ranks = []
-        for rank in range(n_ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            arguments = (train, cfg, HydraConfig.instance().cfg, environment | place, os.getpid())
-            ranks.append(spawn.Process(target=rank_process, args=arguments, name=f"rank {rank}"))
-            ranks[-1].start()
+        start, ranks = multiprocessing.get_context(START_METHOD), []
         try:
+            for rank in range(n_ranks):
+                place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                arguments = (train, cfg, HydraConfig.instance().cfg, place, os.getpid())
+                ranks.append(
+                    start.Process(target=rank_process, args=arguments, name=f"rank {rank}")
+                )
+                with hold_back():  # a signal waits until the rank can take it as a wish
+                    ranks[-1].start()
             watch(cfg, ranks, stop, Path(folder) / "beats")
         finally:
             for rank in ranks:
@@ -114,7 +114,9 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
         stalled = [] if failed else stalls.stalled()
         if failed:
             deadline_s = time.monotonic() + GRACE_S
-            if ranks[failed[0]].exitcode < 0 and not stop:
+            if ranks[failed[0]].exitcode == problems.PREEMPTED and not stop:
+                stop.set("a rank")  # asked alone, and left before the ranks could talk
+            elif ranks[failed[0]].exitcode < 0 and not stop:
                 tell_of_loss(cfg, failed[0], ranks[failed[0]])
         elif stalled:
             deadline_s = time.monotonic() + LINGER_S
@@ -135,7 +137,9 @@ def tell_of_loss(cfg: DictConfig, index: int, rank: BaseProcess) -> None:
     tell(cfg, "killed", problems.FAILED, index, None, line)
 
 
-def tell(cfg: DictConfig, cause: str, code: int, rank: int, step: int | None, line: str) -> None:
+def tell(
+    cfg: DictConfig, cause: str, code: int, rank: int | None, step: int | None, line: str
+) -> None:
     """Says it on stderr and in status.json, over what other ranks made of it."""
     print(line, file=sys.stderr, flush=True)
     write_status(
@@ -159,6 +163,7 @@ def job_code(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag) -> int:
     status = read_status(cfg.run_dir)
     if status is not None and status["exit_code"]:
         return status["exit_code"]
-    if stop:  # asked to stop before any rank had anything to save
+    if stop:  # before any rank had anything to save
+        tell(cfg, "preempted", problems.PREEMPTED, None, None, str(Preempted()))
         return problems.PREEMPTED
     return next((code for code in codes if code > 0), problems.FAILED)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
@@ -17,16 +19,25 @@ from gptrain.config import problems
 from gptrain.config.process import this_process
 from gptrain.config.schema import register
 from gptrain.launch.ending import Ending, classify, newest_checkpoint, resume_command
+from gptrain.launch.start import BEATS_NAME
 from gptrain.resilience.guard import Guard
+from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import write_status
 from gptrain.resilience.watchdog import die_with_parent
 
 log = logging.getLogger(__name__)
 BEATS_VARIABLE = "GPTRAIN_BEATS"  # folder of the ranks' signs of life
+IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
+PEERS_WORD_S = 1.0  # a rank that failed has written its status before its connections close
 
 
-def run_rank(train: Callable, cfg: DictConfig, parent_pid: int | None = None) -> dict[str, float]:
+def run_rank(
+    train: Callable, cfg: DictConfig, parent_pid: int | None = None, stop: StopFlag | None = None
+) -> dict[str, float]:
     """Runs `train` in this process, guarded; the first rank that fails tells how and why.
+
+    Args:
+        parent_pid: the supervisor that must live.   stop: the flag of this process, if it has one.
 
     Raises:
         JobFailed: with the exit code.
@@ -34,7 +45,7 @@ def run_rank(train: Callable, cfg: DictConfig, parent_pid: int | None = None) ->
     rank = this_process().rank
     guard = Guard(
         cfg.run_dir,
-        os.environ.get(BEATS_VARIABLE, Path(cfg.run_dir) / ".beats"),
+        os.environ.get(BEATS_VARIABLE, Path(cfg.run_dir) / BEATS_NAME),
         rank=rank,
         timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
         parent_pid=parent_pid,
@@ -42,14 +53,17 @@ def run_rank(train: Callable, cfg: DictConfig, parent_pid: int | None = None) ->
             "checkpoint": newest_checkpoint(cfg.run_dir),
             "resume": resume_command(cfg),
         },
+        stop=stop,
     )
     try:
         with guard:
+            guard.leave_if_asked()
+            guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
             metrics = train(cfg, guard)
-    except problems.JobFailed:
-        raise
     except BaseException as error:  # whatever ends a rank must end the job, with a word about it
         ending = classify(error)
+        if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
+            time.sleep(PEERS_WORD_S)
         if tell(cfg, rank, guard.heartbeat.step, ending) or cfg.debug:
             show(cfg, ending)
         raise problems.JobFailed(ending.code, ending.line) from error
@@ -110,8 +124,12 @@ def rank_process(
         run_rank(train, cfg, parent_pid)
     except problems.JobFailed as failure:
         code = failure.code
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank, but not by sys.exit: destructors of a process group wait for lost ranks."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: other ranks may be gone, and destructors of a process group wait for them.
     os._exit(code)

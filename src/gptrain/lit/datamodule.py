@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
-from gptrain.resilience.signals import ignore_in_worker
+from gptrain.resilience.signals import hold_back, ignore_in_worker
 
 ENDLESS = 2**40  # micro-batches: more than any run takes
 
@@ -77,7 +77,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._loader(PaddedDataset(dataset), batches)
 
     def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> DataLoader:
-        return DataLoader(
+        return Loader(
             dataset,
             batch_sampler=batches,
             generator=torch.Generator(),  # its own: the loader's seeds leave the run's RNG alone
@@ -87,6 +87,14 @@ class TextDataModule(pl.LightningDataModule):
             persistent_workers=self.num_workers > 0,
             worker_init_fn=ignore_in_worker if self.num_workers else None,
         )
+
+
+class Loader(DataLoader):
+    """Whose workers no signal ends before they have said that they ignore it."""
+
+    def _get_iterator(self) -> Iterator:
+        with hold_back():
+            return super()._get_iterator()
 
 
 class RunBatches:

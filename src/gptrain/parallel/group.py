@@ -64,6 +64,15 @@ def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float = 86400.0) -
     return make()
 
 
+def from_rank_0(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 def stop_group() -> None:
     """Leaves the job's ranks."""
     if dist.is_initialized():

@@ -5,12 +5,20 @@ class Preempted(Exception):
     """The run was asked to stop, saved itself and left; the same command goes on with it.
 
     Attributes:
-        step: optimizer steps that are done and saved.
+        step: optimizer steps that are done and saved; None where there was nothing to save.
     """
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"asked to stop: saved at step {step}")
+    def __init__(self, step: int | None = None) -> None:
+        super().__init__(
+            "asked to stop: there was nothing to save"
+            if step is None
+            else f"asked to stop: saved at step {step}"
+        )
         self.step = step
+
+
+class FolderFull(Exception):
+    """There is no room for what the run will write; found out before its first step."""
 
 
 class NonFinite(Exception):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from gptrain.resilience.ends import Preempted
 from gptrain.resilience.heartbeat import Heartbeat
 from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.watchdog import Watchdog
@@ -21,6 +22,7 @@ class Guard:
         timeout_s: without a sign of life the rank is hung.
         parent_pid: the supervisor that must live; None where nobody started this process.
         about: what to add to the status of a hang.
+        stop: the flag, where this process has one already.
     """
 
     def __init__(
@@ -32,8 +34,9 @@ class Guard:
         timeout_s: float,
         parent_pid: int | None = None,
         about: Callable[[], dict] = dict,
+        stop: StopFlag | None = None,
     ) -> None:
-        self.stop = StopFlag()
+        self.stop = StopFlag() if stop is None else stop
         self.heartbeat = Heartbeat(beats, rank)
         self._watchdog = Watchdog(
             self.heartbeat, run_dir, timeout_s=timeout_s, parent_pid=parent_pid, about=about
@@ -46,6 +49,11 @@ class Guard:
             stack.enter_context(self._watchdog)
             self._stack = stack.pop_all()
         return self
+
+    def leave_if_asked(self) -> None:
+        """Where nothing of this start is worth saving. Raises: Preempted."""
+        if self.stop:
+            raise Preempted
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)

@@ -13,6 +13,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by USR1
 EXIT_INTERRUPTED_TWICE = 130
@@ -44,7 +46,7 @@ class StopFlag:
         self.signal = self.signal or reason
 
     def install(self) -> "StopFlag":
-        """Take the signals; again, to take them back from a later handler."""
+        """Take the signals, those held back included; again, to take them back from others."""
         for number in SIGNALS:
             previous = signal.signal(number, self._handle)
             self._previous.setdefault(number, previous)
@@ -57,6 +59,7 @@ class StopFlag:
             threading.Thread(
                 target=_count_interrupts, args=(reader,), name="interrupts", daemon=True
             ).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     def restore(self) -> None:
@@ -80,6 +83,20 @@ class StopFlag:
 
     def _handle(self, number: int, _frame: object) -> None:
         self.set(signal.Signals(number).name)
+
+
+@contextmanager
+def hold_back() -> Iterator[None]:
+    """No stop signal reaches this thread, nor the processes that it starts meanwhile.
+
+    A child keeps them waiting until it has handlers of its own: there is no moment at which a
+    signal would simply end it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_in_worker(_worker_id: int = 0) -> None:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.world import check_steps, global_batch
-from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND
 
 TEXT = "gptrain.data.TextDataset.from_corpus"
 TOKENS = "gptrain.data.TokenDataset"
@@ -195,21 +195,15 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
     if path is None or path in ("last", "best"):
         return  # of the run folder: looked for under its lock, when the job runs
     from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
-    from gptrain.resume import changes, find_checkpoint, identity
+    from gptrain.resume import checkpoint_folder, differences
 
     try:
-        found = find_checkpoint(cfg)
-        saved = read_manifest(found)["config"] if found else None
-    except ConfigError as error:
-        run.problems += error.problems
-        return
+        saved = read_manifest(checkpoint_folder(path))["config"]
     except (DamagedCheckpoint, OSError) as error:
         run.error("ckpt_path", str(error), code=BAD_DATA)
         return
-    batch = global_batch(run)
-    if saved and batch and run.get("task") == "fit":
-        now = identity(cfg, batch.global_batch_size, saved.get("data"))
-        run.problems += changes(saved, now, run.get("allow_changes") or [])
+    if batch := global_batch(run):
+        run.problems += differences(cfg, saved, batch.global_batch_size)
 
 
 def _newest_checkpoint(run: Run) -> Path | None:

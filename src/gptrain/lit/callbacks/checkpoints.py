@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from gptrain.lit.finite import gather
+from gptrain.lit.loops import loops_after
 from gptrain.lit.module import LanguageModel
+from gptrain.resilience.draft import NoSpace
+from gptrain.resilience.ends import FolderFull
 from gptrain.resilience.rng import capture, restore
 from gptrain.resilience.store import CheckpointStore
 
+log = logging.getLogger(__name__)
+PARAMETER_BYTES = 12  # fp32 and Adam's two states
+WRITING_S = 3600.0  # rank 0 may write that long; it beats at every piece, the others wait for it
+
 
 class Checkpoints(Callback):
-    """One save per step at most: where a step is validated, after that, with its metrics.
+    """One save per step: where a step is validated, after that, with its metrics.
 
     Args:
         store: the run's checkpoints.
@@ -38,25 +47,66 @@ class Checkpoints(Callback):
         self.store, self.identity = store, identity
         self.every_n_steps, self.keep, self.monitor = every_n_steps, keep, monitor
         self.validate_every, self.n_steps = validate_every, n_steps
-        self.saved_step = -1
+        self.saved: tuple[int, bool] | None = None  # step, and whether its validation was done
+        self.metrics: dict[str, float] = {}  # of the validation that was just done
+        self._rng: list[dict[str, Any]] | None = None
+        self._before_validation: dict[str, Any] | None = None
+        self._needed_bytes = 0  # of a save, estimated
+
+    def setup(self, trainer: Trainer, module: LanguageModel, stage: str) -> None:
+        """Raises FolderFull unless there is room for two saves: the newer before the older goes."""
+        if stage == "fit" and trainer.is_global_zero:
+            n_parameters = sum(parameter.numel() for parameter in module.net.parameters())
+            self._needed_bytes = PARAMETER_BYTES * n_parameters
+            try:
+                self.store.check_space(2 * self._needed_bytes)
+            except NoSpace as full:
+                raise FolderFull(str(full)) from full
 
     def on_train_start(self, trainer: Trainer, module: LanguageModel) -> None:
         """Puts back this rank's random numbers; nothing random happens between here and a step."""
-        self.saved_step = trainer.global_step
-        if self._rng is not None:
-            restore(self._rng[trainer.global_rank % len(self._rng)])
-
-    _rng: list[dict[str, Any]] | None = None
+        if self._rng is None:
+            return
+        step, validated = self.saved
+        if step == self.n_steps and not validated:
+            trainer.val_check_batch = 1  # the last step is validated whatever the interval
+        if len(self._rng) == trainer.world_size:
+            restore(self._rng[trainer.global_rank])
+        else:
+            restore(self._rng[0])
+            stream = int(torch.randint(2**62, ()))
+            torch.manual_seed(stream + trainer.datamodule.rank)
+            if trainer.is_global_zero:
+                log.warning(
+                    "resumed on %d ranks what %d ranks saved: the same samples in every step, "
+                    "but other dropout and another order of summation",
+                    trainer.world_size,
+                    len(self._rng),
+                )
+        self._rng = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: LanguageModel, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["rng"] = gather(capture())
+        step, validated = self.saved
+        checkpoint["loops"] = {"fit_loop": loops_after(trainer, step, validated)}
+        checkpoint["validated"] = validated
+        checkpoint["rng"] = gather(self._before_validation or capture())
+        shown = module.logged | {key: float(trainer.callback_metrics[key]) for key in self.metrics}
+        checkpoint["logged"] = {
+            key: value for key, value in shown.items() if not key.startswith("perf/")
+        }
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: LanguageModel, checkpoint: dict[str, Any]
     ) -> None:
-        self._rng = checkpoint.get("rng")
+        """Every counter follows from the step, whatever the number of ranks was."""
+        if "validated" not in checkpoint or trainer.state.fn != "fit":
+            return
+        self.saved = checkpoint["global_step"], checkpoint["validated"]
+        checkpoint["loops"] = {"fit_loop": loops_after(trainer, *self.saved)}
+        self._rng = checkpoint["rng"]
+        module.logged = dict(checkpoint["logged"])
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LanguageModel, outputs: Any, batch: Any, batch_idx: int
@@ -67,30 +117,43 @@ class Checkpoints(Callback):
         if step == self.n_steps or (self.every_n_steps and step % self.every_n_steps == 0):
             self.save(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: LanguageModel) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-            self.save(trainer, {key: metrics[key] for key in metrics if key.startswith("val/")})
+    def on_validation_start(self, trainer: Trainer, module: LanguageModel) -> None:
+        if trainer.state.fn == "fit":
+            self._before_validation = capture()
+            # Lightning's x axis of what is logged in a validation; it counts the step later.
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
 
-    def save(self, trainer: Trainer, metrics: dict[str, float] | None = None) -> None:
-        """Saves this step, once; all ranks must call it.
+    def on_validation_end(self, trainer: Trainer, module: LanguageModel) -> None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        self._before_validation = None
+        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        self.metrics = {key: metrics[key] for key in metrics if key.startswith("val/")}
+        self.save(trainer, validated=True)
+        self.metrics = {}
+
+    def save(self, trainer: Trainer, validated: bool = False) -> None:
+        """Saves this step, once before and once after its validation; all ranks must call it.
 
         Raises: SaveFailed, on all ranks alike, with the earlier checkpoints intact.
         """
-        step = trainer.global_step
-        if step == self.saved_step:
+        if self.saved == (trainer.global_step, validated):
             return
-        sharded = getattr(trainer.strategy, "saves_shards", False)
+        self.saved = trainer.global_step, validated
+        if self.store.progress and not trainer.is_global_zero:
+            self.store.progress(phase="save", allow_s=WRITING_S)
+        for logger in trainer.loggers:
+            logger.save()  # a resumed run writes the points after this step again, not those before
         with self.store.writing(
-            step,
-            kind="sharded" if sharded else "full",
+            trainer.global_step,
+            kind="sharded" if trainer.strategy.saves_shards else "full",
             config=self.identity,
-            metrics=metrics,
+            metrics=self.metrics,
+            needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,
             gather=gather,
         ) as draft:
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
-        self.saved_step = step
         if trainer.is_global_zero:
             best = self.store.best(self.monitor, "min")
             self.store.prune(self.keep, protect=[best.path] if best else [])

@@ -13,39 +13,57 @@ from gptrain.lit.module import LanguageModel
 from gptrain.resilience.ends import Preempted
 from gptrain.resilience.guard import Guard
 
+COMPILING_S = 3600.0  # what a first step may take where it compiles
+
 
 class Guarded(Callback):
     """Beats at every batch; and asks all ranks whether any of them was told to stop.
 
     All ranks leave at the same step, saved. The question of one step is answered at the next, so
-    that no rank waits for the answer.
+    that no rank waits for the answer. Before the first step and in an evaluation there is nothing
+    to save: a rank that was told leaves by itself, and the job ends with it.
 
     Args:
         guard: of this rank.
         checkpoints: what saves the run; None where nothing is kept.
+        compiles: the first step of each kind may take long.
     """
 
-    def __init__(self, guard: Guard, checkpoints: Checkpoints | None):
+    def __init__(self, guard: Guard, checkpoints: Checkpoints | None, compiles: bool = False):
         self.guard, self.checkpoints = guard, checkpoints
+        self.first_s = COMPILING_S if compiles else 0.0
         self.asked: tuple[torch.Tensor, dist.Work] | None = None
 
+    def on_fit_start(self, trainer: Trainer, module: LanguageModel) -> None:
+        self.guard.leave_if_asked()
+
     def on_train_start(self, trainer: Trainer, module: LanguageModel) -> None:
-        self.guard.heartbeat.beat(step=trainer.global_step, phase="train")
+        self.guard.leave_if_asked()
+        self.guard.heartbeat.beat(trainer.global_step, "train", allow_s=self.first_s)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LanguageModel, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.guard.heartbeat.beat(step=trainer.global_step, phase="train")
+        self.guard.heartbeat.beat(trainer.global_step, "train")
         if not trainer.fit_loop._should_accumulate():
             self._leave_if_asked(trainer, module)
+
+    def on_validation_start(self, trainer: Trainer, module: LanguageModel) -> None:
+        self.guard.heartbeat.beat(phase="validate", allow_s=self.first_s)
 
     def on_validation_batch_end(self, trainer: Trainer, module: LanguageModel, *_: Any) -> None:
         self.guard.heartbeat.beat(phase="validate")
         if trainer.state.fn == "fit":
             self._leave_if_asked(trainer, module)
+        else:
+            self.guard.leave_if_asked()
+
+    def on_validation_end(self, trainer: Trainer, module: LanguageModel) -> None:
+        self.guard.heartbeat.beat(phase="train")
 
     def on_test_batch_end(self, trainer: Trainer, module: LanguageModel, *_: Any) -> None:
         self.guard.heartbeat.beat(phase="test")
+        self.guard.leave_if_asked()
 
     def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
         self.guard.heartbeat.beat(phase="end")
@@ -53,10 +71,12 @@ class Guarded(Callback):
             self.asked[1].wait()  # nobody leaves a collective behind
 
     def _leave_if_asked(self, trainer: Trainer, module: LanguageModel) -> None:
-        if self._all_stop(module.device):
-            if self.checkpoints is not None:
-                self.checkpoints.save(trainer)
-            raise Preempted(trainer.global_step)
+        if not self._all_stop(module.device):
+            return
+        if self.checkpoints is None:
+            raise Preempted
+        self.checkpoints.save(trainer)
+        raise Preempted(trainer.global_step)
 
     def _all_stop(self, device: torch.device) -> bool:
         if not dist.is_initialized():
