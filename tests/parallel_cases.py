@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_parallel.py do: each case is a sentence, run by every rank at once.
+"""The leaf alone, on several ranks: each case is a sentence, run by every rank at once.
 
 One process is the truth: the same net, data and optimizer, with torch's own loss and clipping.
 """
@@ -6,16 +6,9 @@ One process is the truth: the same net, data and optimizer, with torch's own los
 # V vocab, T time: neither is a multiple of two ranks
 
 import copy
-import datetime
-import os
-import tempfile
-import traceback
-import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
@@ -30,11 +23,8 @@ from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.slices import whole_of
 from gptrain.parallel.state import (
-    load_sharded,
     load_whole_net_state,
     load_whole_optimizer_state,
-    named_groups,
-    sharded_state,
     whole_net_state,
     whole_optimizer_state,
 )
@@ -96,12 +86,6 @@ class OneProcess:
     def load(self, net_state, optimizer_state):
         load_whole_net_state(self.net, net_state)
         load_whole_optimizer_state(self.net, self.optimizer, optimizer_state)
-
-    def shards(self):
-        return sharded_state(self.net, self.optimizer), named_groups(self.net, self.optimizer)
-
-    def load_shards(self, groups, reader):
-        load_sharded(self.net, self.optimizer, groups, reader)
 
 
 class Sharded(OneProcess):
@@ -204,15 +188,6 @@ class Piped(OneProcess):
         load_whole_net_state(self.net, net_state, aliases=aliases)
         load_whole_optimizer_state(self.net, self.optimizer, optimizer_state, aliases=aliases)
 
-    def shards(self):
-        aliases = self.pipeline.aliases
-        groups = named_groups(self.net, self.optimizer, **self.whole)
-        return sharded_state(self.net, self.optimizer, aliases=aliases), groups
-
-    def load_shards(self, groups, reader):
-        aliases = self.pipeline.aliases
-        load_sharded(self.net, self.optimizer, groups, reader, aliases=aliases)
-
 
 def close(a, b, rtol):
     """Difference as a share of the tensor's largest element is at most rtol."""
@@ -260,7 +235,6 @@ def share_of_bytes(spread):
         one.step(0)
         one.optimizer.step()
     share = training_bytes(spread) / training_bytes(truth)
-    print(f"share of bytes: {share:.3f}")
     return share
 
 
@@ -403,21 +377,6 @@ def any_strategy_saves_the_whole_state_and_loads_it():
         check_goes_on_like(spread, expected)
 
 
-def any_strategy_saves_shards_and_loads_those_of_another():
-    folder = Path(broadcast(tempfile.mkdtemp()))
-    truth = trained(OneProcess())
-    for number, spread in enumerate(every_kind(seed=0)):
-        state, groups = trained(spread).shards()
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / str(number)))
-        loaded = OneProcess(seed=1)
-        loaded.load_shards(groups, dcp.FileSystemReader(folder / str(number)))
-        check_state_of(loaded, truth)
-    expected = truth.step(1)
-    for number, spread in enumerate(every_kind(seed=1)):
-        spread.load_shards(groups, dcp.FileSystemReader(folder / str((number + 1) % 5)))
-        check_goes_on_like(spread, expected)
-
-
 def comm_hooks_round_gradients_and_train_on():
     gradients = {}
     for name in ("none", "bf16", "fp16", "powersgd"):
@@ -463,56 +422,30 @@ def the_mixes_save_and_load_states():
     for spread in (Sharded(data=2, tensor=2, seed=1), Piped(data=2, seed=1)):
         spread.load(*broadcast(states))
         check_goes_on_like(spread, expected)
-    folder = Path(broadcast(tempfile.mkdtemp()))
-    state, groups = trained(Sharded(data=2, tensor=2)).shards()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
-    spread = Piped(data=2, seed=1)
-    spread.load_shards(groups, dcp.FileSystemReader(folder))
-    check_goes_on_like(spread, expected)
 
 
-TWO_RANKS = [
-    fsdp_equals_one_process,
-    fsdp_without_resharding_equals_one_process,
-    tensor_parallel_equals_one_process,
-    gpipe_equals_one_process,
-    one_forward_one_backward_equals_one_process,
-    interleaved_pipeline_equals_one_process,
-    fsdp_holds_half_of_the_bytes,
-    tensor_parallel_holds_half_of_the_bytes,
-    pipeline_evaluates_a_batch_that_microbatches_do_not_divide,
-    tensor_parallel_forward_gives_whole_logits,
-    tensor_parallel_loss_has_the_gradients_of_plain_cross_entropy,
-    dropout_gives_the_same_run_twice_and_other_masks_on_other_ranks,
-    activation_checkpointing_changes_no_number,
-    any_strategy_saves_the_whole_state_and_loads_it,
-    any_strategy_saves_shards_and_loads_those_of_another,
-    comm_hooks_round_gradients_and_train_on,
-]
-FOUR_RANKS = [
-    fsdp_by_tensor_parallel_equals_one_process,
-    ddp_by_pipeline_equals_one_process,
-    fsdp_by_tensor_parallel_holds_a_quarter_of_the_bytes,
-    the_mixes_save_and_load_states,
-]
-
-
-def run_rank(rank, world_size, folder):
-    """One rank's life: every case of this world size, each result into a file of its own."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    store = dist.FileStore(str(Path(folder, f"store_{world_size}")), world_size)
-    timeout = datetime.timedelta(seconds=30)  # a rank that failed leaves the others waiting
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    for case in TWO_RANKS if world_size == 2 else FOUR_RANKS:
-        try:
-            case()
-            result = "passed"
-        except Exception:
-            result = traceback.format_exc()
-        Path(folder, f"{case.__name__}.{rank}").write_text(result)
-        if result != "passed":
-            return  # the group is out of step
-    dist.destroy_process_group()
+CASES = {
+    2: [
+        fsdp_equals_one_process,
+        fsdp_without_resharding_equals_one_process,
+        tensor_parallel_equals_one_process,
+        gpipe_equals_one_process,
+        one_forward_one_backward_equals_one_process,
+        interleaved_pipeline_equals_one_process,
+        fsdp_holds_half_of_the_bytes,
+        tensor_parallel_holds_half_of_the_bytes,
+        pipeline_evaluates_a_batch_that_microbatches_do_not_divide,
+        tensor_parallel_forward_gives_whole_logits,
+        tensor_parallel_loss_has_the_gradients_of_plain_cross_entropy,
+        dropout_gives_the_same_run_twice_and_other_masks_on_other_ranks,
+        activation_checkpointing_changes_no_number,
+        any_strategy_saves_the_whole_state_and_loads_it,
+        comm_hooks_round_gradients_and_train_on,
+    ],
+    4: [
+        fsdp_by_tensor_parallel_equals_one_process,
+        ddp_by_pipeline_equals_one_process,
+        fsdp_by_tensor_parallel_holds_a_quarter_of_the_bytes,
+        the_mixes_save_and_load_states,
+    ],
+}

@@ -1,13 +1,13 @@
-"""What the ranks of tests/test_strategies.py do: whole runs through Lightning's Trainer."""
+"""Whole runs through Lightning's Trainer, on several ranks."""
 
-import datetime
-import os
-import traceback
-import warnings
+import tempfile
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from gptrain.plan import degrees
 from gptrain.resilience.store import CheckpointStore
 
 V, SEQ_LEN, BATCH, ACCUMULATE, N_STEPS = 61, 16, 8, 2, 6
+SAVED_STEP, STEP_3 = 3, "step-00000003"
 NOISE = "k_proj.bias"  # see parallel_cases
 RTOL, WEIGHT_RTOL = 1e-5, 1e-4
 OPTIONS = {
@@ -62,10 +63,10 @@ def constant(step):
 
 
 class Steps(pl.Callback):
-    """Losses of the steps of the whole world, and gradient norms before clipping."""
+    """Losses of the steps of the whole world, and gradient norms before clipping; saves step 3."""
 
-    def __init__(self):
-        self.losses, self.norms = [], []
+    def __init__(self, save_to):
+        self.losses, self.norms, self.save_to = [], [], save_to
 
     def on_train_batch_end(self, trainer, module, *_):
         if not trainer.fit_loop._should_accumulate():
@@ -75,6 +76,8 @@ class Steps(pl.Callback):
                 loss /= dist.get_world_size()
             self.losses.append(loss.item())
             self.norms.append(module.grad_norm.item())
+            if trainer.global_step == SAVED_STEP and self.save_to is not None:
+                save(trainer, self.save_to)
 
 
 def fit(
@@ -110,7 +113,7 @@ def fit(
         rank=rank // split.tensor % split.data,
         world_size=split.data,
     )
-    steps = Steps()
+    steps = Steps(save_to)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=n_ranks,
@@ -132,18 +135,15 @@ def fit(
         use_distributed_sampler=False,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    if save_to is not None:
-        save(trainer, save_to, "sharded" if strategy.saves_shards else "full")
     return SimpleNamespace(
         losses=steps.losses,
         norms=steps.norms,
         val_loss=trainer.callback_metrics["val/loss"].item(),
         weights=whole_net_state(net, aliases=strategy.aliases, stages=strategy.stages),
-        trainer=trainer,
     )
 
 
-def save(trainer, folder, kind):
+def save(trainer, folder):
     def gather(value):
         if trainer.world_size == 1:
             return [value]
@@ -153,6 +153,7 @@ def save(trainer, folder, kind):
 
     store = CheckpointStore(folder, "run")
     rank = trainer.global_rank
+    kind = "sharded" if trainer.strategy.saves_shards else "full"
     with store.writing(trainer.global_step, kind=kind, rank=rank, gather=gather) as draft:
         trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
 
@@ -163,15 +164,24 @@ def one_process(**options):
 
 
 def check_same_run(run, truth):
-    for mine, expected in zip(run.losses, truth.losses, strict=True):
-        assert abs(mine / expected - 1) < RTOL
-    for mine, expected in zip(run.norms, truth.norms, strict=True):
-        assert abs(mine / expected - 1) < RTOL
-        assert mine > 0.5  # clipped
-    assert abs(run.val_loss / truth.val_loss - 1) < RTOL, (run.val_loss, truth.val_loss)
+    assert_close(run.losses, truth.losses)
+    assert_close(run.norms, truth.norms)
+    assert min(run.norms) > 0.5  # clipped
+    assert_close([run.val_loss], [truth.val_loss])
     for name, weight in run.weights.items():  # on rank 0
         if NOISE not in name:
             assert (weight - truth.weights[name]).abs().max() < WEIGHT_RTOL * weight.abs().max()
+
+
+def assert_close(mine, expected, rtol=RTOL):
+    for a, b in zip(mine, expected, strict=True):
+        assert abs(a / b - 1) < rtol, (mine, expected)
+
+
+def broadcast(value):
+    values = [value]
+    dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 def check_equals_one_process(name, **options):
@@ -198,6 +208,79 @@ def interleaved_pipeline_run_equals_one_process():
     check_equals_one_process("pipeline", schedule="interleaved_1f1b")
 
 
+def a_net_with_forward_alone_trains_under_ddp():
+    run = fit("ddp", make_net=OnlyForward)
+    assert_close(run.losses, TRUTH["only_forward"].losses)
+
+
+def other_strategies_name_what_such_a_net_lacks():
+    lacks = {
+        "fsdp": "blocks",
+        "tensor_parallel": "tensor_plan, n_heads, head",
+        "pipeline": "embed, blocks, norm, head",
+    }
+    for name, words in lacks.items():
+        with pytest.raises(ValueError, match=words):
+            fit(name, make_net=OnlyForward)
+
+
+def dropout_makes_the_same_run_twice():
+    for name in ("ddp", "fsdp", "tensor_parallel", "pipeline"):
+        runs = [fit(name, 2, make_net=partial(make_net, dropout=0.2)) for _ in range(2)]
+        assert runs[0].losses == runs[1].losses
+        assert abs(runs[0].losses[1] / TRUTH["plain"].losses[1] - 1) > RTOL
+
+
+def checkpointing_and_offloading_change_no_number():
+    for mode in ("full", "selective"):
+        for name in ("ddp", "fsdp", "tensor_parallel", "pipeline"):
+            run = fit(name, 2, activation_checkpointing=mode)
+            assert_close(run.losses, TRUTH["plain"].losses[:2])
+    run = fit("fsdp", 2, cpu_offload=True, reshard_after_forward=False)
+    assert_close(run.losses, TRUTH["plain"].losses[:2])
+
+
+def bf16_trains_close_to_fp32():
+    for name in ("ddp", "fsdp", "tensor_parallel", "pipeline"):
+        run = fit(name, 3, precision="bf16-mixed")
+        assert_close(run.losses, TRUTH["plain"].losses[:3], 1e-2)  # 8 bits of mantissa
+
+
+def a_run_of_any_strategy_goes_on_under_any_other():
+    folder = Path(broadcast(tempfile.mkdtemp()))
+    for source, target in pairwise([*PLAIN_NAMES, PLAIN_NAMES[0]]):
+        fit(source, save_to=folder / source)
+        run = fit(target, 6, seed=1, ckpt_path=folder / source / STEP_3)
+        assert_close(run.losses, TRUTH["plain"].losses[3:])
+        assert_close([run.val_loss], [TRUTH["plain"].val_loss])
+
+
+def any_strategy_reads_a_whole_checkpoint():
+    saved = Path(broadcast(str(TRUTH["saved"])))
+    for name in PLAIN_NAMES:
+        run = fit(name, 6, seed=1, ckpt_path=saved)
+        assert_close(run.losses, TRUTH["plain"].losses[3:])
+
+
+def fsdp_by_tensor_parallel_run_equals_one_process():
+    check_equals_one_process("fsdp_tensor_parallel")
+
+
+def ddp_by_pipeline_run_equals_one_process():
+    check_equals_one_process("ddp_pipeline", microbatches=2)
+
+
+def a_run_goes_on_from_one_mix_to_the_other():
+    folder = Path(broadcast(tempfile.mkdtemp()))
+    names = ["fsdp_tensor_parallel", "ddp_pipeline"]
+    for source, target in (names, reversed(names)):
+        fit(source, save_to=folder / source, microbatches=2)
+        path = folder / source / STEP_3
+        run = fit(target, 6, seed=1, ckpt_path=path, microbatches=2)
+        assert_close(run.losses, TRUTH["plain"].losses[3:])
+
+
+PLAIN_NAMES = ["ddp", "fsdp", "tensor_parallel", "pipeline"]
 CASES = {
     2: [
         ddp_run_equals_one_process,
@@ -205,36 +288,24 @@ CASES = {
         tensor_parallel_run_equals_one_process,
         pipeline_run_equals_one_process,
         interleaved_pipeline_run_equals_one_process,
+        a_net_with_forward_alone_trains_under_ddp,
+        other_strategies_name_what_such_a_net_lacks,
+        dropout_makes_the_same_run_twice,
+        checkpointing_and_offloading_change_no_number,
+        bf16_trains_close_to_fp32,
+        a_run_of_any_strategy_goes_on_under_any_other,
+        any_strategy_reads_a_whole_checkpoint,
     ],
-    4: [],
+    4: [
+        fsdp_by_tensor_parallel_run_equals_one_process,
+        ddp_by_pipeline_run_equals_one_process,
+        a_run_goes_on_from_one_mix_to_the_other,
+    ],
 }
 
 
-def run_rank(rank, world_size, folder):
-    """One rank's life: every case of this world size, each result into a file of its own."""
-    torch.set_num_threads(1)
-    TRUTH["plain"] = one_process()  # before there is a group: metrics are alone then
-    os.environ |= {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "tests",
-    }
-    store = dist.FileStore(str(Path(folder, f"store_{world_size}")), world_size)
-    timeout = datetime.timedelta(seconds=30)  # a rank that failed leaves the others waiting
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    for case in CASES[world_size]:
-        try:
-            case()
-            result = "passed"
-        except Exception:
-            result = traceback.format_exc()
-        Path(folder, f"{case.__name__}.{rank}").write_text(result)
-        if result != "passed":
-            return  # the group is out of step
-    dist.destroy_process_group()
+def find_truths(folder):
+    """Runs of one process, by each rank alone, before there is a group for metrics to join."""
+    TRUTH["plain"] = one_process(save_to=folder)
+    TRUTH["saved"] = folder / STEP_3
+    TRUTH["only_forward"] = one_process(make_net=OnlyForward)

@@ -1,31 +1,31 @@
-"""Every strategy computes what one process computes; the cases are in parallel_cases.py."""
+"""Every strategy computes what one process computes: the leaf alone, and whole runs."""
 
+import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
+import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parent))
-import parallel_cases as cases
+import in_ranks
 
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """world size -> folder of results, each group of ranks started once."""
+    """world size -> folder of results; each group of ranks is started once."""
+    multiprocessing.set_forkserver_preload(["in_ranks"])  # torch is imported once for all
     folders = {}
 
     def run(world_size):
         if world_size not in folders:
             folders[world_size] = tmp_path_factory.mktemp(f"ranks_{world_size}")
-            ranks = mp.start_processes(
-                cases.run_rank,
+            torch.multiprocessing.start_processes(
+                in_ranks.run_rank,
                 (world_size, str(folders[world_size])),
                 nprocs=world_size,
-                join=False,
-                start_method="spawn",
+                start_method="forkserver",
             )
-            ranks.join(timeout=300)
         return folders[world_size]
 
     return run
@@ -38,11 +38,11 @@ def check(folder, case, world_size):
         assert result == "passed", f"rank {rank}: {result}"
 
 
-@pytest.mark.parametrize("case", cases.TWO_RANKS, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", in_ranks.CASES[2], ids=lambda case: case.__name__)
 def test_on_two_ranks(case, folder_of):
     check(folder_of(2), case, 2)
 
 
-@pytest.mark.parametrize("case", cases.FOUR_RANKS, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", in_ranks.CASES[4], ids=lambda case: case.__name__)
 def test_on_four_ranks(case, folder_of):
     check(folder_of(4), case, 4)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -48,7 +49,9 @@ def apply_fsdp(
     options = {
         "mesh": mesh["data"],
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if cpu_offload
+        else OffloadPolicy(),
         "shard_placement_fn": lambda parameter: _axis_free_of_tensor(parameter, mesh["data"]),
     }
     for block in net.blocks:
@@ -61,6 +64,13 @@ def apply_fsdp(
 def set_gradient_sync(net: nn.Module, enabled: bool) -> None:
     """Reduce gradients in the next backward pass, or add them up locally until one that does."""
     net.set_requires_gradient_sync(enabled)
+
+
+def reshard(net: nn.Module) -> None:
+    """Put shards back in the place of gathered weights, which an evaluation leaves there."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _axis_free_of_tensor(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:

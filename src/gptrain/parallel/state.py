@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from gptrain.parallel.fsdp import reshard
 from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
 from gptrain.parallel.stages import merge_stages
 
@@ -32,6 +33,7 @@ def whole_net_state(
     Args:
         stages: the group of a pipeline's ranks, over which the net is cut.
     """
+    reshard(net)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     wholes: dict[Tensor, Tensor] = {}  # a tied weight is gathered once
     state = {}
@@ -91,7 +93,7 @@ def load_whole_optimizer_state(
             kind: like_parameter(value, parameter)
             for kind, value in state["state"].get(aliases.get(name, name), {}).items()
         }
-        for name, parameter in net.named_parameters()
+        for name, parameter in _named_parameters(net)
     }
     load_named(net, optimizer, values, state["param_groups"], aliases)
 
@@ -106,8 +108,9 @@ def sharded_state(
 
     A tied weight is there once, under its first name. Groups' options are in `named_groups`.
     """
+    reshard(net)
     parameters = dict(net.named_parameters(remove_duplicate=False))
-    first = {name for name, _ in net.named_parameters()}
+    first = {name for name, _ in _named_parameters(net)}
     state = {
         f"net.{aliases.get(name, name)}": tensor
         for name, tensor in net.state_dict().items()
@@ -148,8 +151,8 @@ def load_sharded_optimizer(
     """As load_sharded, the optimizer alone. Collective."""
     stored = reader.read_metadata().state_dict_metadata
     state: dict[str, Tensor] = {}
-    values: dict[str, State] = {name: {} for name, _ in net.named_parameters()}
-    for name, parameter in net.named_parameters():
+    values: dict[str, State] = {name: {} for name, _ in _named_parameters(net)}
+    for name, parameter in _named_parameters(net):
         prefix = f"optimizer.{aliases.get(name, name)}."
         for key in stored:
             kind = key.removeprefix(prefix)
@@ -169,7 +172,7 @@ def named_groups(
     stages: dist.ProcessGroup | None = None,
 ) -> list[State]:
     """Options of the optimizer's groups with their parameters' names, over all stages."""
-    names = {parameter: name for name, parameter in net.named_parameters()}
+    names = {parameter: name for name, parameter in _named_parameters(net)}
     groups = []
     for group in optimizer.param_groups:
         mine = [aliases.get(names[p], names[p]) for p in group["params"]]
@@ -198,7 +201,7 @@ def load_named(
     aliases: Mapping[str, str] = NO_ALIASES,
 ) -> None:
     """Hand optimizer the local values of each parameter, and the options of its group."""
-    names = {parameter: name for name, parameter in net.named_parameters()}
+    names = {parameter: name for name, parameter in _named_parameters(net)}
     group_of = {name: group for group in groups for name in group["params"]}
     numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     restored = []
@@ -213,9 +216,14 @@ def load_named(
 def _flat_optimizer_state(
     net: nn.Module, optimizer: torch.optim.Optimizer, aliases: Mapping[str, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in net.named_parameters():
+    for name, parameter in _named_parameters(net):
         for kind, value in optimizer.state.get(parameter, {}).items():
             yield f"{aliases.get(name, name)}.{kind}", value
+
+
+def _named_parameters(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    reshard(net)
+    return list(net.named_parameters())
 
 
 def _keeps(stages: dist.ProcessGroup | None) -> bool:
