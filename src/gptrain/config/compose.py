@@ -6,6 +6,7 @@ one, so that the rest of the command can be checked, too.
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -102,8 +103,21 @@ class Composer:
             problems.append(Problem("--config-name", self.config_name, "no such config", known))
         return problems
 
+    @cached_property
+    def _composed(self) -> dict[tuple[str, ...], DictConfig]:
+        return {}
+
     def compose_all(self, overrides: list[str]) -> DictConfig:
-        """As Hydra does it; raises what Hydra raises."""
+        """As Hydra does it; raises what Hydra raises.
+
+        Jobs of a sweep mostly share their groups: what was composed once is copied.
+        """
+        key = tuple(overrides)
+        if key not in self._composed:
+            self._composed[key] = self._compose(overrides)
+        return copy.deepcopy(self._composed[key])
+
+    def _compose(self, overrides: list[str]) -> DictConfig:
         return self.hydra.compose_config(self.config_name, list(overrides), RunMode.RUN)
 
     def compose(self, overrides: list[str]) -> Composed:

@@ -135,6 +135,10 @@ def _examine_sweep(answer: Answer, composer: Composer) -> None:
         answer.code = code_of(broken)
     elif answer.jobs and len(wrong) == len(answer.jobs):
         answer.code = code_of(answer.problems)
+    elif wrong:
+        numbers = ", ".join(str(job.number) for job in wrong)
+        said = f"of {len(answer.jobs)} jobs these cannot run: {numbers}; the others do"
+        answer.problems.append(Problem("-m", None, said, code=DONE))
 
 
 def _with_old_run(typed: list[str], composer: Composer) -> list[str]:

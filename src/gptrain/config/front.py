@@ -177,7 +177,7 @@ def _end_of(error: BaseException, debug: bool, told: bool = False) -> Outcome:
     if isinstance(error, ConfigError):
         if not told:  # a sweep has announced it
             _tell([problem.line for problem in error.problems])
-        return Outcome([], error.code, said)
+        return Outcome([], error.code, str(error.problems[0]))
     if isinstance(error, KeyboardInterrupt):
         return Outcome([], INTERRUPTED, "interrupted")
     if isinstance(error, SystemExit):

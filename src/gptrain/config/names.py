@@ -91,6 +91,10 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
     found = nearest(leaf, siblings) if head else None
     if found:
         return f"{head}.{found}"
+    groups = {name.partition(".")[0] for name in known if "." in name}
+    group = nearest(head.partition(".")[0], groups - {head}) if head else None
+    if group and group != head.partition(".")[0]:
+        return nearest_key(f"{group}.{leaf}", known) or group
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     if same_leaf:
         return min(same_leaf, key=lambda name: (name.count("."), distance(key, name), name))

@@ -33,8 +33,8 @@ CHEAP = (
     check_target_names,
     check_arithmetic,
     check_strategy,
-    check_known_world,
     check_place,
+    check_known_world,
     check_paths,
 )
 

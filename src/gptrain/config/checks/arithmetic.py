@@ -56,6 +56,8 @@ def _data(run: Run) -> None:
             f"longer than model.max_seq_len={longest}",
             attempt=f"data.seq_len={longest} or model.max_seq_len={positions}",
         )
+    for part in ("train", "val", "test"):
+        _part(run, f"data.{part}", longest)
     if dummy and length == 1:
         run.error("data.seq_len", "must be >= 2, one token and its target")
     if run.sound("data.global_batch_size") and run.get("trainer.accumulate_grad_batches", 1) != 1:
@@ -71,6 +73,20 @@ def _data(run: Run) -> None:
             f"data.tokenizer={tokenizer} has at least the 256 bytes",
             attempt="model.vocab_size=256",
         )
+
+
+def _part(run: Run, part: str, longest: int | None) -> None:
+    """A data set that was given sizes of its own."""
+    key = f"{part}.seq_len"
+    length = run.get(key) if key not in run.derived else None
+    if isinstance(length, int) and longest:
+        dummy = run.get(f"{part}._target_") == DUMMY
+        if length - dummy > longest:
+            run.error(key, f"longer than model.max_seq_len={longest}")
+    key, known = f"{part}.vocab_size", run.get("model.vocab_size")
+    size = run.get(key) if key not in run.derived else None
+    if isinstance(size, int) and known and size > known:
+        run.error(key, f"more tokens than model.vocab_size={known}", attempt=f"{key}={known}")
 
 
 def _schedule(run: Run) -> None:
@@ -117,6 +133,8 @@ def _trainer(run: Run) -> None:
         run.warn("trainer.gradient_clip_algorithm", "no effect, trainer.gradient_clip_val is null")
     if run.get("trainer.limit_predict_batches") is not None:
         run.warn("trainer.limit_predict_batches", "no effect, there is no prediction task")
+    if run.get("trainer.min_epochs"):
+        run.warn("trainer.min_epochs", "no effect, nothing ends a run before its last step")
     if run.get("trainer.sync_batchnorm"):
         run.warn("trainer.sync_batchnorm", "no effect on a model without batch normalisation")
     if run.get("trainer.reload_dataloaders_every_n_epochs"):

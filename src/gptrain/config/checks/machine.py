@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from gptrain.config.checks.place import PROCESSES_PER_CORE, count_cores
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.strategies import count_devices, refuse_on_cpu
 from gptrain.config.checks.world import check_world, plan_degrees
@@ -17,7 +18,6 @@ from gptrain.plan.memory import ADAM_BYTES_PER_PARAMETER, rank_parameters
 from gptrain.plan.shape import GPTShape
 
 GIB = 2**30
-PROCESSES_PER_CORE = 16  # more take longer for their turn than a collective should wait
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 
 
@@ -80,15 +80,8 @@ def _check_visible(run: Run) -> None:
 
 
 def _check_cores(run: Run, n_local: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if n_local > PROCESSES_PER_CORE * cores:
-        run.error(
-            "trainer.devices",
-            f"as many processes, on {cores} cores",
-            allowed=f"up to {PROCESSES_PER_CORE * cores}",
-            attempt=f"trainer.devices={cores}",
-        )
-    elif n_local > cores:
+    cores = count_cores()
+    if n_local > cores:
         run.warn("trainer.devices", f"more processes than the {cores} cores here")
     workers = run.get("data.num_workers")
     if workers and workers * n_local > PROCESSES_PER_CORE * cores:
@@ -123,14 +116,17 @@ def _check_memory(run: Run, split: Degrees, n_local: int, kind: str) -> None:
     if have is None or need * (n_local if on_host else 1) <= have:
         return
     what = "weights, gradients and Adam" if trains else "weights"
-    per = f"{have / GIB:.0f} GiB " + (
-        f"on this machine for {n_local}" if on_host else f"per device x {n_local}"
-    )
+    if on_host:
+        have_text = f"{have / GIB:.0f} GiB on this machine for {n_local} x that"
+    else:
+        have_text = f"{have / GIB:.0f} GiB per device x {n_local}"
     run.error(
         "model",
-        f"needs about {need / GIB:.0f} GiB for {what}, {per}",
+        f"needs about {need / GIB:.0f} GiB for {what}, {have_text}",
         value=None,
-        attempt="a smaller model" if name == "fsdp" else "strategy=fsdp or a smaller model",
+        attempt="model=gpt_nano"
+        if on_host or name == "fsdp"
+        else "strategy=fsdp or a smaller model",
     )
 
 

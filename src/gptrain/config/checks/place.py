@@ -16,6 +16,7 @@ from gptrain.config.checks.strategies import count_devices
 from gptrain.config.problems import FOLDER_UNUSABLE
 from gptrain.config.process import Process, this_process
 
+PROCESSES_PER_CORE = 16  # more take longer for their turn than a collective should wait
 PSEUDO = ("/proc", "/sys", "/dev")  # hold no files of ours, whatever the permissions say
 
 
@@ -26,9 +27,24 @@ def check_place(run: Run) -> None:
     except (ValueError, KeyError) as error:
         run.error("", f"the launcher's environment cannot be read: {error}")
         return
+    n_local, cores = count_devices(run.get("trainer.devices")), count_cores()
+    if n_local and n_local > PROCESSES_PER_CORE * cores:
+        run.error(
+            "trainer.devices",
+            f"as many processes, on {cores} cores",
+            allowed=f"up to {PROCESSES_PER_CORE * cores}",
+            attempt=f"trainer.devices={cores}",
+        )
     _check_launcher(run, process)
     if process.rank == 0 and process.launcher != "gptrain":
         _check_folder(run)
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _check_launcher(run: Run, process: Process) -> None:
@@ -101,6 +117,13 @@ def _check_folder(run: Run) -> None:
     if not name.strip() or "\0" in name or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name):
         run.error(key, "not a path of this machine", value=name, attempt="run_dir=outputs/mine")
         return
+    root = run.get("output_dir")
+    if key == "run_dir" and "run_dir" in run.derived and isinstance(root, str) and root:
+        reason = why_unwritable(Path(root))
+        if reason:
+            wrong = {"attempt": "output_dir=<folder>", "code": FOLDER_UNUSABLE}
+            run.error("output_dir", reason, value=root, **wrong)
+            return
     reason = why_unwritable(Path(name))
     if reason:
         run.error(key, reason, value=name, attempt="run_dir=<folder>", code=FOLDER_UNUSABLE)

@@ -77,8 +77,9 @@ class Number(Rule):
             return "not a whole number"
         if value in self.also:
             return None
-        if value > self.high and self.high == INT32_MAX:
-            return "too large (max 2^31-1)"
+        if value > self.high >= INT32_MAX:
+            limit = "2^31-1" if self.high == INT32_MAX else f"{self.high:.3g}"
+            return f"too large (max {limit})"
         low_ok = value > self.low if self.above else value >= self.low
         high_ok = value < self.high if self.below else value <= self.high
         return None if low_ok and high_ok else f"must be {self.range()}"
@@ -86,7 +87,7 @@ class Number(Rule):
     def range(self) -> str:
         """The range as one writes it: `>= 1`, `[0, 1)`."""
         low, high = f"{self.low:.12g}", f"{self.high:.12g}"
-        if self.high in (math.inf, INT32_MAX):
+        if self.high >= 2**40 or self.high == INT32_MAX:
             text = f"{'>' if self.above else '>='} {low}"
         elif self.whole:
             text = f"{low} .. {high}"
@@ -101,12 +102,17 @@ class Number(Rule):
 
 @dataclass(frozen=True)
 class Word(Rule):
-    """One of a few words."""
+    """One of a few words.
+
+    Attributes:
+        aliases: other spellings, taken and not shown.
+    """
 
     words: tuple = ()
+    aliases: tuple = ()
 
     def judge(self, value: object) -> str | None:
-        if not isinstance(value, bool) and value in self.words:
+        if not isinstance(value, bool) and value in (*self.words, *self.aliases):
             return None
         near = nearest(str(value), map(str, self.words))
         return "unknown" + (f', did you mean "{near}"?' if near else "")

@@ -96,8 +96,11 @@ class Run:
 
     def settle(self) -> list[Problem]:
         """All problems; of references only those that name no key that is told already."""
-        own = [one for one, names in self.unresolved if not names & (self.wrong - {one.key})]
-        return [*own, *self.problems]
+        own: dict[str, Problem] = {}
+        for one, names in self.unresolved:
+            if not names & (self.wrong - {one.key}):
+                own.setdefault(one.wrong, one)
+        return [*own.values(), *self.problems]
 
     @property
     def failed(self) -> bool:

@@ -6,6 +6,7 @@ A name is no proof of what it stands for (`logging.os.system`); `objects` looks 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,8 +85,15 @@ def _judge(run: Run, key: str, target: object, allowed: tuple[str, ...]) -> None
             "not in a package that is allowed" + (f", did you mean {near}?" if near else ""),
             value=target,
             allowed=", ".join(allowed),
-            attempt=f"allowed_targets=[{target.split('.')[0]}], if you trust its code",
+            attempt=_trust(target.split(".")[0]),
         )
+
+
+def _trust(package: str) -> str:
+    """Never said of Python's own library, which can do anything."""
+    if package in sys.stdlib_module_names:
+        return "a class of your own package, and that in allowed_targets"
+    return f"allowed_targets=[{package}], if you trust its code"
 
 
 def _find(node: Any, keys: tuple[str, ...] | None, path: str) -> Iterator[tuple[str, Any]]:

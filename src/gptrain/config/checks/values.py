@@ -23,9 +23,10 @@ STRATEGIES = (
     "auto", "single", "ddp", "fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel",
     "ddp_pipeline",
 )  # fmt: skip
-PRECISIONS = (
-    "auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true", "16-true",
-    "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16", 32, 64, 16,
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true", "auto")
+PRECISION_ALIASES = (  # Lightning's other names
+    "16-true", "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16",
+    32, 64, 16,
 )  # fmt: skip
 
 
@@ -198,7 +199,7 @@ RULES: dict[str, Rule] = {
         1, False, devices, 'a number >= 1, a list of device numbers, -1 or "auto"'
     ),
     "trainer.num_nodes": count(1, 1),
-    "trainer.precision": Word("32-true", words=PRECISIONS),
+    "trainer.precision": Word("32-true", words=PRECISIONS, aliases=PRECISION_ALIASES),
     "trainer.max_epochs": count(1, 3, null=True, also=(-1,)),
     "trainer.max_steps": Number(1000, low=1, high=2**40, whole=True, also=(-1,)),
     "trainer.min_epochs": count(0, None, null=True),

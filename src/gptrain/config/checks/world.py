@@ -49,6 +49,9 @@ def check_steps(
             code=code,
         )
         return
+    tokens, asked = _step_tokens(run, batch), run.get("max_tokens")
+    if tokens and asked and asked < tokens:
+        run.error("max_tokens", f"less than the {tokens} tokens of one step")
     steps = _steps(run, batch.steps_per_epoch(n_samples))
     total, warmup = run.get("scheduler.total_steps"), run.get("scheduler.warmup_steps")
     if steps is None or run.get("trainer.fast_dev_run"):
@@ -78,14 +81,11 @@ def global_batch(run: Run) -> BatchPlan | None:
 def plan_degrees(run: Run, world_size: int) -> Degrees | None:
     """Ranks along each axis; None where the sizes do not fit, which is told."""
     name = run.get("strategy.name")
-    if name is None or any(key.startswith("strategy.") for key in run.wrong):
+    if name is None:
         return None
     if name == "single" and world_size > 1:
         return None  # told by `strategies` or `place`
-    sizes = {
-        "tensor_parallel_size": run.get("strategy.tensor_parallel_size"),
-        "pipeline_parallel_size": run.get("strategy.pipeline_parallel_size"),
-    }
+    sizes = {key: _size(run, key) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
     for key, size in sizes.items():
         if size and world_size % size:
             run.error(
@@ -94,6 +94,8 @@ def plan_degrees(run: Run, world_size: int) -> Degrees | None:
                 allowed=divisors(world_size),
             )
             return None
+    if any(key.startswith("strategy.") for key in run.wrong):
+        return None
     try:
         split = degrees(name, world_size, *sizes.values())
     except ValueError as error:
@@ -123,6 +125,12 @@ def plan_degrees(run: Run, world_size: int) -> Degrees | None:
     return split
 
 
+def _size(run: Run, key: str) -> int | None:
+    """A size, also one that was found not to fit the model: it may not fit the ranks either."""
+    size = run.nodes.get(f"strategy.{key}")
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def _batch(run: Run, split: Degrees) -> BatchPlan | None:
     size, accumulate = run.get("data.batch_size"), run.get("trainer.accumulate_grad_batches")
     total = run.get("data.global_batch_size")
@@ -133,6 +141,14 @@ def _batch(run: Run, split: Degrees) -> BatchPlan | None:
     except ValueError as error:
         run.error("data.global_batch_size", str(error))
         return None
+
+
+def _step_tokens(run: Run, batch: BatchPlan) -> int | None:
+    length = run.get("data.seq_len")
+    if not length:
+        return None
+    positions = length - 1 if run.get("data.train._target_") == DUMMY else length
+    return batch.global_batch_size * positions
 
 
 def _steps(run: Run, epoch_steps: int) -> int | None:
