@@ -1,0 +1,75 @@
+"""One table of all that is logged."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from gptrain.lit.loggers.trouble import survives_trouble
+from gptrain.resilience import fileops
+
+
+class CSVLogger(Logger):
+    """metrics.csv in `save_dir` itself, a row per step and kind of metric, written at once.
+
+    Lightning's own begins such a file anew whenever a process starts.
+    """
+
+    broken = False
+    name, version = "", ""
+
+    def __init__(self, save_dir: str):
+        super().__init__()
+        self._path = Path(save_dir) / "metrics.csv"
+        self._columns: list[str] = []
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of metrics.csv."""
+        return str(self._path.parent)
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Nothing: they are in .hydra/config.yaml, and in no table of steps."""
+
+    @survives_trouble
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Adds a row; a name that is new adds a column."""
+        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        if not self._columns and self._path.exists():
+            self._columns, _ = self._read()
+        added = [name for name in row if name not in self._columns]
+        if added:
+            rows = self._read()[1] if self._path.exists() else []
+            self._write(self._columns + added, rows)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    @survives_trouble
+    @rank_zero_only
+    def go_on_from(self, step: int) -> None:
+        """Removes the rows after step, and one that was cut short."""
+        if self._path.exists():
+            columns, rows = self._read()
+            self._write(columns, [row for row in rows if int(row["step"]) <= step])
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        with self._path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            # Where the process was killed within a row its last cells are missing.
+            rows = [row for row in reader if None not in row.values()]
+            return list(reader.fieldnames or []), rows
+
+    def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        fileops.replace(self._path, text.getvalue().encode())
+        self._columns = columns

@@ -1,0 +1,27 @@
+"""What a logger does when it cannot write."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+def survives_trouble(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A log folder that is full or gone costs points of a curve, never the run: one warning."""
+
+    @functools.wraps(method)
+    def guarded(self, *args, **kwargs):
+        if self.broken:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except OSError as error:
+            self.broken = True
+            log.warning("%s stops: %s; training goes on", type(self).__name__, error)
+            return None
+
+    return guarded
