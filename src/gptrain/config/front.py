@@ -128,7 +128,7 @@ def _run(job: Job, args: argparse.Namespace, answer: Answer, composer: Composer)
     args.multirun = args.multirun or bool(answer.jobs)
     code = DONE
     try:
-        _hydra(functools.partial(_attempt, job, outcomes), args, composer)
+        _hydra(functools.partial(_attempt, job, outcomes, answer.lines), args, composer)
     except SweepStopped:
         pass
     except KeyboardInterrupt:
@@ -142,7 +142,7 @@ def _run(job: Job, args: argparse.Namespace, answer: Answer, composer: Composer)
     return code or (failed[0] if failed else DONE)
 
 
-def _attempt(job: Job, outcomes: list[Outcome], cfg: DictConfig) -> float | None:
+def _attempt(job: Job, outcomes: list[Outcome], told: list[str], cfg: DictConfig) -> float | None:
     """Runs one job; what it raises is kept for the end, so that it ends no other job."""
     hydra = HydraConfig.get()
     outcome = Outcome(list(hydra.overrides.task))
@@ -151,7 +151,7 @@ def _attempt(job: Job, outcomes: list[Outcome], cfg: DictConfig) -> float | None
     try:
         value = job(cfg)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        ended = _end_of(error, bool(cfg.get("debug")), told=is_sweep)
+        ended = _end_of(error, bool(cfg.get("debug")), told)
         outcome.code, outcome.said = ended.code, ended.said
         if is_sweep and outcome.code in STOPPED:
             raise SweepStopped from error
@@ -167,7 +167,7 @@ def _attempt(job: Job, outcomes: list[Outcome], cfg: DictConfig) -> float | None
     return value
 
 
-def _end_of(error: BaseException, debug: bool, told: bool = False) -> Outcome:
+def _end_of(error: BaseException, debug: bool, told: list[str] = ()) -> Outcome:
     """The code of what a job raised, after it was printed, if nobody has done so yet."""
     said = str(error).splitlines()[0] if str(error) else type(error).__name__
     if debug and not isinstance(error, JobFailed):
@@ -175,8 +175,7 @@ def _end_of(error: BaseException, debug: bool, told: bool = False) -> Outcome:
     if isinstance(error, JobFailed):
         return Outcome([], error.code, said)
     if isinstance(error, ConfigError):
-        if not told:  # a sweep has announced it
-            _tell([problem.line for problem in error.problems])
+        _tell([problem.line for problem in error.problems if problem.line not in told])
         return Outcome([], error.code, str(error.problems[0]))
     if isinstance(error, KeyboardInterrupt):
         return Outcome([], INTERRUPTED, "interrupted")

@@ -48,9 +48,8 @@ def check_contents(run: Run, cfg: DictConfig) -> None:
     """Token files by their headers, and the checkpoint that the run goes on from."""
     _check_token_files(run)
     _check_corpus(run)
-    if any(problem.code for problem in run.problems):
-        return
-    _check_checkpoint(run, cfg)
+    if not run.wrong:
+        _check_checkpoint(run, cfg)
 
 
 def _check_path(run: Run, key: str, path: str) -> None:
@@ -191,19 +190,37 @@ def _check_corpus(run: Run) -> None:
 
 
 def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
-    path = run.get("ckpt_path")
-    if path is None or path in ("last", "best"):
-        return  # of the run folder: looked for under its lock, when the job runs
-    from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
-    from gptrain.resume import checkpoint_folder, differences
-
-    try:
-        saved = read_manifest(checkpoint_folder(path))["config"]
-    except (DamagedCheckpoint, OSError) as error:
-        run.error("ckpt_path", str(error), code=BAD_DATA)
+    """A checkpoint that is named by its path; `last` and `best` are looked for when the job runs,
+    under the lock of their folder."""
+    named = run.get("ckpt_path")
+    if named is None or named in ("last", "best"):
         return
-    if batch := global_batch(run):
-        run.problems += differences(cfg, saved, batch.global_batch_size)
+    from gptrain.resilience.manifest import DamagedCheckpoint
+    from gptrain.resilience.safe_load import UnsafeCheckpoint, load_file
+    from gptrain.resilience.store import CheckpointStore
+    from gptrain.resume import checkpoint_folder, count_sequences, differences
+
+    path = checkpoint_folder(named)
+    store = CheckpointStore(path.parent)
+    try:
+        if path.is_file():
+            load_file(path)
+            wrong = "a file alone, no checkpoint of a run; its weights can be started from"
+            run.error("ckpt_path", wrong, attempt=f"init_from={named}", code=BAD_DATA)
+            return
+        found = store.verify(path)
+    except (DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
+        others = [step for step in store.steps() if store.folder / f"step-{step:08d}" != path]
+        attempt = "ckpt_path=last" if others else ""
+        run.error("ckpt_path", _reason(error, path), attempt=attempt, code=BAD_DATA)
+        return
+    batch = count_sequences(cfg, run.world_size)
+    run.problems += differences(cfg, found.manifest["config"], batch)
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """What was found, without the path that the line begins with."""
+    return str(error).removeprefix(f"{path}: ")
 
 
 def _newest_checkpoint(run: Run) -> Path | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from gptrain.config.checks.forms import devices
 from gptrain.config.checks.run import Run
-from gptrain.config.checks.values import devices
 from gptrain.config.schema import StrategyConfig
 
 # Option -> strategies that read it; "auto" becomes ddp on several devices.
@@ -43,6 +43,7 @@ def check_strategy(run: Run) -> None:
     if name is not None:
         _unread_options(run, name)
         _devices(run, name)
+        _combinations(run, name)
         _microbatches(run, name)
     _precision(run)
     _scheduler(run)
@@ -100,6 +101,21 @@ def _devices(run: Run, name: str) -> None:
     if name not in ("single", "auto") and n_local * n_nodes == 1:
         wrong = "on one device it spreads nothing"
         run.warn("strategy", wrong, value=name, attempt="trainer.devices=2")
+
+
+def _combinations(run: Run, name: str) -> None:
+    """What only whole replicas can do."""
+    if name in ("auto", "single", "ddp"):
+        return
+    if run.get("trainer.precision") in HALF:
+        wrong = f"strategy={name} does not scale losses"
+        run.error("trainer.precision", wrong, attempt="trainer.precision=bf16-mixed")
+    if run.get("model.compile") == "model":
+        run.error(
+            "model.compile",
+            f"under strategy={name} collectives and hooks lie between the blocks",
+            attempt="model.compile=blocks",
+        )
 
 
 def _microbatches(run: Run, name: str) -> None:
