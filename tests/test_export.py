@@ -1,0 +1,175 @@
+"""Weights travel: to Hugging Face's GPT-2 and back, bit for bit, and to one plain file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from gptrain.config.front import run_command
+from gptrain.config.problems import ConfigError
+from gptrain.data import ByteTokenizer
+from gptrain.export.files import byte_level_tokenizer, write_json
+from gptrain.export.verb import Dtype, ExportConfig, Format, export, write_net
+from gptrain.models import SimpleGPT
+from gptrain.weights import load_weights
+
+# vocabulary, width, heads, layers, positions; prime and even vocabularies, one head and many
+SIZES = [(61, 24, 1, 1, 8), (97, 36, 3, 2, 16), (256, 40, 5, 3, 32), (512, 64, 16, 2, 16)]
+
+
+def theirs(vocab_size, d_model, n_heads, n_layers, positions, **options) -> GPT2LMHeadModel:
+    """A randomly initialised GPT-2 whose biases are not all zero."""
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_embd=d_model,
+        n_head=n_heads,
+        n_layer=n_layers,
+        n_positions=positions,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
+    net = GPT2LMHeadModel(config).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def ours(vocab_size, d_model, n_heads, n_layers, positions, activation="gelu_tanh") -> SimpleGPT:
+    return SimpleGPT(vocab_size, d_model, n_heads, n_layers, positions, 0.0, activation).eval()
+
+
+def tokens_for(size) -> torch.Tensor:
+    return torch.randint(size[0], (2, size[4]))  # (B, T)
+
+
+@pytest.fixture
+def export_run(capfd, tmp_path):
+    """Runs the verb in this process; returns its exit code, its folder and what it said."""
+
+    def run(*overrides: str, name: str = "export") -> tuple:
+        folder = tmp_path / name
+        code = run_command(export, [f"run_dir={folder}", *overrides], schema=ExportConfig)
+        out, err = capfd.readouterr()
+        return code, folder, out + err
+
+    return run
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_gpt2_saved_by_transformers_gives_the_same_logits_here(tmp_path, size):
+    gpt2, net, tokens = theirs(*size), ours(*size), tokens_for(size)
+    gpt2.save_pretrained(tmp_path)
+    load_weights(net, tmp_path)
+    # The same sums in another order: a few units in the last place of fp32.
+    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
+    tmp_path, size, activation
+):
+    net, back, tokens = ours(*size, activation), ours(*size, activation), tokens_for(size)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    write_net(net, tmp_path, Format.hf, Dtype.fp32)
+    gpt2 = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(gpt2(tokens).logits, net(tokens), rtol=1e-5, atol=1e-5)
+    load_weights(back, tmp_path)
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name
+
+
+def test_both_formats_start_another_run_with_the_very_weights(train, export_run):
+    run = train("logger=none")
+    state = run.state(4)["state_dict"]
+    for form, dtype in (("safetensors", "bf16"), ("hf", "fp32")):
+        _, folder, said = export_run(f"from_run={run.folder}", f"format={form}", f"dtype={dtype}")
+        stored = load_file(folder / "model.safetensors")
+        assert f"init_from={folder}" in said
+        if form == "safetensors":  # the net's own names, a tied weight once
+            assert state.keys() - stored.keys() == {"head.weight"}
+            assert all(torch.equal(stored[name], state[name].bfloat16()) for name in stored)
+        begun = train(
+            f"init_from={folder}", "optimizer.lr=1e-12", "optimizer.weight_decay=0",
+            "trainer.max_steps=1", "logger=none", name=f"from_{form}",
+        )  # fmt: skip
+        assert begun.code == 0, begun.err
+        for name, tensor in begun.state(1)["state_dict"].items():
+            expected = state[name].bfloat16().float() if dtype == "bf16" else state[name]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-10)
+
+
+def test_the_tokenizer_of_the_data_goes_along(train, export_run, tmp_path):
+    text = "naïve café, 數據\r\n\tdef f(x): return x  # \x00\x7f"
+    (tmp_path / "corpus.txt").write_text(text * 40)
+    run = train(
+        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
+        "data.pattern='*'", "logger=none", "trainer.max_steps=1",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    _, folder, said = export_run(f"from_run={run.folder}", "format=hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(text)["input_ids"] == ByteTokenizer().encode(text).tolist(), said
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
+    write_json(tmp_path / "tokenizer.json", byte_level_tokenizer())
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(0x250))) + "\U0001f600"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+
+
+def test_old_files_of_gpt2_with_bare_names_and_masks_are_read(tmp_path):
+    size = SIZES[1]
+    gpt2, net = theirs(*size), ours(*size)
+    gpt2.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    bare["lm_head.weight"] = bare["wte.weight"].clone()
+    save_file(bare, tmp_path / "model.safetensors")
+    load_weights(net, tmp_path)
+    tokens = tokens_for(size)
+    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"n_head": 6}, "n_head=6 there, n_heads=3 here"),
+        ({"activation_function": "relu"}, "activation_function=relu there, activation=gelu_tanh"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True there"),
+        ({"n_inner": 100}, "n_inner=100 there"),
+        ({"model_type": "gpt_neo"}, "model_type=gpt_neo there, always gpt2 here"),
+    ],
+)
+def test_what_shapes_do_not_show_is_refused_by_name(tmp_path, change, said):
+    size = SIZES[1]
+    theirs(*size).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=said):
+        load_weights(ours(*size), tmp_path)
+
+
+def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path):
+    code, folder, said = export_run("format=hf")
+    assert code == 2 and "from_run" in said and not folder.exists()
+    code, folder, said = export_run(f"from_run={tmp_path / 'nothing'}")
+    assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
+
+
+def test_a_net_that_is_no_gpt2_says_which_format_works(tmp_path):
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"no `to_gpt2`.*try: format=safetensors"):
+        write_net(net, tmp_path, Format.hf, Dtype.fp32)
+    write_net(net, tmp_path, Format.safetensors, Dtype.fp32)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}

@@ -1,0 +1,112 @@
+"""Curves: several at once, and one line through a resume, without doubled points."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import struct
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from gptrain.lit.loggers import CSVLogger
+from gptrain.resilience.lock import read_holder
+
+BLOCK_BYTES = 32768
+EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
+
+
+def rows(folder) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(folder, name: str) -> list[tuple[int, float]]:
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars(name)]
+
+
+def wandb_records(file) -> list[wandb_internal_pb2.Record]:
+    """What a .wandb file holds: LevelDB's log format after a header of 7 bytes."""
+    data, place, found, parts = file.read_bytes(), 7, [], b""
+    while place < len(data):
+        left = BLOCK_BYTES - place % BLOCK_BYTES
+        if left < 7:  # a record's head (crc, length, kind) is not split
+            place += left
+            continue
+        _, n_bytes, kind = struct.unpack("<IHB", data[place : place + 7])
+        parts += data[place + 7 : place + 7 + n_bytes]
+        place += 7 + n_bytes
+        if kind in (1, 4):  # whole, or the last part
+            found.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return found
+
+
+def test_several_loggers_at_once_by_a_list(train):
+    run = train("logger=[tensorboard,csv]", *EVERY_STEP)
+    assert run.code == 0, run.err
+    assert [step for step, _ in events(run.folder, "train/loss")] == [1, 2, 3, 4]
+    told = [float(row["train/loss"]) for row in rows(run.folder) if row["train/loss"]]
+    assert told == pytest.approx([value for _, value in events(run.folder, "train/loss")])
+
+
+def test_a_resumed_run_goes_on_in_its_curves_and_doubles_no_point(train):
+    options = ("logger=[tensorboard,csv]", *EVERY_STEP, "scheduler=constant")
+    whole = train(*options, "trainer.max_steps=6", name="whole")
+    run = train(*options, "trainer.max_steps=5")
+    # As a run that was killed in step 6: its curves reach past its newest checkpoint.
+    shutil.rmtree(run.folder / "checkpoints" / "step-00000005")
+    again = train(*options, "trainer.max_steps=6", "ckpt_path=last")
+    assert again.code == 0, again.err
+    for name, steps in (("train/loss", [1, 2, 3, 4, 5, 6]), ("val/loss", [2, 4, 6])):
+        expected = events(whole.folder, name)
+        assert [step for step, _ in expected] == steps
+        assert events(run.folder, name) == expected
+        told = [(int(row["step"]), row[name]) for row in rows(run.folder) if row[name]]
+        assert told == [(int(row["step"]), row[name]) for row in rows(whole.folder) if row[name]]
+
+
+def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
+    logger = CSVLogger(str(tmp_path))
+    for step in (1, 2, 3):
+        logger.log_metrics({"train/loss": 1 / step, "lr": 0.1}, step)
+    logger.log_metrics({"val/loss": 0.5}, 2)
+    file = tmp_path / "metrics.csv"
+    file.write_bytes(file.read_bytes() + b"4,0.")
+    again = CSVLogger(str(tmp_path))
+    again.go_on_from(2)
+    again.log_metrics({"train/loss": 0.25, "perf/step_s": 1.0}, 3)
+    told = [(row["step"], row["train/loss"], row["val/loss"]) for row in rows(tmp_path)]
+    assert told == [("1", "1.0", ""), ("2", "0.5", ""), ("2", "", "0.5"), ("3", "0.25", "")]
+
+
+def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    options = ("logger=[wandb,csv]", *EVERY_STEP, "scheduler=constant")
+    run = train(*options, "trainer.max_steps=2")
+    assert run.code == 0, run.err
+    again = train(*options, "trainer.max_steps=4", "ckpt_path=last")
+    assert again.code == 0, again.err
+    run_id = read_holder(run.folder)["run_id"]
+    files = sorted(run.folder.glob("wandb/offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2
+    steps = []
+    for file in files:
+        records = wandb_records(file)
+        assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
+        for record in records:
+            items = {item.nested_key[0]: item.value_json for item in record.history.item}
+            if "train/loss" in items:
+                steps.append(int(items["trainer/global_step"]))
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_full_disk_costs_a_curve_and_not_the_run(tmp_path, caplog):
+    logger = CSVLogger(str(tmp_path / "gone"))
+    logger.log_metrics({"train/loss": 1.0}, 1)
+    logger.log_metrics({"train/loss": 1.0}, 2)
+    assert caplog.text.count("training goes on") == 1
