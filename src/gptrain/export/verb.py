@@ -40,12 +40,9 @@ def export(cfg: DictConfig) -> None:
 
     Raises: ConfigError with code 65 or 66 for a checkpoint that cannot be taken.
     """
-    import torch  # here, so that a wrong option is answered without it
-
-    from gptrain import launch
-    from gptrain.export.files import write_json, write_tensors
+    from gptrain import launch  # here, so that a wrong option is answered without torch
     from gptrain.recipe import build_net
-    from gptrain.weights import load_weights, tied_names
+    from gptrain.weights import load_weights
 
     cfg = launch.settle(cfg)
     net = build_net(cfg)
@@ -55,19 +52,35 @@ def export(cfg: DictConfig) -> None:
     except ValueError as error:
         problem = Problem("from_run", cfg.from_run, str(error), code=BAD_DATA)
         raise ConfigError([problem]) from error
+    n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if cfg.format is Format.hf:
-        content, tensors = to_gpt2(cfg, net)
-        name = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[cfg.dtype]
-        write_json(folder / "config.json", content | {"dtype": name})
         write_tokenizer(cfg, folder)
-    else:
-        ties = tied_names(net)
-        tensors = {name: value for name, value in net.state_dict().items() if name not in ties}
-    dtype = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16}[cfg.dtype]
-    n_bytes = write_tensors(folder / "model.safetensors", tensors, dtype)
     log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype.name, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)
     log.info("%-9s python train.py init_from=%s", "next", folder)
+
+
+def write_net(net: nn.Module, folder: Path, form: Format, dtype: Dtype) -> int:
+    """Writes model.safetensors, and config.json for transformers; returns the bytes of weights.
+
+    Raises: ConfigError for a net that is no GPT-2.
+    """
+    import torch
+
+    from gptrain.export.files import write_json, write_tensors
+    from gptrain.weights import tied_names
+
+    name = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
+    if form is Format.hf:
+        if not hasattr(net, "to_gpt2"):
+            wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
+            raise ConfigError([Problem("format", "hf", wrong, attempt="format=safetensors")])
+        content, tensors = net.to_gpt2()
+        write_json(folder / "config.json", content | {"dtype": name})
+    else:
+        ties = tied_names(net)
+        tensors = {key: value for key, value in net.state_dict().items() if key not in ties}
+    return write_tensors(folder / "model.safetensors", tensors, getattr(torch, name))
 
 
 def find_source(cfg: DictConfig) -> Any:
@@ -88,17 +101,6 @@ def find_source(cfg: DictConfig) -> Any:
         raise ConfigError([Problem(key, cfg[key], str(error), code=INPUT_NOT_FOUND)]) from error
     except (DamagedCheckpoint, NoGoodCheckpoint) as error:
         raise ConfigError([Problem(key, cfg[key], str(error), code=BAD_DATA)]) from error
-
-
-def to_gpt2(cfg: DictConfig, net: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Config and tensors of the same net as a GPT2LMHeadModel.
-
-    Raises: ConfigError for a net that is none.
-    """
-    if not hasattr(net, "to_gpt2"):
-        wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
-        raise ConfigError([Problem("format", "hf", wrong, attempt="format=safetensors")])
-    return net.to_gpt2()
 
 
 def write_tokenizer(cfg: DictConfig, folder: Path) -> None:
