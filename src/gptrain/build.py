@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.callbacks import Checkpoints, Guarded, ProgressBar, StepLog
+from gptrain.lit.callbacks import Checkpoints, CollectGarbage, Curves, Guarded, ProgressBar, StepLog
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
@@ -65,6 +65,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     process, machine = this_process(), find_machine(cfg)
     if machine.accelerator == "cpu":
         set_threads(machine.n_local)
+    if machine.accelerator == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
     pl.seed_everything(cfg.seed, verbose=False)
 
     split = degrees(
@@ -198,7 +200,8 @@ def build_callbacks(
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     compiles = cfg.model.compile != "none"
     guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
-    return [callback for callback in (log, bar, checkpoints, guarded) if callback is not None]
+    found = (Curves(), log, bar, checkpoints, guarded, CollectGarbage())
+    return [callback for callback in found if callback is not None]
 
 
 def build_checkpoints(
@@ -244,6 +247,7 @@ def build_report(
             f"{machine.world_size} x {machine.accelerator}",
             f"precision {trainer.precision}",
             *([f"{torch.get_num_threads()} threads"] if machine.accelerator == "cpu" else []),
+            *(["fp32 products in TF32"] if machine.accelerator == "cuda" else []),
         ],
         "batch": [
             f"{batch.batch_size} x {batch.data_parallel_size} ranks x {batch.accumulate} "

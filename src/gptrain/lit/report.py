@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.step_log import StepLog
 from gptrain.lit.module import LanguageModel
 from gptrain.resilience.status import write_result
 
@@ -70,11 +71,13 @@ class Report:
                 seconds=seconds,
                 checkpoint=best,
             )
-        log.info("%-9s %s", "result", self._result(metrics, steps, seconds))
+        log.info("%-9s %s", "result", self._result(trainer, metrics, steps, seconds))
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
 
-    def _result(self, metrics: dict[str, Any], steps: int, seconds: float) -> str:
+    def _result(
+        self, trainer: pl.Trainer, metrics: dict[str, Any], steps: int, seconds: float
+    ) -> str:
         parts = [f"{steps} steps in {seconds:.0f} s"] if steps else []
         for key in ("train/loss", "val/loss", "val/bits_per_byte", "test/loss"):
             if key in metrics:
@@ -86,6 +89,11 @@ class Report:
                 f"{nats:.3f} nats per byte, {share:.2f} of the unigram entropy "
                 f"{self.unigram_entropy:.3f}"
             )
+        if "perf/tokens_per_s" in metrics:
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
+        if "perf/mfu" in metrics:
+            peaks = [part.peak for part in trainer.callbacks if isinstance(part, StepLog)]
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {peaks[0]}")
         return " · ".join(parts)
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
