@@ -1,0 +1,92 @@
+"""What perf/mfu is made of: the FLOPs of a token, and the peak of the device they run on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gptrain.plan.flops import peak_flops_per_s, train_flops_per_token
+
+MEASURE_S = 0.15  # spent on measuring a peak that no table knows
+SIDE = {"cpu": 384}  # of the matrices multiplied: full speed, a millisecond each
+LARGE_SIDE = 4096  # on anything faster than a CPU
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOP/s of one device's matrix products, and where the number comes from."""
+
+    flops_per_s: float
+    source: str
+
+    def __str__(self) -> str:
+        unit, scale = ("TFLOP/s", 1e12) if self.flops_per_s >= 1e12 else ("GFLOP/s", 1e9)
+        return f"peak {self.flops_per_s / scale:.0f} {unit} ({self.source})"
+
+
+def find_peak(device: torch.device, precision: str) -> Peak:
+    """The data sheet's dense 16-bit peak where the device is known, else one measured now.
+
+    Args:
+        precision: Lightning's name; decides what is measured.
+    """
+    if device.type == "cuda":
+        known = peak_flops_per_s(torch.cuda.get_device_name(device))
+        if known is not None:
+            return Peak(known, "data sheet, 16 bit")
+    dtype = torch.float32
+    if "16" in precision:
+        dtype = torch.bfloat16 if "bf16" in precision else torch.float16
+    return Peak(measure_matmul(device, dtype), f"measured, {str(dtype).removeprefix('torch.')}")
+
+
+def measure_matmul(
+    device: torch.device, dtype: torch.dtype, side: int | None = None, seconds: float = MEASURE_S
+) -> float:
+    """FLOP/s of the fastest of many square products, side x side, with today's threads."""
+    side = side or SIDE.get(device.type, LARGE_SIDE)
+    left, right, out = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(3))
+    best_s, until_s = float("inf"), time.perf_counter() + seconds
+    while best_s == float("inf") or time.perf_counter() < until_s:
+        _wait(device)
+        start_s = time.perf_counter()
+        torch.mm(left, right, out=out)
+        _wait(device)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * side**3 / best_s
+
+
+def net_flops_per_token(
+    net: nn.Module, seq_len: int, stages: dist.ProcessGroup | None = None
+) -> int:
+    """Model FLOPs of one token's training step, by the net's matrices and its `n_layers, d_model`.
+
+    Attention counts where the net tells both; without them it is left out.
+
+    Args:
+        seq_len: positions of a sequence.
+        stages: the ranks of a pipeline, each with some of the net; all of them must call this.
+    """
+    multiplied = {id(layer.weight) for layer in net.modules() if isinstance(layer, nn.Linear)}
+    looked_up = {id(layer.weight) for layer in net.modules() if isinstance(layer, nn.Embedding)}
+    n_weights = sum(
+        parameter.numel()
+        for parameter in net.parameters()
+        if parameter.ndim >= 2 and id(parameter) not in looked_up - multiplied
+    )
+    if stages is not None:
+        device = next(net.parameters()).device
+        total = torch.tensor(n_weights, device=device)
+        dist.all_reduce(total, group=stages)
+        n_weights = int(total)
+    layers, width = getattr(net, "n_layers", 0), getattr(net, "d_model", 0)
+    return train_flops_per_token(n_weights, layers, width, seq_len)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type in ("cuda", "mps"):
+        getattr(torch, device.type).synchronize()
