@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from gptrain.config.checks.arithmetic import check_arithmetic
 from gptrain.config.checks.files import check_contents, check_paths
 from gptrain.config.checks.keys import check_keys
+from gptrain.config.checks.old_run import check_old_run
 from gptrain.config.checks.place import check_place
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.strategies import check_strategy
@@ -34,6 +35,7 @@ CHEAP = (
     check_arithmetic,
     check_strategy,
     check_place,
+    check_old_run,
     check_known_world,
     check_paths,
 )

@@ -120,6 +120,12 @@ def _length(run: Run) -> None:
                 "nothing is left to train on",
                 attempt="task=validate, or trainer.limit_train_batches=null",
             )
+    if run.sound("max_tokens") and not unlimited("trainer.max_steps"):
+        run.error(
+            "max_tokens",
+            f"excludes trainer.max_steps={run.get('trainer.max_steps')}: both end the run",
+            attempt="trainer.max_steps=-1, or max_tokens=null",
+        )
     steps, least = run.get("trainer.max_steps", -1), run.get("trainer.min_steps")
     if least and 0 < steps < least:
         run.error("trainer.min_steps", f"more than trainer.max_steps={steps}")
@@ -154,6 +160,7 @@ def _task(run: Run) -> None:
         run.get("task") in ("validate", "test")
         and run.get("ckpt_path") is None
         and run.get("init_from") is None
+        and run.get("from_run") is None
         and not run.get("trainer.fast_dev_run")
     ):
         run.warn("task", "no ckpt_path: it measures initial weights", attempt="ckpt_path=best")
