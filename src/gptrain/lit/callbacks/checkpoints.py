@@ -89,7 +89,7 @@ class Checkpoints(Callback):
         self, trainer: Trainer, module: LanguageModel, checkpoint: dict[str, Any]
     ) -> None:
         step, validated = self.saved
-        checkpoint["loops"] = {"fit_loop": loops_after(trainer, step, validated)}
+        checkpoint["loops"]["fit_loop"] = loops_after(trainer, step, validated)
         checkpoint["validated"] = validated
         checkpoint["rng"] = gather(self._before_validation or capture())
         shown = module.logged | {key: float(trainer.callback_metrics[key]) for key in self.metrics}
@@ -104,7 +104,7 @@ class Checkpoints(Callback):
         if "validated" not in checkpoint or trainer.state.fn != "fit":
             return
         self.saved = checkpoint["global_step"], checkpoint["validated"]
-        checkpoint["loops"] = {"fit_loop": loops_after(trainer, *self.saved)}
+        checkpoint["loops"]["fit_loop"] = loops_after(trainer, *self.saved)
         self._rng = checkpoint["rng"]
         module.logged = dict(checkpoint["logged"])
 
