@@ -140,6 +140,8 @@ class LanguageModel(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {f"net.{key}": value for key, value in state.items()}
+        if self.trainer.state.fn != "fit":
+            checkpoint.pop("loops")  # of training; an evaluation begins at its first batch
 
     def _evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         counted = targets != IGNORED  # (B, T)

@@ -1,0 +1,113 @@
+"""An old run by its folder: its overrides under today's schema, then those typed now."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from gptrain.config.front import compose_command, register
+from gptrain.config.problems import ConfigError
+from gptrain.resilience.manifest import read_manifest
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    """Makes a run folder that says it was started with these overrides."""
+    register()
+
+    def make(*overrides: str, name: str = "old") -> str:
+        folder = tmp_path / name / ".hydra"
+        folder.mkdir(parents=True)
+        (folder / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
+        return f"from_run='{tmp_path / name}'"
+
+    return make
+
+
+def hashes(folder) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_what_is_typed_now_comes_after_what_was_typed_then(old_run):
+    old = old_run("model=gpt_nano", "optimizer.lr=0.5", "seed=7", "+trainer.barebones=false")
+    cfg = compose_command([old, "optimizer.lr=0.25", "model=gpt2"])
+    assert (cfg.optimizer.lr, cfg.seed, cfg.model.d_model) == (0.25, 7, 768)
+    assert cfg.trainer.barebones is False
+
+
+def test_where_the_old_run_lay_and_how_it_went_on_is_not_taken(old_run, tmp_path):
+    first = old_run("run_dir=/elsewhere", "ckpt_path=last", "allow_changes=[seed]", "seed=3")
+    cfg = compose_command([first])
+    assert cfg.seed == 3 and cfg.ckpt_path is None and list(cfg.allow_changes) == []
+    assert OmegaConf.to_container(cfg)["run_dir"] != "/elsewhere"
+    second = old_run("seed=3", first, "optimizer.lr=0.5", name="second")
+    cfg = compose_command([second])
+    assert (cfg.seed, cfg.optimizer.lr) == (3, 0.5)
+    assert cfg.from_run == str(tmp_path / "second")
+
+
+def test_a_run_that_goes_on_does_not_begin_again_from_other_weights(old_run):
+    old = old_run("init_from=weights")
+    assert compose_command([old]).init_from == "weights"
+    assert compose_command([old, "ckpt_path=last"]).init_from is None
+
+
+def test_every_key_that_no_longer_exists_is_named_and_can_be_left_out(old_run):
+    old = old_run("seed=3", "strategy.shards=2", "trainer.tpu_cores=8", "model=gpt5")
+    with pytest.raises(ConfigError) as caught:
+        compose_command([old])
+    said = str(caught.value).splitlines()
+    assert len(said) == 3 and caught.value.code == 2
+    assert "strategy.shards=2, a key that no longer exists; try: '~strategy.shards'" in said[0]
+    assert "trainer.tpu_cores=8" in said[1] and "model=gpt5" in said[2]
+    cfg = compose_command([old, "~strategy.shards", "~trainer.tpu_cores", "model=gpt2"])
+    assert (cfg.seed, cfg.model.d_model) == (3, 768)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    register()
+    with pytest.raises(ConfigError, match=r"\.hydra/overrides\.yaml is missing") as caught:
+        compose_command([f"from_run={tmp_path}"])
+    assert caught.value.code == 66
+
+
+@pytest.mark.parametrize("task, metric", [("validate", "val/loss"), ("test", "test/loss")])
+def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_own(
+    train, task, metric
+):
+    run = train(
+        "trainer.val_check_interval=2", "optimizer.lr=0.3", "scheduler.warmup_steps=3",
+        "scheduler.start_factor=0.0001", "trainer.limit_test_batches=2", "logger=csv",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    before = hashes(run.folder)
+    again = train(f"task={task}", f"from_run='{run.folder}'", tiny=False, name=f"{task} = again")
+    assert again.code == 0, again.err
+    manifest = read_manifest(run.folder / "checkpoints" / "step-00000002")
+    assert again.metrics[metric] == manifest["metrics"]["val/loss"] < run.metrics["val/loss"]
+    last = train(
+        f"task={task}", f"from_run='{run.folder}'", "ckpt_path=last", tiny=False, name="last"
+    )
+    assert last.metrics[metric] == run.metrics["val/loss"]
+    assert hashes(run.folder) == before
+
+
+def test_an_evaluation_may_not_lie_in_the_folder_that_it_evaluates(train):
+    run = train("logger=none")
+    before = hashes(run.folder)
+    again = train("task=test", f"from_run='{run.folder}'", tiny=False)  # the same run_dir
+    assert again.code == 2 and "run_dir" in again.err
+    assert hashes(run.folder) == before
+
+
+def test_a_run_goes_on_without_a_word_of_its_options_typed_again(train):
+    options = ("scheduler=constant", "logger=csv", "trainer.log_every_n_steps=1")
+    whole = train(*options, "trainer.max_steps=6", name="whole")
+    run = train(*options)
+    again = train(f"from_run='{run.folder}'", "ckpt_path=last", "trainer.max_steps=6", tiny=False)
+    assert again.code == 0, again.err
+    assert again.losses() == whole.losses()

@@ -1,0 +1,97 @@
+"""A trained net in one line: `gptrain.load(run_dir)`."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+import gptrain
+from gptrain.config.problems import ConfigError
+from gptrain.resilience.manifest import NoGoodCheckpoint, read_manifest
+
+
+@pytest.fixture
+def run(train):
+    """Two checkpoints of which the first is the better one: the second step is far too long."""
+    run = train(
+        "logger=none", "trainer.val_check_interval=2", "optimizer.lr=0.3", "model.dropout=0.1",
+        "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    return run
+
+
+def equal(net, state) -> bool:
+    mine = net.state_dict()
+    return mine.keys() == state.keys() and all(torch.equal(mine[key], state[key]) for key in state)
+
+
+def test_the_best_and_the_last_net_come_back_ready_to_use(run):
+    rng = torch.get_rng_state()
+    best, last = gptrain.load(run.folder), gptrain.load(str(run.folder), which="last")
+    assert equal(best, run.state(2)["state_dict"])
+    assert equal(last, run.state(4)["state_dict"])
+    assert not best.training and {p.device.type for p in best.parameters()} == {"cpu"}
+    assert best(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 256)
+    assert best.head.weight is best.token_embedding.weight
+    assert torch.equal(rng, torch.get_rng_state())
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_a_sharded_checkpoint_loads_like_a_full_one(train):
+    options = ("logger=none", "trainer.max_steps=2")
+    full = train(*options, "strategy=single", name="full")
+    shards = train(*options, "strategy=fsdp", name="shards")
+    assert shards.code == 0, shards.err
+    assert read_manifest(shards.folder / "checkpoints" / "step-00000002")["kind"] == "sharded"
+    net = gptrain.load(shards.folder)
+    for name, tensor in full.state(2)["state_dict"].items():
+        torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(run):
+    newest = run.folder / "checkpoints" / "step-00000004" / "state.ckpt"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    assert equal(gptrain.load(run.folder, "last"), run.state(2)["state_dict"])
+    assert newest.exists()
+    shutil.rmtree(run.folder / "checkpoints" / "step-00000002")
+    with pytest.raises(NoGoodCheckpoint, match="step-00000004"):
+        gptrain.load(run.folder)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"_target_": "os.system", "command": "touch {mark}"},
+        {"_target_": "subprocess.Popen", "args": ["touch", "{mark}"]},
+        {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
+        {
+            "_target_": "torch.nn.Sequential",
+            "_args_": [{"_target_": "subprocess.Popen", "args": ["touch", "{mark}"]}],
+        },
+    ],
+    ids=lambda model: model["_target_"],
+)
+def test_a_folder_from_elsewhere_runs_no_code(run, tmp_path, model):
+    mark = tmp_path / "mark"
+    config = run.folder / ".hydra" / "config.yaml"
+    cfg = OmegaConf.load(config)
+    cfg.model = OmegaConf.create(
+        OmegaConf.to_yaml(OmegaConf.create(model)).replace("{mark}", str(mark))
+    )
+    cfg.allowed_targets = ["os", "posix", "subprocess"]  # as it says itself
+    config.write_text(OmegaConf.to_yaml(cfg))
+    with pytest.raises(ConfigError, match="_target_="):
+        gptrain.load(run.folder)
+    assert not mark.exists()
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run in this folder"):
+        gptrain.load(tmp_path)
+    with pytest.raises(ValueError, match="allowed: best, last"):
+        gptrain.load(tmp_path, "newest")
