@@ -50,6 +50,7 @@ ELSEWHERE = {
     "dtype": "trainer.precision",
     "tp": "strategy.tensor_parallel_size",
     "pp": "strategy.pipeline_parallel_size",
+    "ckpt": "ckpt_path",
     "resume": "ckpt_path",
     "resume_from": "ckpt_path",
     "resume_from_checkpoint": "ckpt_path",

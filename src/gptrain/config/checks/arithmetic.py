@@ -103,7 +103,8 @@ def _schedule(run: Run) -> None:
 
 def _length(run: Run) -> None:
     def unlimited(key: str) -> bool:
-        return key not in run.wrong and run.get(key) in (None, -1)
+        told = {key, key.split(".")[0]} & run.wrong
+        return not told and run.get(key) in (None, -1)
 
     keys = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "max_tokens")
     if run.get("task") == "fit" and not run.get("trainer.fast_dev_run"):

@@ -136,15 +136,17 @@ def _check_token_files(run: Run) -> None:
         if path is None:
             continue
         key = f"data.{part}_path" if run.has(f"data.{part}_path") else f"data.{part}.path"
+        if key in run.wrong:
+            continue
         windows = tokens = 0
         try:
             for file in find_token_files(path):
+                _check_manifest(file)
                 opened = open_token_file(file, dtype)
                 tokens += opened.n_tokens
                 windows += count_windows(opened.n_tokens, seq_len or 1)
                 if vocabulary:
                     sample_tokens(opened, vocabulary)
-                _check_manifest(run, key, file)
         except FileNotFoundError as error:
             run.error(key, str(error), code=INPUT_NOT_FOUND)
             continue
@@ -158,16 +160,13 @@ def _check_token_files(run: Run) -> None:
             check_steps(run, batch, windows, key, code=BAD_DATA)
 
 
-def _check_manifest(run: Run, key: str, file: Path) -> None:
+def _check_manifest(file: Path) -> None:
+    """Raises DataError if a file is not the one that was prepared, as its manifest knows."""
     if not (file.parent / "manifest.json").exists() or file.name not in ("train.bin", "val.bin"):
         return
-    from gptrain.data.errors import DataError
     from gptrain.data.prepared import PreparedText
 
-    try:
-        PreparedText.load(file.parent).check()
-    except (DataError, KeyError) as error:
-        run.error(key, f"{error}", code=BAD_DATA)
+    PreparedText.load(file.parent).check()
 
 
 def _check_corpus(run: Run) -> None:

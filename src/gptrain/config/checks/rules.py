@@ -77,7 +77,7 @@ class Number(Rule):
             return "not a whole number"
         if value in self.also:
             return None
-        if value > self.high >= INT32_MAX:
+        if value > self.high and (self.high == INT32_MAX or self.high >= 2**40):
             limit = "2^31-1" if self.high == INT32_MAX else f"{self.high:.3g}"
             return f"too large (max {limit})"
         low_ok = value > self.low if self.above else value >= self.low

@@ -69,7 +69,8 @@ def is_set(run: Run, option: str) -> bool:
 
 def _unread_options(run: Run, name: str) -> None:
     for option, readers in READ_BY.items():
-        if not is_set(run, option) or name in readers or run.get(f"strategy.{option}") == 1:
+        one_rank = option.endswith("_size") and run.get(f"strategy.{option}") == 1
+        if not is_set(run, option) or name in readers or one_rank:
             continue
         if name == "auto" and "ddp" in readers:
             if count_devices(run.get("trainer.devices")) == 1 and run.get("trainer.num_nodes") == 1:

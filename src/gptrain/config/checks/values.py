@@ -190,8 +190,10 @@ def judge(key: str, value: object) -> tuple[str, str, str] | None:
 def check_values(run: Run) -> None:
     """Each value by itself."""
     for key, value in run.nodes.items():
-        copied = key in run.derived and key not in RULES
-        if key in run.wrong or copied or not (found := judge(key, value)):
+        if key in run.wrong or not (found := judge(key, value)):
+            continue
+        if key in run.derived and key not in RULES:
+            run.wrong.add(key)  # told where it was copied from
             continue
         what, allowed, attempt = found
         run.error(key, what, allowed=allowed, attempt=attempt)

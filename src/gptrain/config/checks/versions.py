@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from gptrain.config.checks.run import Run
@@ -60,6 +61,7 @@ def judge_versions(installed: dict[str, str | None]) -> list[Problem]:
 _OTHERS = sorted({package for package, _ in MALICIOUS} - RANGES.keys())
 
 
+@cache
 def _installed(package: str) -> str | None:
     try:
         return version(package)

@@ -6,7 +6,7 @@ import math
 
 from gptrain.config.checks.arithmetic import DUMMY, divisors
 from gptrain.config.checks.run import Run
-from gptrain.config.checks.strategies import count_devices
+from gptrain.config.checks.strategies import READ_BY, count_devices
 from gptrain.config.problems import BAD_CONFIG
 from gptrain.config.process import this_process
 from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch
@@ -87,7 +87,7 @@ def plan_degrees(run: Run, world_size: int) -> Degrees | None:
         return None  # told by `strategies` or `place`
     sizes = {key: _size(run, key) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
     for key, size in sizes.items():
-        if size and world_size % size:
+        if size and name in READ_BY[key] and world_size % size:
             run.error(
                 f"strategy.{key}",
                 f"does not divide {world_size} ranks",
