@@ -14,9 +14,8 @@ multiple of the ranks, and pays its dispatcher at every operation.
 # V vocab, v this rank's part of it, D d_model, B batch, T time, T' padded, t = T' / ranks
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +52,8 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
                 sharded[parameter] = _shard(parameter, _PLACEMENTS.get((role, key)), mesh)
             setattr(module, key, sharded[parameter])
         if role is not None:
-            module.forward = partial(_FORWARDS[role], module, module.forward, group)
+            module.__class__ = _mixed(_ROLES[role][0], type(module))
+            module.tensor_group = group
     net.forward = partial(_without_padding, net.forward)
     if hasattr(net, "hidden"):
         net.hidden = partial(_without_padding, net.hidden)
@@ -73,11 +73,19 @@ def check_tensor_parallel(net: nn.Module, size: int) -> None:
             f"tensor_parallel_size={size} does not divide n_heads={net.n_heads}: a rank must hold "
             f"whole heads; allowed: {allowed}"
         )
-    unknown = sorted(set(net.tensor_plan.values()) - set(_FORWARDS))
+    unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
     if unknown:
         raise ValueError(
-            f"tensor_plan has roles {', '.join(unknown)}; allowed: {', '.join(_FORWARDS)}"
+            f"tensor_plan has roles {', '.join(unknown)}; allowed: {', '.join(_ROLES)}"
         )
+    for name, role in _roles(net):
+        layer, known = net.get_submodule(name), _ROLES[role][1]
+        if type(layer) not in known or (role == "vocab_head" and layer.bias is not None):
+            raise ValueError(
+                f"tensor_plan makes {name} {role}: it is a {type(layer).__name__}, the role is for "
+                f"{' and '.join(kind.__name__ for kind in known)}"
+                f"{' without bias' if role == 'vocab_head' else ''}"
+            )
 
 
 def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
@@ -120,66 +128,74 @@ def _without_padding(method, tokens: Tensor) -> Tensor:
     return y if y.shape[1] == n_tokens else y[:, :n_tokens].clone()  # FSDP warns of views
 
 
-@contextmanager
-def _local(module: nn.Module, **replaced):
-    # Inside, the module's parameters are plain tensors: this rank's parts.
-    kept = module._parameters
-    module._parameters = {
-        key: p.to_local() if isinstance(p, DTensor) else p for key, p in kept.items()
-    } | replaced
-    try:
-        yield
-    finally:
-        module._parameters = kept
+# Roles are classes mixed in front of a layer's own: were they functions put on the instances,
+# torch.compile would compile each block anew.
 
 
-def _colwise(module, forward, group, whole):
-    with _local(module):
-        return forward(whole)
+class _Colwise:
+    def forward(self, whole: Tensor) -> Tensor:
+        return F.linear(whole, _local(self.weight), _local(self.bias))
 
 
-def _rowwise(module, forward, group, part):
-    bias = module.bias
-    with _local(module, bias=None):
-        y = scatter_sequence(forward(part), group)
-    return y if bias is None else y + bias.to_local().to(y.dtype)
+class _Rowwise:
+    def forward(self, part: Tensor) -> Tensor:
+        y = scatter_sequence(F.linear(part, _local(self.weight)), self.tensor_group)
+        return y if self.bias is None else y + _local(self.bias).to(y.dtype)
 
 
-def _sequence(module, forward, group, part):
-    with _local(module):
-        y = forward(part)
-    if torch.is_autocast_enabled(y.device.type):  # norms give fp32, the matrices after it cast
-        y = y.to(torch.get_autocast_dtype(y.device.type))
-    return gather_sequence(y, group)
+class _Sequence:
+    def forward(self, part: Tensor) -> Tensor:
+        weight = _local(self.weight)
+        if isinstance(self, nn.LayerNorm):
+            y = F.layer_norm(part, self.normalized_shape, weight, _local(self.bias), self.eps)
+        else:
+            y = F.rms_norm(part, self.normalized_shape, weight, self.eps)
+        if torch.is_autocast_enabled(y.device.type):  # norms give fp32, the matrices after it cast
+            y = y.to(torch.get_autocast_dtype(y.device.type))
+        return gather_sequence(y, self.tensor_group)
 
 
-def _position_embedding(module, forward, group, positions):
-    positions = pad_to_multiple(positions, group.size())
-    with _local(module):
-        return forward(positions.chunk(group.size(), dim=-1)[group.rank()])
+class _PositionEmbedding:
+    def forward(self, positions: Tensor) -> Tensor:
+        size, rank = self.tensor_group.size(), self.tensor_group.rank()
+        mine = pad_to_multiple(positions, size).chunk(size, dim=-1)[rank]
+        return F.embedding(mine, _local(self.weight))
 
 
-def _vocab_embedding(module, forward, group, tokens):
-    n_rows = -(-module.num_embeddings // group.size())  # torch.chunk's
-    rows = pad_to_multiple(tokens, group.size()) - group.rank() * n_rows
-    weight = module.weight.to_local()  # (v, D)
-    elsewhere = (rows < 0) | (rows >= weight.shape[0])
-    partial_sum = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-    return scatter_sequence(partial_sum.masked_fill(elsewhere[..., None], 0.0), group)
+class _VocabEmbedding:
+    def forward(self, tokens: Tensor) -> Tensor:
+        size, rank = self.tensor_group.size(), self.tensor_group.rank()
+        n_rows = -(-self.num_embeddings // size)  # torch.chunk's
+        rows = pad_to_multiple(tokens, size) - rank * n_rows
+        weight = _local(self.weight)  # (v, D)
+        elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        partial_sum = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+        partial_sum = partial_sum.masked_fill(elsewhere[..., None], 0.0)
+        return scatter_sequence(partial_sum, self.tensor_group)
 
 
-def _vocab_head(module, forward, group, whole):
-    with _local(module):
-        return gather_vocabulary(forward(whole), module.out_features, group)
+class _VocabHead:
+    def forward(self, whole: Tensor) -> Tensor:
+        logits = F.linear(whole, _local(self.weight))  # (B, T', v)
+        return gather_vocabulary(logits, self.out_features, self.tensor_group)
 
 
-_FORWARDS = {
-    "colwise": _colwise,
-    "rowwise": _rowwise,
-    "sequence": _sequence,
-    "position_embedding": _position_embedding,
-    "vocab_embedding": _vocab_embedding,
-    "vocab_head": _vocab_head,
+def _local(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.to_local()
+
+
+@cache
+def _mixed(role: type, layer: type) -> type:
+    return type(layer.__name__, (role, layer), {})
+
+
+_ROLES = {  # role -> (its class, the layers that it knows)
+    "colwise": (_Colwise, (nn.Linear,)),
+    "rowwise": (_Rowwise, (nn.Linear,)),
+    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm)),
+    "position_embedding": (_PositionEmbedding, (nn.Embedding,)),
+    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,)),
+    "vocab_head": (_VocabHead, (nn.Linear,)),
 }
 _PLACEMENTS = {  # (role, parameter) -> dimension that is split; all others are whole on every rank
     ("colwise", "weight"): 0,

@@ -117,6 +117,13 @@ def _combinations(run: Run, name: str) -> None:
             f"under strategy={name} collectives and hooks lie between the blocks",
             attempt="model.compile=blocks",
         )
+    recomputes = run.get("model.activation_checkpointing") not in (None, "none")
+    if "tensor" in name and recomputes and run.get("model.compile") not in (None, "none"):
+        run.error(
+            "model.compile",
+            f"under strategy={name} torch cannot compile what is recomputed from cut weights",
+            attempt="model.compile=none, or model.activation_checkpointing=none",
+        )
 
 
 def _microbatches(run: Run, name: str) -> None:

@@ -64,6 +64,11 @@ def spread_net(
         raise ValueError(
             f"compile=model: under {name} collectives and hooks lie between the blocks; use blocks"
         )
+    if "tensor" in name and compile != "none" and activation_checkpointing != "none":
+        raise ValueError(
+            f"compile={compile} with activation_checkpointing={activation_checkpointing}: under "
+            f"{name} torch cannot compile what is recomputed from cut weights; use one of the two"
+        )
     if "pipeline" in name:
         return _piped(make_net, finish, options, split, device)
     return _sharded(make_net, finish, options, split, device, name, precision)
