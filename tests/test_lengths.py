@@ -1,0 +1,148 @@
+"""Lengths people think in: tokens, shares of a run, optimizer steps, bits per byte."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY
+from torch.utils.data import DataLoader
+
+from gptrain.config.front import compose_command, register
+from gptrain.data import TokenDataset, collate
+from gptrain.lit import LanguageModel
+from gptrain.plan import token_steps, warmup_steps
+
+TOKENS_PER_STEP = 4 * 16  # of TINY: sequences x positions
+
+
+class Uniform(torch.nn.Module):
+    """Every token is as likely as any other."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(*tokens.shape, -1)  # (B, T, V)
+
+
+def column(folder, name: str) -> list[tuple[int, float]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row[name]]
+
+
+@pytest.mark.parametrize(
+    "asked, total, steps",
+    [
+        (None, 2000, 100),
+        (None, 50, 5),
+        (None, None, 100),
+        (0, 50, 0),
+        (7, 50, 7),
+        (1, 50, 1),
+        (1.0, 50, 1),
+        (0.01, 5000, 50),
+        (0.5, 5, 2),
+        (1e3, 5000, 1000),
+    ],
+)
+def test_a_warm_up_is_a_number_of_steps_or_a_share_of_the_run(asked, total, steps):
+    assert warmup_steps(asked, total) == steps
+
+
+@pytest.mark.parametrize("asked, total", [(0.1, None), (-1, 50), (2.5, 50)])
+def test_a_warm_up_that_is_neither_is_refused(asked, total):
+    with pytest.raises(ValueError):
+        warmup_steps(asked, total)
+
+
+def test_a_run_takes_at_most_the_tokens_it_is_given():
+    assert token_steps(1000, 100) == 10
+    assert token_steps(1099.5, 100) == 10
+    with pytest.raises(ValueError, match="100 tokens of one step"):
+        token_steps(99, 100)
+
+
+def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
+    run = train(
+        f"max_tokens={8.5 * TOKENS_PER_STEP}", "trainer.max_steps=-1", "trainer.max_epochs=1",
+        "scheduler=warmup_constant", "scheduler.warmup_steps=0.5", "scheduler.start_factor=0",
+        "optimizer.lr=0.004", "logger=csv", "trainer.log_every_n_steps=1",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert "8 steps of max_tokens 544" in run.out
+    assert column(run.folder, "tokens")[-1] == (8, 8 * TOKENS_PER_STEP)
+    rates = [0, 0.001, 0.002, 0.003, 0.004, 0.004, 0.004, 0.004]  # half of the run is warm-up
+    assert [rate for _, rate in column(run.folder, "lr")] == pytest.approx(rates, abs=1e-9)
+
+
+def test_tokens_and_steps_do_not_both_end_a_run(train):
+    run = train("max_tokens=1e6")
+    assert run.code == 2
+    assert "max_tokens=1000000.0: excludes trainer.max_steps=4" in run.err
+
+
+def test_a_whole_number_between_validations_means_optimizer_steps(train):
+    run = train(
+        "trainer.val_check_interval=3", "data.global_batch_size=8", "trainer.max_steps=7",
+        "data.num_samples=24", "trainer.max_epochs=9", "logger=csv",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert [step for step, _ in column(run.folder, "val/loss")] == [3, 6, 7]  # epochs are of 3
+
+
+def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokenizer(tmp_path):
+    text = np.random.default_rng(0).integers(0, 256, 402, dtype=np.uint8)
+    measured = []
+    for name, width in (("bytes", 1), ("pairs of bytes", 2)):
+        tokens = text.astype(np.uint16) if width == 1 else text.view("<u2")
+        tokens.tofile(tmp_path / name)
+        vocab_size = 256**width
+        data = TokenDataset(
+            tmp_path / name, 8, "uint16", vocab_size, True, np.full(vocab_size, width)
+        )
+        module = LanguageModel(
+            Uniform(vocab_size), lambda net: None, lambda step: 1.0,
+            token_bytes=torch.as_tensor(data.token_bytes),
+        )  # fmt: skip
+        trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,
+                             enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
+        trainer.validate(module, DataLoader(data, batch_size=4, collate_fn=collate), verbose=False)
+        metrics = trainer.callback_metrics
+        assert metrics["val/loss"] == pytest.approx(width * math.log(256), rel=1e-6)
+        measured.append(float(metrics["val/bits_per_byte"]))
+    assert measured == pytest.approx([8.0, 8.0], rel=1e-6)
+
+
+def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(train):
+    options = ("task=validate", "data.val.num_samples=7", "data.batch_size=2", "logger=none",
+               "trainer.limit_val_batches=null")  # fmt: skip
+    one = train(*options, name="one")
+    three = train(*options, "trainer.devices=3", name="three")
+    assert three.code == 0, three.err
+    assert three.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-6)
+
+
+def test_output_goes_where_it_is_asked_to_and_from_any_folder(command, tmp_path, monkeypatch):
+    register()
+    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "/scratch/me")
+    cfg = compose_command(["run_dir=x"])
+    assert cfg.output_dir == "/scratch/me"
+    monkeypatch.delenv("GPTRAIN_OUTPUT_DIR")
+    assert compose_command(["run_dir=x"]).output_dir == str(ROOT / "outputs")
+
+    (tmp_path / "anywhere").mkdir()
+    scratch = tmp_path / "scratch"
+    run = command(
+        str(ROOT / "train.py"), *TINY, f"output_dir={scratch}", "logger=none",
+        cwd=tmp_path / "anywhere",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    (folder,) = (scratch / "train").iterdir()
+    assert (folder / "result.json").exists()
+    assert not list((tmp_path / "anywhere").iterdir())
