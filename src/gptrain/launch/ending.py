@@ -32,12 +32,14 @@ class Ending:
         cause: one word: preempted, nonfinite, hang, config, data, disk, interrupted, peer, error.
         line: for a person, one line.
         trace: the traceback, where only the code can explain it.
+        rank: whose fault it is, where that is known to be another than the one that tells.
     """
 
     code: int
     cause: str
     line: str
     trace: str = ""
+    rank: int | None = None
 
 
 def classify(error: BaseException) -> Ending:
@@ -46,7 +48,7 @@ def classify(error: BaseException) -> Ending:
     if isinstance(error, Preempted):
         return Ending(problems.PREEMPTED, "preempted", str(error))
     if isinstance(error, NonFinite):
-        return Ending(problems.NON_FINITE, "nonfinite", f"error: {error}")
+        return Ending(problems.NON_FINITE, "nonfinite", f"error: {error}", rank=error.rank)
     if isinstance(error, problems.ConfigError):
         return Ending(error.code, "config", str(error))
     if isinstance(error, DataError):

@@ -79,7 +79,7 @@ def tell(cfg: DictConfig, rank: int, step: int, ending: Ending) -> bool:
             cfg.run_dir,
             cause=ending.cause,
             exit_code=ending.code,
-            rank=rank,
+            rank=rank if ending.rank is None else ending.rank,
             step=step,
             checkpoint=newest_checkpoint(cfg.run_dir),
             resume=None if ending.code == problems.DONE else resume_command(cfg),

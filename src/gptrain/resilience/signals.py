@@ -16,6 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gptrain.resilience.watchdog import die_with_parent
+
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by USR1
 EXIT_INTERRUPTED_TWICE = 130
 # A terminal's Ctrl-C reaches the whole process group, and torchrun's agent passes it on at once:
@@ -100,11 +103,14 @@ def hold_back() -> Iterator[None]:
 
 
 def ignore_in_worker(_worker_id: int = 0) -> None:
-    """A data worker leaves when its rank says so, not when a signal reaches the whole group.
+    """A data worker leaves when its rank says so or dies, not when a signal reaches the group.
 
     For DataLoader's worker_init_fn. SIGINT and SIGUSR1 are ignored. SIGTERM counts only from the
     parent, which ends its workers that way: who sent it is seen where it is waited for (Linux).
+    A worker that outlived its rank would keep the rank's connections open, and the other ranks
+    waiting.
     """
+    die_with_parent(os.getppid())
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):

@@ -1,0 +1,194 @@
+"""Faults, tries, results: a table at the end, and each try can be had again from its seed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gptrain.chaos import files, processes
+from gptrain.chaos.lab import Lab
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Attributes:
+        name: of the list of faults that the project keeps; tries of one name are told apart by it.
+        what: in a few words.
+        one_try: (lab, reference, random numbers) -> None where all held, else what did not; or a
+            list of such, where one call is many tries.
+        quick, full: calls in a quick and in a full campaign.
+    """
+
+    name: str
+    what: str
+    one_try: Callable
+    quick: int
+    full: int
+
+
+KINDS = (
+    Kind("F00", "stopped four times, one process", processes.stopped_often_alone, 1, 5),
+    Kind("F00", "the same, two ranks", processes.stopped_often, 1, 5),
+    Kind("F01", "SIGKILL of rank 1, launcher restarts", processes.killed_rank_restarts, 1, 100),
+    Kind("F02", "SIGKILL of rank 0", processes.killed_rank_0, 1, 100),
+    Kind("F03", "SIGKILL of all processes", processes.killed_group, 1, 100),
+    Kind("F04", "SIGKILL of the launcher", processes.killed_launcher, 1, 50),
+    Kind("F05", "a storm of faults until done", processes.storm, 0, 10),
+    Kind("F06", "a signal to one rank, any phase", processes.told_alone, 2, 40),
+    Kind("F07", "a signal to all, workers too", processes.told_together, 1, 50),
+    Kind("F08", "SIGKILL at file operations", files.operations_killed, 1, 1),
+    Kind("F08", "the same in a run", files.killed_in_a_save, 1, 30),
+    Kind("F09", "ENOSPC, EIO, EDQUOT at each", files.operations_refused, 1, 1),
+    Kind("F09", "the same in a run", files.refused_by_the_disk, 1, 30),
+    Kind("F11", "no room before the start", files.no_room_at_the_start, 1, 3),
+    Kind("F13", "truncated files", files.truncated, 1, 1),
+    Kind("F14", "flipped bits", files.bits_flipped, 1, 0),
+    Kind("F14", "flipped bits", files.many_bits_flipped, 0, 1),
+    Kind("F15", "shards missing, swapped, mixed", files.shards_mixed, 1, 1),
+    Kind("F16", "all checkpoints damaged", files.all_damaged, 1, 10),
+    Kind("F17", "folder turns read-only", files.read_only_midway, 1, 10),
+    Kind("F18", "NaN on one rank or all", processes.not_a_number, 1, 60),
+    Kind("F18", "the same, left out", processes.skipped, 0, 5),
+    Kind("F19", "SIGKILL of a data worker", processes.worker_killed, 1, 30),
+    Kind("F21", "an exception on one rank", processes.fails_alone, 2, 64),
+    Kind("F22", "SIGSTOP of a rank", processes.stopped_for_ever, 1, 20),
+    Kind("F23", "SIGSTOP for 4 s, then SIGCONT", processes.stopped_for_a_while, 0, 20),
+    Kind("F24", "interpreter's lock held", processes.lock_held, 0, 10),
+    Kind("F27", "two runs started together", processes.neighbours, 0, 20),
+    Kind("F29", "resumed on 1 or 4 ranks", processes.other_ranks, 0, 10),
+    Kind("F30", "resumed as another run", processes.changed, 1, 20),
+    Kind("F31", "4 starts in one folder", processes.two_at_once, 1, 10),
+    Kind("F31", "50 starts in one folder", processes.crowd, 0, 1),
+    Kind("F33", "newest damaged, old of 2099", files.newest_damaged, 1, 20),
+    Kind("F35", "Ctrl-C twice", processes.interrupted_twice, 1, 20),
+    Kind("F36", "the same fault at each start", processes.fails_for_ever, 0, 10),
+    Kind("F39", "SIGKILL in validation, at the end", processes.killed_at_the_edge, 1, 40),
+)
+# The rest of the list and where it is: what a run cannot meet, and what the tests hold by now.
+ELSEWHERE = {
+    "F10": "a file size limit: one of the ways of F09",
+    "F12": "nothing is written to TMPDIR but the ranks' rendezvous; a save lies beside its target",
+    "F20": "an exception of the data set: phase `data` of F21",
+    "F25": "not detected: torch's own TORCH_DISTRIBUTED_DEBUG=DETAIL does it, at a cost",
+    "F26": "no straggler warning",
+    "F28": "SIGKILL is told as maybe a want of memory (F01 to F03); no prediction",
+    "F32": "a stale lock: every resume after a SIGKILL; reused pids in tests/test_lock.py",
+    "F34": "tests of the loggers",
+    "F37": "SLURM: not here",
+    "F38": "sweeps: tests/test_sweeps.py",
+    "F40": "a power cut: tests/test_checkpoint_store.py",
+}
+
+
+@dataclass
+class Row:
+    """What came of one kind.
+
+    Attributes:
+        problems: seed of the try -> what did not hold.
+    """
+
+    kind: Kind
+    tries: int = 0
+    worst_s: float = 0.0
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> str:
+        """Its line of the table."""
+        held = self.tries - len(self.problems)
+        name, what = self.kind.name, self.kind.what
+        return f"{name}  {what:36}{held:6} of {self.tries:<6}{self.worst_s:7.1f} s"
+
+
+def main() -> None:
+    """Runs the campaign, prints the table, and exits with 1 where anything did not hold."""
+    parser = argparse.ArgumentParser(prog="python -m gptrain.chaos", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a sample, about two minutes")
+    parser.add_argument("--only", default="", help="names of faults: F01,F08")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the results there")
+    parser.add_argument(
+        "--keep", type=Path, help="keep all runs and their output below this folder"
+    )
+    asked = parser.parse_args()
+    names = set(filter(None, asked.only.split(",")))
+    if unknown := names - {kind.name for kind in KINDS}:
+        parser.error(f"--only: {', '.join(sorted(unknown))}: no such fault here")
+    folder = asked.keep or Path(tempfile.mkdtemp(prefix="gptrain-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    started_s = time.monotonic()
+    rows = run(folder.resolve(), asked.quick, asked.seed, names)
+    if asked.json:
+        asked.json.write_text(json.dumps(report(rows, asked, time.monotonic() - started_s)))
+    print(f"\n{'':5}fault{'':37}held of tries   longest")
+    for row in rows:
+        print(row.line())
+        for seed, problem in row.problems.items():
+            print(f"     --only {row.kind.name}, try {seed}: {problem}")
+    print(f"{sum(row.tries for row in rows)} tries, {time.monotonic() - started_s:.0f} s")
+    if not asked.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(any(row.problems for row in rows))
+
+
+def run(folder: Path, quick: bool, seed: int, names: set[str]) -> list[Row]:
+    """The rows of a campaign over the faults of these names, all where none is given."""
+    lab, rows = Lab(folder), []
+    reference = lab.reference()
+    for kind in KINDS:
+        calls = kind.quick if quick else kind.full
+        if not calls or (names and kind.name not in names):
+            continue
+        row = Row(kind)
+        rows.append(row)
+        for number in range(calls):
+            own_seed = f"{seed} {kind.name} {kind.what} {number}"
+            begun_s = time.monotonic()
+            results = attempt(kind, lab, reference, own_seed)
+            row.worst_s = max(row.worst_s, time.monotonic() - begun_s)
+            row.tries += len(results)
+            row.problems |= {
+                f"{number}.{index}": found for index, found in enumerate(results) if found
+            }
+        print(row.line(), flush=True)
+    return rows
+
+
+def attempt(kind: Kind, lab: Lab, reference: dict, seed: str) -> list[str | None]:
+    """The results of one call; an exception of the campaign itself is one, too."""
+    try:
+        result = kind.one_try(lab, reference, random.Random(seed))
+    except (OSError, ValueError, LookupError, AssertionError) as error:
+        result = f"{type(error).__name__}: {error}"
+    return result if isinstance(result, list) else [result]
+
+
+def report(rows: list[Row], asked: argparse.Namespace, seconds: float) -> dict:
+    """For machines."""
+    return {
+        "quick": asked.quick,
+        "seed": asked.seed,
+        "seconds": seconds,
+        "faults": [
+            {
+                "name": row.kind.name,
+                "what": row.kind.what,
+                "tries": row.tries,
+                "held": row.tries - len(row.problems),
+                "worst_s": row.worst_s,
+                "problems": row.problems,
+            }
+            for row in rows
+        ],
+        "elsewhere": ELSEWHERE,
+    }

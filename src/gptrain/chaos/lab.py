@@ -1,0 +1,190 @@
+"""Runs of two ranks, started in a fraction of the time that importing torch would take.
+
+The campaign's process has imported everything and computed nothing, so it has no threads; a run is
+a fork of it in a session of its own, which does what `python train.py …` does once its config is
+composed: launcher, ranks and data workers are real processes of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from gptrain.chaos.plant import Fault, plant
+from gptrain.chaos.truth import record
+from gptrain.config.compose import Composer
+from gptrain.config.problems import ConfigError, JobFailed
+from gptrain.config.schema import PROJECT, register
+from gptrain.resilience.status import read_status
+
+N_STEPS, EVERY = 20, 5
+# A GPT that is as small as one can be and still has all parts; everything random is on.
+TINY = (
+    "trainer=cpu trainer.devices=2 trainer.max_epochs=-1 model=gpt_nano model.n_layers=2 "
+    "model.d_model=32 model.n_heads=2 model.vocab_size=64 model.max_seq_len=32 model.dropout=0.1 "
+    f"data.seq_len=32 data.batch_size=2 data.num_samples=60 data.num_workers=1 trainer.max_steps={N_STEPS} "
+    "trainer.val_check_interval=10 trainer.limit_val_batches=2 trainer.log_every_n_steps=1 "
+    f"checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} logger=csv "
+    "trainer.enable_progress_bar=false strategy.timeout_s=60"
+).split()
+
+
+@dataclass
+class Attempt:
+    """One start of a run."""
+
+    pid: int
+    run_dir: Path
+    log: Path
+    started_s: float
+    code: int | None = None
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Its exit code, negative for a signal; at the timeout it is killed, and that is -1000."""
+        while self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > self.started_s + timeout_s:
+                os.killpg(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                self.code = -1000
+            else:
+                time.sleep(0.01)
+        return self.code
+
+    def text(self) -> str:
+        """What it printed."""
+        return self.log.read_text(errors="replace")
+
+    def status(self) -> dict:
+        """What status.json says."""
+        return read_status(self.run_dir) or {}
+
+    def orphans(self, timeout_s: float = 10.0) -> list[int]:
+        """Processes of its session that are still there after the timeout."""
+        give_up = time.monotonic() + timeout_s
+        while (left := list(session(self.pid))) and time.monotonic() < give_up:
+            time.sleep(0.05)
+        return left
+
+
+class Lab:
+    """Starts runs in folders below one.
+
+    Attributes:
+        reference: the record of the run that nothing befell.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.n_runs = folder, 0
+        warm_up()
+        register()
+        self.composer = Composer("train")
+        self.train = runpy.run_path(str(PROJECT / "train.py"))["train"]
+
+    def reference(self, *options: str) -> dict:
+        """The record of an uninterrupted run."""
+        attempt = self.start(self.new("reference"), *options)
+        if code := attempt.wait():
+            raise RuntimeError(f"the reference run ended with {code}:\n{attempt.text()}")
+        return record(attempt.run_dir)
+
+    def new(self, name: str) -> Path:
+        """A run folder that does not exist yet."""
+        self.n_runs += 1
+        return self.folder / f"{self.n_runs:04d}-{name}"
+
+    def start(self, run_dir: Path, *options: str, fault: Fault | None = None) -> Attempt:
+        """A run in a process of its own; `ckpt_path=last` goes on with it."""
+        self.n_runs += 1
+        log = self.folder / f"{self.n_runs:04d}.log"
+        composed = self.composer.compose_all([*TINY, *options])
+        pid = os.fork()
+        if pid == 0:
+            become_run(lambda: self._job(composed, run_dir), run_dir, log, fault)
+        return Attempt(pid, run_dir, log, time.monotonic())
+
+    def _job(self, composed: DictConfig, run_dir: Path) -> int:
+        """What Hydra does around a job; the exit code."""
+        from gptrain import launch
+
+        with read_write(composed), open_dict(composed):
+            composed.hydra.runtime.output_dir = str(run_dir)
+        HydraConfig.instance().set_config(composed)
+        configure_log(composed.hydra.job_logging, composed.hydra.verbose)
+        cfg = copy.deepcopy(composed)
+        with read_write(cfg), open_dict(cfg):
+            del cfg["hydra"]
+        OmegaConf.set_struct(cfg, True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            launch.run(self.train, cfg)
+        except JobFailed as failure:
+            return failure.code
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return error.code
+        return 0
+
+    def resume(self, run_dir: Path, *options: str) -> Attempt:
+        """The next start of a run."""
+        return self.start(run_dir, "ckpt_path=last", *options)
+
+
+def warm_up() -> None:
+    """Imports what a run imports, without computing anything."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import gptrain.build
+    import gptrain.launch.local
+    import gptrain.launch.rank
+    import gptrain.lit.loggers  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # so that collections in the forks leave shared pages shared
+
+
+def become_run(job: Callable[[], int], run_dir: Path, log: Path, fault: Fault | None) -> NoReturn:
+    """In the child: runs the job with the fault in it."""
+    code = 70
+    try:
+        os.setsid()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        plant(fault, run_dir)
+        sys.argv = ["train.py"]
+        code = job()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def session(leader: int) -> Iterator[int]:
+    """Live processes of a session."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader and fields[0] not in "ZX":
+                yield int(entry.name)

@@ -1,0 +1,296 @@
+"""A fault in a run: put into its code after the fork, as no configuration could.
+
+Beside it every run here has a witness: for each micro-step of each rank, a line with the batch it
+saw and the loss it made of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptrain.config.process import this_process
+from gptrain.resilience import fileops
+
+WITNESS = "witness-{rank}.txt"
+PIDS = "pids"  # folder: rank -> its process, and the data workers it has had
+PHASES = ("setup", "data", "forward", "backward", "clip", "log", "validation", "save", "teardown")
+
+
+class Planted(Exception):
+    """The exception of a fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens on one rank.
+
+    Attributes:
+        act: name of a function below.
+        rank: of the rank it happens on; None: all.
+        phase: one of PHASES; "time": `after_s` after its process began; "operation": at the
+            `count`-th file operation of the save at `step`.
+        always: at every start, not at the first alone.
+    """
+
+    act: str
+    rank: int | None = None
+    phase: str = "time"
+    step: int = 0
+    after_s: float = 0.0
+    count: int = 0
+    always: bool = False
+
+
+def plant(fault: Fault | None, run_dir: Path) -> None:
+    """Called in the forked parent of a run; its ranks inherit what is done here."""
+    import gptrain.build as build
+    from gptrain.launch import local, rank
+
+    local.START_METHOD = "fork"
+    run_rank, build_callbacks = rank.run_rank, build.build_callbacks
+
+    @functools.wraps(run_rank)
+    def watched(*args, **kwargs):
+        note_pid(run_dir, f"rank-{this_process().rank}")
+        if fault is not None and fault.rank in (None, this_process().rank):
+            arm(fault, run_dir)
+        return run_rank(*args, **kwargs)
+
+    def witnessed(*args):
+        return [make_witness(run_dir), *build_callbacks(*args)]
+
+    rank.run_rank, build.build_callbacks = watched, witnessed
+
+
+def note_pid(run_dir: Path, name: str) -> None:
+    """Tells the campaign which process is what."""
+    (run_dir / PIDS).mkdir(parents=True, exist_ok=True)
+    (run_dir / PIDS / name).write_text(str(os.getpid()))
+
+
+def make_witness(run_dir: Path):
+    """A callback that writes down what each micro-step saw and gave."""
+    from lightning.pytorch import Callback
+
+    class Witness(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:16]
+            line = f"{batch_idx} {seen} {float(outputs['loss']).hex()}\n"
+            name = WITNESS.format(rank=trainer.global_rank)
+            with (run_dir / name).open("a") as file:
+                file.write(line)
+
+    return Witness()
+
+
+def arm(fault: Fault, run_dir: Path) -> None:
+    """Puts the fault in its place, in the rank that it is for."""
+    act = once(globals()[fault.act], fault, run_dir)
+    if fault.phase == "time":
+        timer = threading.Timer(fault.after_s, act)
+        timer.daemon = True
+        timer.start()
+    elif fault.phase == "operation":
+        at_operation(fault, act)
+    else:
+        at_phase(fault, act)
+
+
+def once(act: Callable, fault: Fault, run_dir: Path) -> Callable:
+    """The act, at most once in the life of the run folder."""
+
+    def guarded(*args):
+        if not fault.always:
+            try:
+                (run_dir / f"planted-{this_process().rank}").touch(exist_ok=False)
+            except FileExistsError:
+                return None
+        return act(*args)
+
+    return guarded
+
+
+def at_phase(fault: Fault, act: Callable) -> None:
+    """Runs the act when the rank enters the phase at or after the step."""
+    import gptrain.build as build
+    from gptrain.data import DummyTextDataset
+    from gptrain.lit import LanguageModel
+    from gptrain.lit.callbacks import Checkpoints, Guarded, StepLog
+
+    places = {
+        "setup": (build, "build_trainer"),
+        "data": (DummyTextDataset, "__getitems__"),
+        "forward": (LanguageModel, "loss"),
+        "backward": (LanguageModel, "loss"),
+        "clip": (LanguageModel, "configure_gradient_clipping"),
+        "log": (StepLog, "on_train_batch_end"),
+        "validation": (LanguageModel, "validation_step"),
+        "save": (Checkpoints, "on_save_checkpoint"),
+        "teardown": (Guarded, "on_train_end"),
+    }
+    owner, name = places[fault.phase]
+    method, calls = getattr(owner, name), []
+
+    @functools.wraps(method)
+    def entered(*args, **kwargs):
+        calls.append(None)
+        trainer = next((t for a in args if (t := getattr(a, "_trainer", None))), None)
+        trainer = next((a for a in args if hasattr(a, "fit_loop")), trainer)
+        at = trainer.global_step if trainer is not None else len(calls)
+        if at < fault.step:
+            return method(*args, **kwargs)
+        if fault.phase == "backward":
+            loss = method(*args, **kwargs)
+            if loss.requires_grad:  # of a training step
+                loss.register_hook(lambda gradient: act(gradient))
+            return loss
+        if fault.act == "poison":
+            loss = method(*args, **kwargs)
+            poisoned = act(loss)
+            return loss if poisoned is None else poisoned
+        act()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, entered)
+
+
+def at_operation(fault: Fault, act: Callable) -> None:
+    """Runs the act before the count-th file operation of a save, from the first at `step` on."""
+    from gptrain.lit.callbacks import Checkpoints
+
+    save, counted = Checkpoints.save, []
+
+    def saving(self, trainer, *args, **kwargs):
+        counted.clear()
+        active.append(trainer.global_step >= fault.step)
+        try:
+            return save(self, trainer, *args, **kwargs)
+        finally:
+            active.pop()
+
+    active: list[bool] = []
+    Checkpoints.save = saving
+
+    def breaking(operation: Callable) -> Callable:
+        def call(*args):
+            if active and active[-1]:
+                counted.append(None)
+                if len(counted) == fault.count:
+                    act()
+            return operation(*args)
+
+        return call
+
+    for name in fileops.OPERATIONS:
+        setattr(fileops, name, breaking(getattr(fileops, name)))
+
+
+# Acts
+
+
+def kill(*_) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_launcher(*_) -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+def kill_group(*_) -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def term(*_) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(*_) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def warn_by_usr1(*_) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def term_group(*_) -> None:
+    if os.fork() == 0:  # from outside: a worker obeys its rank
+        os.killpg(0, signal.SIGTERM)
+        os._exit(0)
+
+
+def term_launcher(*_) -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+
+
+def stop(*_) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_for_a_while(*_) -> None:
+    pid = os.getpid()
+    if os.fork() == 0:
+        time.sleep(4.0)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def fail(*_) -> None:
+    raise Planted(f"on rank {this_process().rank}")
+
+
+def hold_interpreter(*_) -> None:
+    import re
+
+    re.match("(a?){40}a{40}", "a" * 40)  # hours in C, and the interpreter's lock with it
+
+
+def no_space(*_) -> None:
+    import errno
+
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def io_error(*_) -> None:
+    import errno
+
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def read_only(*_) -> None:
+    import errno
+
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def poison(loss):
+    """A loss that is not a number; as a hook of backward, a gradient."""
+    return loss * float("nan")
+
+
+def kill_worker(*_) -> None:
+    from multiprocessing import active_children
+
+    os.kill(active_children()[0].pid, signal.SIGKILL)
+
+
+def limit_files(*_) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+
+def fill_disk(*_) -> None:
+    fileops.free_bytes = lambda folder: 1000
+
+
+def dawdle(*_) -> None:
+    time.sleep(3.0)
