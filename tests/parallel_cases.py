@@ -5,7 +5,9 @@ One process is the truth: the same net, data and optimizer, with torch's own los
 
 # V vocab, T time: neither is a multiple of two ranks
 
+import contextlib
 import copy
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from gptrain.loss import chunked_next_token_loss
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.count import CountBytes
 from gptrain.parallel.ddp import comm_hook
 from gptrain.parallel.fsdp import apply_fsdp, set_gradient_sync
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
@@ -30,9 +33,14 @@ from gptrain.parallel.state import (
 )
 from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters
 from gptrain.parallel.vocab_loss import vocab_parallel_loss
+from gptrain.plan import Degrees
+from gptrain.plan.communication import step_bytes
+from gptrain.plan.memory import state_bytes
+from gptrain.plan.shape import GPTShape
 
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
 N_STEPS = 5
+SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 LOSS_RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # of the issue; fp32 sums in another order differ by 1e-6
 # Softmax does not see a bias on the keys: its gradient is rounding noise, made steps of by Adam.
 NOISE = "k_proj.bias"
@@ -128,6 +136,23 @@ class Sharded(OneProcess):
         if self.is_tensor:
             sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
         return total.item(), clip_grad_norm(self.net.parameters(), MAX_NORM).item()
+
+
+class Replicated(OneProcess):
+    """DistributedDataParallel."""
+
+    def __init__(self):
+        super().__init__()
+        self.ddp = torch.nn.parallel.DistributedDataParallel(self.net)
+
+    def step(self, step):
+        for micro_step in range(ACCUMULATE):
+            tokens, targets = make_batch(step, micro_step)
+            mine = slice(dist.get_rank(), None, 2)
+            last = micro_step == ACCUMULATE - 1
+            with contextlib.nullcontext() if last else self.ddp.no_sync():
+                logits = self.ddp(tokens[mine])
+                F.cross_entropy(logits.flatten(0, 1), targets[mine].flatten()).backward()
 
 
 class Piped(OneProcess):
@@ -377,6 +402,55 @@ def any_strategy_saves_the_whole_state_and_loads_it():
         check_goes_on_like(spread, expected)
 
 
+def check_sent(name, spread, split, *, recomputes="none", **where):
+    """Bytes counted over one step agree with the planner's formula."""
+    spread.step(0)  # what is sent once, at a first step, is not a step's
+    with CountBytes() as counted:
+        spread.step(1)
+    expected = step_bytes(
+        name,
+        SHAPE,
+        split,
+        batch_size=BATCH // split.data,
+        seq_len=T,
+        accumulate=ACCUMULATE,
+        activation_checkpointing=recomputes,
+        **where,
+    )
+    assert abs(counted.total / expected - 1) < 0.01, (name, counted.sent, expected)
+
+
+def bytes_sent_are_those_of_the_plan():
+    two = {"data": Degrees(data=2), "tensor": Degrees(tensor=2), "pipeline": Degrees(pipeline=2)}
+    check_sent("fsdp", Sharded(data=2), two["data"])
+    kept = Sharded(data=2, reshard_after_forward=False)
+    check_sent("fsdp", kept, two["data"], reshard_after_forward=False)
+    check_sent("tensor_parallel", Sharded(tensor=2), two["tensor"])
+    for mode in ("full", "selective"):
+        again = Sharded(tensor=2, prepare=partial(apply_activation_checkpointing, mode=mode))
+        check_sent("tensor_parallel", again, two["tensor"], recomputes=mode)
+    rank = dist.get_rank()
+    check_sent("pipeline", Piped(), two["pipeline"], pipeline_rank=rank)
+    interleaved = Piped("interleaved_1f1b")
+    check_sent("pipeline", interleaved, two["pipeline"], pipeline_rank=rank, stages_per_rank=2)
+    check_sent("ddp", Replicated(), two["data"])
+
+
+def bytes_held_are_those_of_the_plan():
+    check_held("fsdp", Sharded(data=2), Degrees(data=2))
+    check_held("tensor_parallel", Sharded(tensor=2), Degrees(tensor=2))
+    for n_stages_here, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
+        where = {"pipeline_rank": dist.get_rank(), "stages_per_rank": n_stages_here}
+        check_held("pipeline", Piped(schedule), Degrees(pipeline=2), **where)
+
+
+def check_held(name, spread, split, **where):
+    spread.step(0)
+    spread.optimizer.step()
+    held = training_bytes(spread)
+    assert abs(held / state_bytes(name, SHAPE, split, **where) - 1) < 0.05, name
+
+
 def comm_hooks_round_gradients_and_train_on():
     gradients = {}
     for name in ("none", "bf16", "fp16", "powersgd"):
@@ -413,6 +487,13 @@ def fsdp_by_tensor_parallel_holds_a_quarter_of_the_bytes():
     assert share_of_bytes(Sharded(data=2, tensor=2)) < 0.25 * 1.1
 
 
+def bytes_sent_by_the_mixes_are_those_of_the_plan():
+    check_sent("fsdp_tensor_parallel", Sharded(data=2, tensor=2), Degrees(data=2, tensor=2))
+    rank = dist.get_rank() // 2
+    check_sent("ddp_pipeline", Piped(data=2), Degrees(data=2, pipeline=2), pipeline_rank=rank)
+    check_held("fsdp_tensor_parallel", Sharded(data=2, tensor=2), Degrees(data=2, tensor=2))
+
+
 def the_mixes_save_and_load_states():
     truth = trained(OneProcess())
     states = copy.deepcopy(truth.states())
@@ -441,11 +522,14 @@ CASES = {
         activation_checkpointing_changes_no_number,
         any_strategy_saves_the_whole_state_and_loads_it,
         comm_hooks_round_gradients_and_train_on,
+        bytes_sent_are_those_of_the_plan,
+        bytes_held_are_those_of_the_plan,
     ],
     4: [
         fsdp_by_tensor_parallel_equals_one_process,
         ddp_by_pipeline_equals_one_process,
         fsdp_by_tensor_parallel_holds_a_quarter_of_the_bytes,
+        bytes_sent_by_the_mixes_are_those_of_the_plan,
         the_mixes_save_and_load_states,
     ],
 }

@@ -43,7 +43,7 @@ def fsdp_bytes(
     reshard_after_forward: bool = True,
     parameter_bytes: int = FP32_BYTES,
     gradient_bytes: int = FP32_BYTES,
-    share: float = 1.0,
+    n_tensor_ranks: int = 1,
 ) -> float:
     """Weights gathered in every pass of every micro-step, gradients reduce-scattered in the last.
 
@@ -52,13 +52,13 @@ def fsdp_bytes(
 
     Args:
         parameter_bytes: 2 under bf16-mixed.
-        share: of each parameter that is cut at all, 1 / tensor parallel size.
+        n_tensor_ranks: that have cut most parameters before.
     """
-    blocks, root = shape.n_layers * shape.block_parameters, shape.root_parameters
+    blocks, root = shape.tensor_parallel_parameters(n_tensor_ranks)
     passes = 2 if reshard_after_forward else 1
     gathered = accumulate * (passes * blocks + root) * parameter_bytes
     reduced = (blocks + root) * gradient_bytes
-    return ring_gather_bytes((gathered + reduced) * share, n_ranks)
+    return ring_gather_bytes(gathered + reduced, n_ranks)
 
 
 def tensor_parallel_bytes(
@@ -70,6 +70,7 @@ def tensor_parallel_bytes(
     accumulate: int = 1,
     activation_bytes: int = FP32_BYTES,
     activation_checkpointing: str = "none",
+    n_data_ranks: int = 1,
 ) -> float:
     """Activations between sequence slices and the whole: 4 L + 2 times forward, as often backward.
 
@@ -77,6 +78,9 @@ def tensor_parallel_bytes(
     token for the loss, all-reduced, and once a step the gradients of what all ranks hold: norms,
     biases of row-split layers, the position table.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+
+    Args:
+        n_data_ranks: that have cut these gradients before, under FSDP.
     """
     padded = -(-seq_len // n_ranks) * n_ranks
     activation = batch_size * padded * shape.d_model * activation_bytes
@@ -85,9 +89,9 @@ def tensor_parallel_bytes(
         n_times += 3 * shape.n_layers
     micro_step = n_times * ring_gather_bytes(activation, n_ranks)
     micro_step += ring_all_reduce_bytes(3 * FP32_BYTES * batch_size * seq_len, n_ranks)
-    replicated = shape.n_layers * 6 * shape.d_model + 2 * shape.d_model
-    replicated += shape.position_table_parameters
-    return accumulate * micro_step + ring_all_reduce_bytes(replicated * FP32_BYTES, n_ranks)
+    replicated = shape.n_layers * shape.block_replicated + shape.root_replicated
+    summed = replicated / n_data_ranks * FP32_BYTES
+    return accumulate * micro_step + ring_all_reduce_bytes(summed, n_ranks)
 
 
 def pipeline_bytes(
@@ -123,31 +127,38 @@ def step_bytes(
     batch_size: int,
     seq_len: int,
     accumulate: int = 1,
+    reshard_after_forward: bool = True,
+    activation_checkpointing: str = "none",
     pipeline_rank: int = 0,
     stages_per_rank: int = 1,
 ) -> float:
-    """Bytes that one rank sends in a step under a strategy, in fp32 and with its defaults.
+    """Bytes that one rank sends in an optimizer step under a strategy, all in fp32.
 
     Args:
         batch_size: sequences per data rank and micro-step.
         pipeline_rank: place of the rank among the stages.
     """
     work = {"batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
-    if name == "ddp":
-        return ddp_bytes(shape.parameters, split.data)
-    if name == "fsdp":
-        return fsdp_bytes(shape, split.data, accumulate=accumulate)
-    if name == "tensor_parallel":
-        return tensor_parallel_bytes(shape, split.tensor, **work)
-    if name == "fsdp_tensor_parallel":
-        # what the tensor group sums is cut by FSDP before: its share is some thousandths of all
-        sharded = fsdp_bytes(shape, split.data, accumulate=accumulate, share=1 / split.tensor)
-        return sharded + tensor_parallel_bytes(shape, split.tensor, **work)
-    if name in ("pipeline", "ddp_pipeline"):
-        stages = list(range(pipeline_rank, split.pipeline * stages_per_rank, split.pipeline))
-        held = shape.stage_parameters(stages, split.pipeline * stages_per_rank)
-        piped = pipeline_bytes(
-            shape, split.pipeline, pipeline_rank, stages_per_rank=stages_per_rank, **work
+    if "pipeline" in name:
+        n_stages = split.pipeline * stages_per_rank
+        held = shape.stage_parameters(range(pipeline_rank, n_stages, split.pipeline), n_stages)
+        place = {"rank": pipeline_rank, "stages_per_rank": stages_per_rank}
+        return pipeline_bytes(shape, split.pipeline, **place, **work) + ddp_bytes(held, split.data)
+    total = 0.0
+    if "fsdp" in name:
+        total += fsdp_bytes(
+            shape,
+            split.data,
+            accumulate=accumulate,
+            reshard_after_forward=reshard_after_forward,
+            n_tensor_ranks=split.tensor,
         )
-        return piped + ddp_bytes(held, split.data)
-    return 0.0
+    if "tensor" in name:
+        total += tensor_parallel_bytes(
+            shape,
+            split.tensor,
+            activation_checkpointing=activation_checkpointing,
+            n_data_ranks=split.data,
+            **work,
+        )
+    return total or ddp_bytes(shape.parameters, split.data)

@@ -10,12 +10,6 @@ from gptrain.plan.shape import GPTShape
 ADAM_BYTES_PER_PARAMETER = 4 + 4 + 2 * 4
 
 
-def replicated_parameters(shape: GPTShape) -> int:
-    """Those that tensor parallelism leaves whole: norms, row-split layers' biases, positions."""
-    blocks = shape.n_layers * 6 * shape.d_model
-    return blocks + 2 * shape.d_model + shape.position_table_parameters
-
-
 def rank_parameters(
     name: str,
     shape: GPTShape,
@@ -31,9 +25,8 @@ def rank_parameters(
     """
     if "pipeline" in name:
         n_stages = split.pipeline * stages_per_rank
-        return shape.stage_parameters(list(range(pipeline_rank, n_stages, split.pipeline)), n_stages)
-    whole = replicated_parameters(shape) if split.tensor > 1 else 0
-    held = whole + (shape.parameters - whole) / split.tensor
+        return shape.stage_parameters(range(pipeline_rank, n_stages, split.pipeline), n_stages)
+    held = sum(shape.tensor_parallel_parameters(split.tensor))
     return held / split.data if "fsdp" in name else held
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -31,15 +32,28 @@ class GPTShape:
     @property
     def root_parameters(self) -> int:
         """All that is in no block: both tables and the final norm."""
-        return (
-            self.token_table_parameters + self.position_table_parameters + 2 * self.d_model
-        )
+        return self.token_table_parameters + self.position_table_parameters + 2 * self.d_model
 
     @property
     def parameters(self) -> int:
         return self.n_layers * self.block_parameters + self.root_parameters
 
-    def stage_parameters(self, stages: list[int], n_stages: int) -> int:
+    @property
+    def block_replicated(self) -> int:
+        """What tensor parallelism leaves whole in a block: two norms, two row-split biases."""
+        return 6 * self.d_model
+
+    @property
+    def root_replicated(self) -> int:
+        """What it leaves whole outside: the position table and the final norm."""
+        return self.position_table_parameters + 2 * self.d_model
+
+    def tensor_parallel_parameters(self, n_ranks: int) -> tuple[float, float]:
+        """A rank's parameters in all blocks, and outside of them; exact where sizes divide."""
+        block = (self.block_parameters - self.block_replicated) / n_ranks + self.block_replicated
+        return self.n_layers * block, self.token_table_parameters / n_ranks + self.root_replicated
+
+    def stage_parameters(self, stages: Sequence[int], n_stages: int) -> int:
         """Those that a rank of a pipeline holds; the tied weight counts on both ends."""
         n_blocks = sum(len(stage_blocks(stage, n_stages, self.n_layers)) for stage in stages)
         parameters = n_blocks * self.block_parameters

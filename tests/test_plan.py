@@ -1,0 +1,72 @@
+"""What a run will hold and send, by formulas; counted on real ranks in parallel_cases.py."""
+
+import pytest
+import torch
+
+from gptrain.models import SimpleGPT
+from gptrain.plan import Degrees
+from gptrain.plan.communication import ddp_bytes, fsdp_bytes, step_bytes
+from gptrain.plan.memory import rank_parameters, state_bytes
+from gptrain.plan.shape import GPTShape
+
+GPT2 = GPTShape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
+WORK = {"batch_size": 4, "seq_len": 512}
+
+
+@pytest.mark.parametrize("sizes", [(61, 32, 4, 4, 16), (50257, 512, 8, 6, 512)])
+def test_a_shape_has_as_many_parameters_as_the_net(sizes):
+    with torch.device("meta"):
+        net = SimpleGPT(*sizes)
+    assert GPTShape(*sizes).parameters == net.count_parameters()
+
+
+def test_gpt2_has_124_million_parameters():
+    assert GPT2.parameters == 124_439_808  # OpenAI's "124M"
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("fsdp", Degrees(data=8)),
+        ("tensor_parallel", Degrees(tensor=4)),
+        ("fsdp_tensor_parallel", Degrees(data=2, tensor=4)),
+    ],
+)
+def test_a_sharded_rank_holds_its_share_and_at_most_a_tenth_more(name, split):
+    share = rank_parameters(name, GPT2, split) / GPT2.parameters
+    assert 1 / split.world_size <= share < 1.1 / split.world_size
+
+
+def test_stages_hold_the_net_and_the_tied_weight_twice():
+    for n_stages in (2, 4, 12):
+        split = Degrees(pipeline=n_stages)
+        held = [rank_parameters("pipeline", GPT2, split, pipeline_rank=r) for r in range(n_stages)]
+        assert sum(held) == GPT2.parameters + GPT2.token_table_parameters
+
+
+def test_adam_takes_sixteen_bytes_a_parameter():
+    assert state_bytes("ddp", GPT2, Degrees(data=8)) == 16 * GPT2.parameters
+
+
+def test_one_rank_sends_nothing():
+    for name in ("ddp", "fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel"):
+        assert step_bytes(name, GPT2, Degrees(), **WORK) == 0
+
+
+def test_fsdp_without_resharding_sends_what_ddp_sends():
+    # an all-gather and a reduce-scatter are an all-reduce (arXiv:1910.02054, section 7.1)
+    sent = fsdp_bytes(GPT2, 8, reshard_after_forward=False)
+    assert sent == pytest.approx(ddp_bytes(GPT2.parameters, 8))
+
+
+def test_resharding_costs_at_most_half_as_much_again():
+    ratio = fsdp_bytes(GPT2, 8) / ddp_bytes(GPT2.parameters, 8)
+    assert 1.3 < ratio <= 1.5  # 1.5 but for the embedding, which stays
+
+
+def test_accumulation_costs_gathers_under_fsdp_and_nothing_under_ddp():
+    def sent(name, accumulate):
+        return step_bytes(name, GPT2, Degrees(data=4), accumulate=accumulate, **WORK)
+
+    assert sent("ddp", 8) == sent("ddp", 1)
+    assert sent("fsdp", 8) > 4 * sent("fsdp", 1)
