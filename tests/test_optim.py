@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gptrain.models import SimpleGPT
+from gptrain.optim import muon as muon_file
 from gptrain.optim import (
     Muon,
     constant,
@@ -157,7 +158,8 @@ def train(net: SimpleGPT, optimizers: list, steps: range) -> None:
         net.zero_grad()
 
 
-def test_muon_is_torchs_two_optimizers_in_one():
+def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
+    monkeypatch.setattr(muon_file, "native_dtype", lambda device: torch.bfloat16)  # as torch's
     ours, theirs = small_gpt(), small_gpt()
     theirs.load_state_dict(ours.state_dict())
     hidden, *rest = muon_groups(theirs, 0.1)
@@ -172,6 +174,16 @@ def test_muon_is_torchs_two_optimizers_in_one():
     train(ours, [muon], range(3))
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other), name
+
+
+def test_an_orthogonalized_matrix_keeps_its_directions_and_evens_its_singular_values():
+    for shape in ((8, 32), (32, 8)):
+        matrix = torch.randn(shape)
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        made = muon_file.orthogonalize(matrix, torch.float32)
+        sizes = torch.linalg.svdvals(made)
+        assert 0.6 < sizes.min() and sizes.max() < 1.3
+        assert torch.cosine_similarity(made.flatten(), (u @ v).flatten(), dim=0) > 0.95
 
 
 def test_muon_resumes_from_a_plain_file_as_if_it_had_not_stopped():
