@@ -64,11 +64,13 @@ class Composer:
     Attributes:
         config_name: of the primary config.   config_path: folder of it, or a `pkg://`.
         config_dir: a folder more, searched before.
+        many: keep what was composed, for the next command.
     """
 
     config_name: str = "train"
     config_path: str = CONF
     config_dir: str | None = None
+    many: bool = False
 
     @cached_property
     def hydra(self) -> Hydra:
@@ -115,7 +117,7 @@ class Composer:
         key = tuple(overrides)
         if key not in self._composed:
             self._composed[key] = self._compose(overrides)
-        return copy.deepcopy(self._composed[key])
+        return copy.deepcopy(self._composed[key]) if self.many else self._composed.pop(key)
 
     def _compose(self, overrides: list[str]) -> DictConfig:
         return self.hydra.compose_config(self.config_name, list(overrides), RunMode.RUN)

@@ -40,7 +40,7 @@ class Answer:
     @property
     def lines(self) -> list[str]:
         """What is printed on stderr."""
-        return [problem.line for problem in self.problems]
+        return list(dict.fromkeys(problem.line for problem in self.problems))
 
 
 def parse_command(words: list[str]) -> argparse.Namespace:

@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -38,6 +39,7 @@ from gptrain.config.sweep import BASIC_LAUNCHER, BASIC_SWEEPER, Outcome, table
 
 __all__ = ["CONF", "compose_command", "main", "register"]
 
+LINGER_S = 10.0  # ranks start within seconds of each other
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
 Job = Callable[[DictConfig], "float | None"]
 
@@ -55,7 +57,10 @@ def main(job: Job, config_name: str = "train", schema: type[RunConfig] = RunConf
     Args:
         schema: of the run; a verb's own keys are in a class that inherits from it.
     """
-    sys.exit(run_command(job, sys.argv[1:], config_name, schema))
+    code = run_command(job, sys.argv[1:], config_name, schema)
+    if code == BAD_CONFIG and _rank() > 0:
+        time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
+    sys.exit(code)
 
 
 def run_command(
@@ -200,16 +205,20 @@ def _hydra(task: Job, args: argparse.Namespace, composer: Composer) -> None:
 
 
 def _quiet_rank() -> list[str]:
-    if this_process().rank == 0:
+    if _rank() == 0:
         return []
     return ["hydra.output_subdir=null", "hydra/job_logging=disabled"]
 
 
 def _tell(lines: list[str]) -> None:
     """Prints on stderr, once per job and not once per rank."""
-    try:
-        is_first = this_process().rank == 0
-    except (ValueError, KeyError):
-        is_first = True
-    if lines and is_first:
+    if lines and _rank() == 0:
         print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _rank() -> int:
+    """This process's rank; 0 where the launcher's environment cannot be read, which is told."""
+    try:
+        return this_process().rank
+    except (ValueError, KeyError):
+        return 0

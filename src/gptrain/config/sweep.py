@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from gptrain.config.checks.values import judge
 from gptrain.config.compose import Composer
 from gptrain.config.problems import DONE, Problem
 
@@ -46,6 +47,7 @@ def expand_sweep(overrides: list[str], composer: Composer) -> tuple[list[Job], l
     A sweeper that draws its values (optuna) makes jobs of its own: then one job stands for all,
     composed of what is fixed.
     """
+    composer.many = True
     parsed, problems = composer.parse(overrides)
     if problems:
         return [], problems
@@ -57,12 +59,11 @@ def expand_sweep(overrides: list[str], composer: Composer) -> tuple[list[Job], l
     sweeper = master.cfg.hydra.sweeper
     params = OmegaConf.to_container(sweeper.params) if sweeper.get("params") else {}
     if sweeper.get("_target_") != BASIC_SWEEPER:
-        for key in params:
-            master.problems += _unknown(composer, str(key))
-        for one in parsed:
+        extra, problems = composer.parse([f"{key}={value}" for key, value in params.items()])
+        for one in [*extra, *parsed]:
             if one.is_sweep_override():
-                master.problems += _unknown(composer, one.key_or_group)
-        return [_job(0, master.overrides, master.cfg, master.problems)], []
+                master.problems += _ends(composer, one)
+        return [_job(0, master.overrides, master.cfg, master.problems)], problems
     extra, problems = composer.parse([f"{key}={value}" for key, value in params.items()])
     swept = [*extra, *(one for one in parsed if not one.is_hydra_override())]
     problems += [_drawn(one) for one in swept if _is_drawn(one)]
@@ -100,10 +101,16 @@ def _job(number: int, lines: list[str], cfg: DictConfig | None, broken: list[Pro
     return Job(number, lines, cfg, broken)
 
 
-def _unknown(composer: Composer, key: str) -> list[Problem]:
-    """The problem of a key that a sweeper would set, if there is no such key."""
-    found = composer.compose([f"{key}=0"]).problems
-    return [problem for problem in found if "unknown" in problem.wrong]
+def _ends(composer: Composer, drawn: Override) -> list[Problem]:
+    """Problems of a key that a sweeper sets: unknown, or with an end that it must not have."""
+    key, sweep = drawn.key_or_group, drawn.value()
+    values = [sweep.start, sweep.end] if isinstance(sweep, IntervalSweep) else sweep.list
+    found = composer.compose([f"{key}={values[0]}"]).problems
+    problems = [problem for problem in found if "unknown" in problem.wrong]
+    for value in values:
+        if isinstance(value, int | float) and (wrong := judge(key, value)):
+            problems.append(Problem(key, value, *wrong))
+    return problems
 
 
 def _is_drawn(override: Override) -> bool:

@@ -89,7 +89,8 @@ def resolve(target: str) -> tuple[Any, str | None]:
             break
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
-                return None, f"{name} cannot be imported: {error}"
+                package = (error.name or str(error)).split(".")[0]
+                return None, f"needs the package {package}, which is not installed"
         except Exception as error:  # whatever a user's module raises is a line, not a traceback
             reason = (str(error).splitlines() or [""])[0]
             return None, f"{name} cannot be imported: {type(error).__name__}: {reason}"

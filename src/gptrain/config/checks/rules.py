@@ -15,7 +15,7 @@ from gptrain.config.names import nearest
 INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Wrong:
     """What is wrong with a value, and what is allowed instead."""
 
@@ -23,7 +23,7 @@ class Wrong:
     allowed: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rule:
     """A value of one kind.
 
@@ -51,7 +51,7 @@ class Rule:
         return ""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Number(Rule):
     """A finite number from `low` to `high`; `above` and `below` leave the ends out.
 
@@ -100,7 +100,7 @@ class Number(Rule):
         return kind + self.range() + (", or null" if self.null else "")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Word(Rule):
     """One of a few words.
 
@@ -121,7 +121,7 @@ class Word(Rule):
         return ", ".join([*map(str, self.words), *(["null"] if self.null else [])])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Flag(Rule):
     """true or false.
 
@@ -138,7 +138,7 @@ class Flag(Rule):
         return ", ".join(["true", "false", *self.also, *(["null"] if self.null else [])])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Text(Rule):
     """A text with something in it.
 
@@ -165,7 +165,7 @@ class Text(Rule):
         return ("a path" if self.path else "a text") + (", or null" if self.null else "")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Listing(Rule):
     """A list, each item by one rule.
 
@@ -174,7 +174,7 @@ class Listing(Rule):
         alone: whether a single item may stand without brackets.
     """
 
-    item: Rule = Text()
+    item: Rule | None = None
     length: int | None = None
     alone: bool = False
 
@@ -196,7 +196,7 @@ class Listing(Rule):
         return (f"{self.item.allowed()}, or " if self.alone else "") + items
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Either(Rule):
     """What a function finds right: it returns what is wrong, or None."""
 

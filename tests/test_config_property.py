@@ -1,0 +1,116 @@
+"""Random mutations of valid commands: they may run, or are refused by clean lines; nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from command_line import answer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gptrain.config.checks.values import RULES
+
+VALID = [
+    ["model=gpt_nano"],
+    ["model=gpt_nano", "data=text", "optimizer=muon"],
+    ["model=gpt_nano", "strategy=fsdp", "trainer.devices=2"],
+    ["model=gpt_nano", "strategy=pipeline", "trainer.devices=2", "data.batch_size=4"],
+    ["experiment=quickstart", "scheduler=warmup_stable_decay"],
+    ["model=gpt_nano", "checkpoint=every_n_steps", "trainer.max_steps=10"],
+]
+CODES = {0, 2, 65, 66, 73}
+KEYS = sorted(RULES)
+numbers = st.one_of(
+    st.integers(-3, 40).map(str),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(["1e-3", "-0.0", "1e308", "2**31", "0x10", "1_000", "9" * 30]),
+)
+words = st.one_of(
+    st.sampled_from(["null", "true", "[]", "{}", "[1,2]", "{a:1}", "???", "''", "${seed}", "${x}"]),
+    st.sampled_from(
+        sorted({str(w) for rule in RULES.values() for w in getattr(rule, "words", ())})
+    ),
+    st.text(max_size=8),
+    st.text(max_size=8).map(lambda text: f"'{text}'"),
+)
+
+
+@st.composite
+def commands(draw: st.DrawFn) -> list[str]:
+    """A valid command with one to three mutations."""
+    found = list(draw(st.sampled_from(VALID)))
+    for _ in range(draw(st.integers(1, 3))):
+        key = draw(st.sampled_from(KEYS))
+        kind = draw(st.sampled_from(["retype", "drop", "misspell", "add", "nest"]))
+        value = draw(st.one_of(numbers, words))
+        if kind == "misspell":
+            place = draw(st.integers(0, len(key) - 1))
+            key = key[:place] + draw(st.characters(categories=["L", "N", "P"])) + key[place + 1 :]
+        if kind == "nest":
+            key = f"{key}.{draw(st.sampled_from(['x', 'name', '0']))}"
+        found.append({"drop": f"~{key}", "add": f"+{key}={value}"}.get(kind, f"{key}={value}"))
+    return found
+
+
+@settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(commands())
+def test_a_mutated_command_is_accepted_or_refused_by_clean_lines(command):
+    outputs = Path(os.environ["GPTRAIN_OUTPUT_DIR"])
+    found = answer(*(word for word in command if not word.startswith("-")))
+    assert found.code in CODES, found.lines
+    assert bool(found.code) == any(line.startswith("error: ") for line in found.lines)
+    for line in found.lines:
+        assert line.startswith(("error: ", "warning: ")) and line.isprintable(), line
+        assert len(line) < 2000
+    assert len(set(found.lines)) == len(found.lines)
+    assert list(outputs.iterdir()) == []
+
+
+# Mutations that a run can bear: what is accepted starts.
+BEARABLE = {
+    "model.n_heads": [1, 2, 4, 8, 3],
+    "model.n_layers": [1, 2],
+    "model.dropout": [0.0, 0.5, 0.999],
+    "data.batch_size": [1, 2, 5],
+    "data.seq_len": [2, 9, 256, 257],
+    "data.num_samples": [8, 100, 1],
+    "optimizer.lr": [1e-9, 1.0, 0],
+    "optimizer.betas": ["[0.0,0.5]", "[0.5,0.999]"],
+    "scheduler": ["constant", "warmup_linear", "warmup_constant", "warmup_stable_decay"],
+    "scheduler.warmup_steps": [0, 1, 0.5, "null"],
+    "optimizer": ["muon", "adamw"],
+    "trainer.gradient_clip_val": ["null", 0.1],
+    "trainer.accumulate_grad_batches": [1, 3],
+    "trainer.precision": ["bf16-mixed", "bf16-true"],
+    "model.activation_checkpointing": ["selective", "full"],
+    "trainer.val_check_interval": [1, 0.5],
+    "checkpoint": ["none", "every_n_steps"],
+    "seed": [0, 4294967295],
+}
+
+
+def accepted_mutations(n: int, seed: int) -> list[list[str]]:
+    rng, found = random.Random(seed), []
+    while len(found) < n:
+        keys = rng.sample(sorted(BEARABLE), 4)
+        command = [f"{key}={rng.choice(BEARABLE[key])}" for key in keys]
+        if answer("model=gpt_nano", "trainer.accelerator=cpu", *command).code == 0:
+            found.append(command)
+    return found
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_what_is_accepted_starts(number, train):
+    command = accepted_mutations(6, seed=1)[number]
+    nano = ("model=gpt_nano", "trainer.accelerator=cpu", "trainer.fast_dev_run=true")
+    done = train(*nano, *command, tiny=False)
+    assert done.code == 0, (command, done.err)
