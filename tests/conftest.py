@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -73,6 +74,13 @@ class Finished:
 
         path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
         return torch.load(path, weights_only=True)
+
+    def cut_back(self, step: int) -> None:
+        """Makes it a run that was killed some time after the checkpoint of this step."""
+        for path in (self.folder / "checkpoints").glob("step-*"):
+            if int(path.name.removeprefix("step-")) > step:
+                shutil.rmtree(path)
+        (self.folder / "result.json").unlink()
 
     def losses(self) -> list[float]:
         """train/loss of every logged step (logger=csv)."""

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gptrain.config.problems import ConfigError, Problem
-from gptrain.optim import decay_groups, muon_groups, scaled_lr
+from gptrain.optim import call_closure_first, decay_groups, muon_groups, scaled_lr
 from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
@@ -87,7 +87,9 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
     decay = _given_or_default(cfg, "weight_decay", 0.0)
     groups = muon_groups(net, decay) if target == "gptrain.optim.Muon" else decay_groups(net, decay)
     lr = peak_lr(cfg, batch)
-    return make(groups, **options if lr is None else {**options, "lr": lr})
+    optimizer = make(groups, **options if lr is None else {**options, "lr": lr})
+    is_known = target.startswith(("torch.optim.", "gptrain.optim."))
+    return optimizer if is_known else call_closure_first(optimizer)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:

@@ -1,0 +1,217 @@
+"""What a new user brings: a net, an optimizer, a schedule, and token files made elsewhere."""
+
+from __future__ import annotations
+
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+import gptrain
+from gptrain.config.front import compose_command, register
+from gptrain.config.problems import ConfigError
+from gptrain.optim import call_closure_first
+from gptrain.plan import BatchPlan
+from gptrain.recipe import build_optimizer, build_schedule, peak_lr
+
+EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
+LAB = '''
+    import torch
+    from torch import nn
+
+
+    class LSTM(nn.Module):
+        """tokens (B, T) -> logits (B, T, V), and nothing else of the contract."""
+
+        def __init__(self, vocab_size, width, dropout=0.1):
+            super().__init__()
+            self.embedding = nn.Embedding(vocab_size, width)
+            self.dropout = nn.Dropout(dropout)
+            self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+            self.out = nn.Linear(width, vocab_size)
+
+        def forward(self, tokens):
+            return self.out(self.lstm(self.dropout(self.embedding(tokens)))[0])
+
+
+    class Signs(torch.optim.Optimizer):
+        """Steps by the sign of a running mean; has a momentum, no decay, no use for a closure."""
+
+        def __init__(self, params, lr=1e-3, momentum=0.9):
+            super().__init__(params, {"lr": lr, "momentum": momentum})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 1 - group["momentum"])
+                    p.sub_(mean.sign(), alpha=group["lr"])
+
+
+    def halving(step):
+        return 0.5 ** (step // 2)
+
+
+    def to_the_end(step, *, total_steps, power=1.0):
+        return (1 - step / total_steps) ** power
+'''
+YAML = {
+    "model/lstm.yaml": "_target_: lab.LSTM\nvocab_size: 256\nwidth: 16",
+    "optimizer/signs.yaml": "_target_: lab.Signs",
+    "scheduler/halving.yaml": "_target_: lab.halving",
+    "scheduler/to_the_end.yaml": "_target_: lab.to_the_end\npower: 2.0",
+}
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
+    """A user's own files; the words that bring them in."""
+    (tmp_path / "lab.py").write_text(textwrap.dedent(LAB))
+    for name, text in YAML.items():
+        file = tmp_path / "conf" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"# Ours.\n{text}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "--config-dir", str(tmp_path / "conf"), "allowed_targets=[lab]"
+
+
+def as_if_from_a_yaml(**group) -> OmegaConf:
+    """A config whose optimizer group is one yaml with these keys."""
+    register()
+    cfg = compose_command(["model=gpt_nano"])
+    OmegaConf.set_struct(cfg, False)
+    cfg.optimizer = {"lr_scaling": "linear", "reference_batch_size": 2, **group}
+    return cfg
+
+
+@pytest.mark.parametrize(
+    "name", ["Adafactor", "NAdam", "SGD", "RMSprop", "Adagrad", "RAdam", "Adamax"]
+)
+def test_an_optimizer_of_torch_needs_only_its_name(name):
+    cfg = as_if_from_a_yaml(_target_=f"torch.optim.{name}")
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    optimizer = build_optimizer(cfg, BatchPlan(4, 1, 1), net)
+    default = getattr(torch.optim, name)(net.parameters())
+    assert type(optimizer) is type(default)
+    assert optimizer.defaults["lr"] == 2 * default.defaults["lr"]  # scaled to the batch: 4 / 2
+    decay = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decay == [default.defaults["weight_decay"], 0.0]
+
+
+def test_the_decay_of_any_optimizer_goes_to_matrices_alone():
+    cfg = as_if_from_a_yaml(_target_="torch.optim.NAdam", lr=0.1, weight_decay=0.3)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    groups = build_optimizer(cfg, BatchPlan(4, 1, 1), net).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert [p.ndim for p in groups[0]["params"]] == [2]
+    assert {p.ndim for p in groups[1]["params"]} == {1}
+
+
+def test_a_decay_that_an_optimizer_does_not_know_is_an_error_and_not_silence():
+    cfg = as_if_from_a_yaml(_target_="torch.optim.Rprop", weight_decay=0.1)
+    with pytest.raises(ConfigError, match=r"optimizer.weight_decay=0.1: .*Rprop takes no"):
+        build_optimizer(cfg, BatchPlan(4, 1, 1), torch.nn.Linear(2, 2))
+    del cfg.optimizer["weight_decay"]
+    assert peak_lr(cfg, BatchPlan(4, 1, 1)) == 0.02
+
+
+def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
+    register()
+    cfg = compose_command(["model=gpt_nano"])
+    OmegaConf.set_struct(cfg, False)
+    cfg.scheduler._target_ = "lab.halving"
+    assert [build_schedule(cfg, 10)(step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
+    cfg.scheduler = {**cfg.scheduler, "_target_": "lab.to_the_end", "power": 2.0}
+    assert [build_schedule(cfg, 4)(step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
+
+
+def test_a_closure_runs_once_whatever_an_optimizer_does_with_it():
+    class Keeps(torch.optim.SGD):
+        def step(self):
+            super().step()
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            with torch.enable_grad():
+                return closure(), closure()
+
+    calls = []
+    for own, expected in ((Keeps, 1), (torch.optim.SGD, 1), (Twice, 2)):
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = call_closure_first(own([weight], lr=0.5))
+
+        def closure(weight=weight):
+            calls.append(torch.is_grad_enabled())
+            weight.grad = torch.ones(1)
+            return torch.zeros(())
+
+        with torch.no_grad():
+            optimizer.step(closure=closure)
+        assert calls == [True] * expected, own
+        assert own is Twice or weight.item() == 0.5
+        assert type(optimizer).__name__ == own.__name__
+        calls.clear()
+
+
+def test_an_optimizer_of_torch_goes_on_exactly(train, tmp_path):
+    (tmp_path / "conf" / "optimizer").mkdir(parents=True)
+    yaml = tmp_path / "conf" / "optimizer" / "adafactor.yaml"
+    yaml.write_text("# Less memory.\n_target_: torch.optim.Adafactor\nweight_decay: 0.1\n")
+    options = (*EXACT, "--config-dir", str(tmp_path / "conf"), "optimizer=adafactor",
+               "scheduler=constant")  # fmt: skip
+    run = train("trainer.max_steps=6", *options)
+    assert run.code == 0, run.err
+    whole = run.losses()
+    run.cut_back(3)
+    groups = run.state(3)["optimizer_states"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    again = train("trainer.max_steps=6", "ckpt_path=last", *options)
+    assert again.code == 0, again.err
+    assert again.losses() == whole
+
+
+def test_an_lstm_and_an_optimizer_of_ones_own_go_on_exactly_over_two_ranks(train, lab):
+    options = (
+        "model=lstm", "optimizer=signs", "scheduler=to_the_end", "scheduler.total_steps=9",
+        "trainer.accelerator=cpu", "trainer.devices=2", "data.seq_len=17", "data.batch_size=4",
+        "trainer.limit_val_batches=2", "trainer.enable_progress_bar=false", "callbacks=none",
+    )  # fmt: skip
+    run = train("trainer.max_steps=6", *options, *EXACT, *lab, tiny=False)
+    assert run.code == 0, run.err
+    losses, state = run.losses(), run.state(6)["state_dict"]
+    run.cut_back(3)
+    old = (f"from_run='{run.folder}'", *lab[:2])
+    again = train(*old, "ckpt_path=last", tiny=False)
+    assert again.code == 0, again.err
+    assert again.losses() == losses and len(losses) == 6
+    assert all(torch.equal(state[name], again.state(6)["state_dict"][name]) for name in state)
+
+    checked = train(
+        *old, "task=validate", "ckpt_path=last", "trainer.devices=1", "data.batch_size=8",
+        tiny=False, name="checked",
+    )  # fmt: skip
+    assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
+    net = gptrain.load(again.folder, "last")
+    assert type(net).__name__ == "LSTM" and not net.training
+
+
+def test_token_files_made_elsewhere_are_trained_on_and_gone_on_with_exactly(train, tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 256, 3000, dtype=np.uint16)
+    tokens[:2000].tofile(tmp_path / "train.bin")  # nanoGPT: nothing but tokens
+    header = np.zeros(256, dtype=np.int32)  # llm.c
+    header[:3] = 20240520, 1, 1000
+    (tmp_path / "val.bin").write_bytes(header.tobytes() + tokens[2000:].tobytes())
+    options = (
+        "data=tokens", f"data.train_path={tmp_path}/tr*.bin", f"data.val_path={tmp_path}/val.bin",
+        "data.dtype=uint16", "trainer.limit_val_batches=null", "scheduler=constant", *EXACT,
+    )  # fmt: skip
+    run = train("trainer.max_steps=6", *options)
+    assert run.code == 0, run.err
+    whole = run.losses()
+    run.cut_back(3)
+    again = train("trainer.max_steps=6", "ckpt_path=last", *options)
+    assert again.code == 0, again.err
+    assert again.losses() == whole
