@@ -39,15 +39,15 @@ from gptrain.plan.memory import state_bytes
 from gptrain.plan.shape import GPTShape
 
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
-N_STEPS = 5
+N_STEPS = 3
 SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 LOSS_RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # of the issue; fp32 sums in another order differ by 1e-6
 # Softmax does not see a bias on the keys: its gradient is rounding noise, made steps of by Adam.
 NOISE = "k_proj.bias"
 
 
-def make_net(dropout=0.0):
-    return SimpleGPT(V, D, n_heads=4, n_layers=4, max_seq_len=16, dropout=dropout)
+def make_net():
+    return SimpleGPT(V, D, n_heads=4, n_layers=4, max_seq_len=16, dropout=0.0)
 
 
 def make_batch(step, micro_step):
@@ -66,9 +66,9 @@ def make_optimizer(net):
 class OneProcess:
     """The truth, and the interface of the others: one optimizer step at a time."""
 
-    def __init__(self, dropout=0.0, seed=0):
+    def __init__(self, seed=0):
         torch.manual_seed(seed)
-        self.net = make_net(dropout)
+        self.net = make_net()
         self.optimizer = make_optimizer(self.net)
 
     def step(self, step):
@@ -99,7 +99,7 @@ class OneProcess:
 class Sharded(OneProcess):
     """FSDP2, tensor parallelism, or both, by the sizes of the mesh's axes."""
 
-    def __init__(self, data=1, tensor=1, dropout=0.0, seed=0, prepare=lambda net: None, **fsdp):
+    def __init__(self, data=1, tensor=1, seed=0, prepare=lambda net: None, **fsdp):
         torch.manual_seed(seed)
         self.mesh = build_mesh("cpu", data=data, tensor=tensor)
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
@@ -112,9 +112,8 @@ class Sharded(OneProcess):
             if self.is_fsdp:
                 apply_fsdp(net, self.mesh, **fsdp)
 
-        self.net = build_spread(lambda: make_net(dropout), spread, "cpu")
+        self.net = build_spread(make_net, spread, "cpu")
         self.optimizer = make_optimizer(self.net)
-        torch.manual_seed(100 + dist.get_rank())  # dropout
 
     def loss(self, tokens, targets):
         hidden = self.net.hidden(tokens)
@@ -158,7 +157,7 @@ class Replicated(OneProcess):
 class Piped(OneProcess):
     """Pipeline parallelism, with data parallelism on what is left of the world."""
 
-    def __init__(self, schedule="1f1b", data=1, dropout=0.0, seed=0):
+    def __init__(self, schedule="1f1b", data=1, seed=0):
         torch.manual_seed(seed)
         self.mesh = build_mesh("cpu", data=data, pipeline=2)
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
@@ -174,10 +173,9 @@ class Piped(OneProcess):
                 ),
             )
 
-        self.net = build_spread(lambda: make_net(dropout), spread, "cpu")
+        self.net = build_spread(make_net, spread, "cpu")
         self.optimizer = make_optimizer(self.net)
         self.whole = {"aliases": self.pipeline.aliases, "stages": self.pipeline.group}
-        torch.manual_seed(100 + dist.get_rank())  # dropout
 
     def step(self, step):
         total = torch.zeros(())
@@ -325,20 +323,6 @@ def tensor_parallel_loss_has_the_gradients_of_plain_cross_entropy():
             close(gradient, truth.gradients()[name], GRADIENT_RTOL)
 
 
-def dropout_gives_the_same_run_twice_and_other_masks_on_other_ranks():
-    for make in (lambda: Sharded(data=2, dropout=0.5), lambda: Sharded(tensor=2, dropout=0.5)):
-        runs = []
-        for _ in range(2):
-            spread = make()
-            runs.append([spread.step(step)[0] for step in range(2)])
-        assert runs[0] == runs[1]
-        mask = F.dropout(torch.ones(1000), 0.5)
-        masks = mask.clone()
-        dist.all_reduce(masks)
-        assert not torch.equal(masks, 2 * mask)
-        assert abs(runs[0][0] / OneProcess().step(0)[0] - 1) > LOSS_RTOL  # dropout was on
-
-
 def activation_checkpointing_changes_no_number():
     for mode in ("full", "selective"):
         for sizes in ({"data": 2}, {"tensor": 2}):
@@ -476,11 +460,11 @@ def compiled_blocks_under_fsdp_equal_one_process():
 
 
 def fsdp_by_tensor_parallel_equals_one_process():
-    check_equals_one_process(Sharded(data=2, tensor=2), n_steps=3)
+    check_equals_one_process(Sharded(data=2, tensor=2), n_steps=2)
 
 
 def ddp_by_pipeline_equals_one_process():
-    check_equals_one_process(Piped("1f1b", data=2), n_steps=3)
+    check_equals_one_process(Piped("1f1b", data=2), n_steps=2)
 
 
 def fsdp_by_tensor_parallel_holds_a_quarter_of_the_bytes():
@@ -518,7 +502,6 @@ CASES = {
         pipeline_evaluates_a_batch_that_microbatches_do_not_divide,
         tensor_parallel_forward_gives_whole_logits,
         tensor_parallel_loss_has_the_gradients_of_plain_cross_entropy,
-        dropout_gives_the_same_run_twice_and_other_masks_on_other_ranks,
         activation_checkpointing_changes_no_number,
         any_strategy_saves_the_whole_state_and_loads_it,
         comm_hooks_round_gradients_and_train_on,

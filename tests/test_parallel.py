@@ -14,7 +14,8 @@ import in_ranks
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """world size -> folder of results; each group of ranks is started once."""
-    multiprocessing.set_forkserver_preload(["in_ranks"])  # torch is imported once for all
+    # Imported once for all ranks; only what is installed is found there before Python 3.13.
+    multiprocessing.set_forkserver_preload(["gptrain.lit.strategies.spread", "gptrain.data"])
     folders = {}
 
     def run(world_size):
