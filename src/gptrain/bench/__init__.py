@@ -1,0 +1,11 @@
+"""The same work in several training loops, side by side: which is faster, by how much, how surely.
+
+    python -m gptrain.bench size=simple_gpt                    the tutorial's size
+    python -m gptrain.bench size=tiny --json                   what a loop adds to a 1 ms step
+    python -m gptrain.bench size=cpu trainer.devices=2         and one process beside two
+    python -m gptrain.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
+
+Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what
+else happens on the machine meets all of them alike. Ratios are taken within a round; only they
+carry over to another machine.
+"""

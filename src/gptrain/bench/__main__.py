@@ -1,0 +1,5 @@
+"""python -m gptrain.bench"""
+
+from gptrain.bench.verb import main
+
+main()

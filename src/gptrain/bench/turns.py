@@ -1,0 +1,138 @@
+"""Who runs when: a parent that gives the turn, and loops that wait. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STATUS = Path("/proc/self/status")  # Linux
+
+
+class LoopFailed(RuntimeError):
+    """A loop's process ended by itself."""
+
+
+class Contestant:
+    """The processes of one loop, seen from the parent.
+
+    Args:
+        spec: what the loop is to do, see `gptrain.bench.worker`.
+        n_ranks, threads: processes, and OpenMP threads of each.
+        log_dir: for what the processes print.
+    """
+
+    def __init__(self, name: str, spec: dict[str, Any], n_ranks: int, threads: int, log_dir: Path):
+        self.name, self.n_ranks = name, n_ranks
+        self.turns: list[dict[str, float]] = []
+        self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(n_ranks)]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(threads),
+            "WORLD_SIZE": str(n_ranks),
+            "LOCAL_WORLD_SIZE": str(n_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self.start_s = time.perf_counter()
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "gptrain.bench.worker", json.dumps(spec)],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if n_ranks > 1
+                else {**os.environ, "OMP_NUM_THREADS": str(threads)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.logs[rank].open("w"),
+                text=True,
+            )
+            for rank in range(n_ranks)
+        ]
+
+    def first_step(self) -> None:
+        """Waits until each rank has taken its first step; remembers how long that took."""
+        self._read()
+        self.first_step_s = time.perf_counter() - self.start_s
+
+    def take_turn(self, steps: int) -> None:
+        """Lets it run that many steps while all others wait."""
+        for rank in self.ranks:
+            rank.stdin.write(f"{steps}\n")
+            rank.stdin.flush()
+        replies = self._read()
+        slowest = max(replies, key=lambda reply: reply["seconds"])
+        self.turns.append({**slowest, "steps": steps})
+        self.peak_bytes = max(reply["peak_bytes"] for reply in replies)
+
+    def end(self) -> None:
+        """Ends its processes, whatever they are doing."""
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdin.close()
+            rank.stdout.close()
+
+    def _read(self) -> list[dict[str, float]]:
+        lines = [rank.stdout.readline() for rank in self.ranks]
+        for line, path in zip(lines, self.logs, strict=True):
+            if not line:
+                tail = "\n".join(path.read_text().splitlines()[-15:])
+                raise LoopFailed(f"the loop {self.name!r} ended by itself:\n{tail}")
+        return [json.loads(line) for line in lines]
+
+
+class Turns:
+    """The parent, seen from a loop: `step_done` after every step, and nothing else.
+
+    Args:
+        synchronize: waits until the device has done what it was given.
+        peak_bytes: most memory that was held so far.
+    """
+
+    def __init__(self, synchronize: Callable[[], None], peak_bytes: Callable[[], int]):
+        self.synchronize, self.peak_bytes = synchronize, peak_bytes
+        self.parent = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what a loop prints goes to its log
+        self.left = 1
+        self._start_clocks()
+
+    def step_done(self, **facts: float) -> None:
+        """Returns at once within a turn; at its end, when the next one begins."""
+        self.left -= 1
+        if self.left:
+            return
+        self.synchronize()
+        facts["seconds"] = time.perf_counter() - self.start_s
+        facts["cpu_seconds"] = time.process_time() - self.start_cpu_s
+        facts["peak_bytes"] = self.peak_bytes()
+        print(json.dumps(facts), file=self.parent, flush=True)
+        word = sys.stdin.readline()
+        if not word:
+            os._exit(0)  # the parent is gone
+        self.left = int(word)
+        self._start_clocks()
+
+    def _start_clocks(self) -> None:
+        self.start_s, self.start_cpu_s = time.perf_counter(), time.process_time()
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process ever held, shared libraries included (VmHWM)."""
+    if not STATUS.exists():
+        return 0
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
