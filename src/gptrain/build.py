@@ -11,8 +11,10 @@ import torch
 from hydra.utils import get_method, instantiate
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
+from gptrain.config.problems import ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks import Checkpoints, CollectGarbage, Curves, Guarded, ProgressBar, StepLog
@@ -22,7 +24,8 @@ from gptrain.lit.report import Report
 from gptrain.lit.strategies import spread_net
 from gptrain.lit.trainer import NoProfiler, leave_signals_to_us, trim_step
 from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
-from gptrain.plan import degrees
+from gptrain.parallel.unfit import Unfit
+from gptrain.plan import Degrees, degrees
 from gptrain.recipe import (
     Lengths,
     build_net,
@@ -93,15 +96,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     checkpoint = None if start is None else Path(start)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     torch.manual_seed(cfg.seed)
-    net, strategy = spread_net(
-        partial(build_net, cfg),
-        cfg.strategy,
-        split,
-        machine.device(process.local_rank),
-        compile=cfg.model.compile,
-        activation_checkpointing=cfg.model.activation_checkpointing,
-        precision=resolve_precision(cfg, machine),
-    )
+    net, strategy = spread(cfg, split, machine, process.local_rank)
     if checkpoint is None and cfg.init_from is not None:
         start_from(cfg, net, getattr(strategy, "pipeline", None))
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
@@ -130,6 +125,28 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     trim_step(trainer, module)
     report = build_report(cfg, module, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, checkpoint)
+
+
+def spread(
+    cfg: DictConfig, split: Degrees, machine: Machine, local_rank: int
+) -> tuple[nn.Module, Strategy]:
+    """The net as this rank holds it, and the strategy that trains it.
+
+    Raises: ConfigError if the net lacks what the strategy needs.
+    """
+    try:
+        return spread_net(
+            partial(build_net, cfg),
+            cfg.strategy,
+            split,
+            machine.device(local_rank),
+            compile=cfg.model.compile,
+            activation_checkpointing=cfg.model.activation_checkpointing,
+            precision=resolve_precision(cfg, machine),
+        )
+    except Unfit as error:
+        problem = Problem(error.key, OmegaConf.select(cfg, error.key), str(error))
+        raise ConfigError([problem]) from error
 
 
 def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from gptrain.parallel.unfit import Unfit
+
 _aten = torch.ops.aten
 # Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
 _EXPENSIVE = frozenset(
@@ -34,16 +36,17 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
             attention and recomputes what is cheap between them: no FLOPs worth counting (skipping
             every other block, the alternative, costs a sixth more for half of the memory).
 
-    Raises: ValueError if the mode is unknown, or the net has no `blocks`.
+    Raises: ValueError if the mode is unknown; Unfit if the net has no `blocks`.
     """
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"activation_checkpointing={mode}: allowed: none, selective, full")
     if mode == "none":
         return
     if not hasattr(net, "blocks"):
-        raise ValueError(
-            f"activation_checkpointing={mode} recomputes block by block: the net needs `blocks`, "
-            f"an nn.ModuleList; without them: none"
+        raise Unfit(
+            "model.activation_checkpointing",
+            f"recomputes block by block and needs `blocks`, an nn.ModuleList, of "
+            f"{type(net).__name__}; without: none",
         )
     options = {"use_reentrant": False}
     if mode == "selective":
@@ -60,14 +63,16 @@ def apply_compile(net: nn.Module, mode: str) -> None:
         mode: "none"; "blocks" compiles one block and reuses it for all alike, which is several
             times faster to compile; "model" compiles the whole.
 
-    Raises: ValueError if the mode is unknown, or the net has no `blocks`.
+    Raises: ValueError if the mode is unknown; Unfit if the net has no `blocks`.
     """
     if mode not in ("none", "blocks", "model"):
         raise ValueError(f"compile={mode}: allowed: none, blocks, model")
     if mode == "blocks":
         if not hasattr(net, "blocks"):
-            raise ValueError(
-                "compile=blocks needs `blocks` of the net, an nn.ModuleList; without: none, model"
+            raise Unfit(
+                "model.compile",
+                f"blocks needs `blocks`, an nn.ModuleList, of {type(net).__name__}; "
+                f"without: none, model",
             )
         for block in net.blocks.children():
             block.forward = torch.compile(block.forward)  # FSDP's hooks, around it, stay outside

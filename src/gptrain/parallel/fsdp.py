@@ -18,6 +18,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from gptrain.parallel.unfit import Unfit
+
 
 def apply_fsdp(
     net: nn.Module,
@@ -37,12 +39,13 @@ def apply_fsdp(
         compute_dtype: gathered and multiplied in this type; gradients are reduced in fp32.
         cpu_offload: shards, gradients and the optimizer live in the host's memory.
 
-    Raises: ValueError if the net has no `blocks`.
+    Raises: Unfit if the net has no `blocks`.
     """
     if not hasattr(net, "blocks"):
-        raise ValueError(
-            "fsdp gathers the parameters block by block: the net needs `blocks`, an "
-            "nn.ModuleList; strategies that work without: single, ddp"
+        raise Unfit(
+            "strategy.name",
+            f"gathers weights block by block and needs `blocks`, an nn.ModuleList, of "
+            f"{type(net).__name__} (see gptrain.models); strategies that work without: single, ddp",
         )
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None

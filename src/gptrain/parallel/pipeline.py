@@ -23,6 +23,7 @@ from torch.distributed.pipelining import (
 
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.stages import Stage, block_range, cut_stages, stages_per_rank
+from gptrain.parallel.unfit import Unfit
 
 _SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -44,7 +45,7 @@ class Pipeline:
         loss_sum: hidden (b, T, D) after the final norm, targets (b, T) -> summed loss. Called on
             the last stage alone.
 
-    Raises: ValueError if the net lacks what is needed, or has too few blocks.
+    Raises: Unfit if the net lacks what is needed, or has too few blocks.
     """
 
     def __init__(
@@ -157,30 +158,33 @@ class Pipeline:
 
 
 def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) -> None:
-    """Raises: ValueError if the net cannot be cut into so many stages; says what it lacks."""
+    """Raises: Unfit if the net cannot be cut into so many stages; says what it lacks."""
     missing = [name for name in ("embed", "blocks", "norm", "head") if not hasattr(net, name)]
     if missing:
-        raise ValueError(
-            f"pipeline needs {', '.join(missing)} of the net ({type(net).__name__}), see "
-            f"gptrain.models; strategies that work without: single, ddp, and fsdp with `blocks`"
+        raise Unfit(
+            "strategy.name",
+            f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); "
+            f"strategies that work without: single, ddp, and fsdp with `blocks`",
         )
     if schedule not in _SCHEDULES:
-        raise ValueError(f"schedule={schedule}: not known; allowed: {', '.join(_SCHEDULES)}")
+        raise Unfit("strategy.schedule", f"not known; allowed: {', '.join(_SCHEDULES)}")
     n_blocks, n_stages = len(net.blocks), size * stages_per_rank(schedule)
     if n_stages > n_blocks:
-        raise ValueError(
-            f"schedule={schedule} on pipeline_parallel_size={size} makes {n_stages} stages, but "
-            f"the net has {n_blocks} blocks: a stage must hold at least one"
+        raise Unfit(
+            "strategy.pipeline_parallel_size",
+            f"{size} ranks under {schedule} make {n_stages} stages, but the net has {n_blocks} "
+            f"blocks: a stage must hold at least one",
         )
     if schedule == "1f1b" and microbatches < size:
-        raise ValueError(
-            f"microbatches={microbatches} is less than pipeline_parallel_size={size}: under 1f1b "
-            f"each stage has one in hand; use at least {size}, or schedule=gpipe"
+        raise Unfit(
+            "strategy.microbatches",
+            f"{microbatches} for {size} stages: under 1f1b each has one in hand; use at least "
+            f"{size}, or schedule=gpipe",
         )
     if schedule == "interleaved_1f1b" and microbatches % size:
-        raise ValueError(
-            f"microbatches={microbatches} is no multiple of pipeline_parallel_size={size}, "
-            f"as interleaved_1f1b needs"
+        raise Unfit(
+            "strategy.microbatches",
+            f"{microbatches} is no multiple of {size} ranks, as interleaved_1f1b needs",
         )
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gptrain.parallel.unfit import Unfit
+
 
 def stages_per_rank(schedule: str) -> int:
     """Stages that one rank holds: two under interleaving, which halves the idle time, else one."""
@@ -28,7 +30,7 @@ def cut_stages(net: nn.Module, stages: Iterable[int], n_stages: int) -> tuple[st
     two. Works on the meta device, before anything is allocated.
 
     Returns: the two names of a weight that first and last stage share, in the net's order, or None.
-    Raises: ValueError if weights are shared in another way.
+    Raises: Unfit if weights are shared in another way.
     """
     tied = _tied_names(net)
     stages, n_blocks = list(stages), len(net.blocks)
@@ -90,8 +92,9 @@ def _tied_names(net: nn.Module) -> tuple[str, str] | None:
         return None
     places = [sorted(name.partition(".")[0] for name in shared) for shared in tied]
     if len(tied) > 1 or len(tied[0]) != 2 or "head" not in places[0] or "blocks" in places[0]:
-        raise ValueError(
-            f"pipeline can share one weight, between embedding and head; this net shares "
-            f"{'; '.join(' = '.join(shared) for shared in tied)}"
+        raise Unfit(
+            "strategy.name",
+            f"a pipeline can share one weight, between embedding and head; this net shares "
+            f"{'; '.join(' = '.join(shared) for shared in tied)}",
         )
     return tied[0][0], tied[0][1]

@@ -30,6 +30,7 @@ from gptrain.parallel.sequence import (
     scatter_sequence,
 )
 from gptrain.parallel.slices import slice_of
+from gptrain.parallel.unfit import Unfit
 
 
 def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
@@ -39,7 +40,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     whose gradient is summed over ranks: take the loss of `vocab_parallel_loss`, which knows.
     A weight tied to another stays tied.
 
-    Raises: ValueError if the net lacks what is needed, or ranks would not hold whole heads.
+    Raises: Unfit if the net lacks what is needed, or ranks would not hold whole heads.
     """
     check_tensor_parallel(net, mesh["tensor"].size())
     group = mesh["tensor"].get_group()
@@ -60,31 +61,36 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_tensor_parallel(net: nn.Module, size: int) -> None:
-    """Raises: ValueError if the net cannot be split over so many ranks; says what it lacks."""
+    """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
     missing = [name for name in ("tensor_plan", "n_heads", "head") if not hasattr(net, name)]
     if missing:
-        raise ValueError(
-            f"tensor parallelism needs {', '.join(missing)} of the net ({type(net).__name__}), see "
-            f"gptrain.models; strategies that work without: single, ddp, and fsdp with `blocks`"
+        raise Unfit(
+            "strategy.name",
+            f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); "
+            f"strategies that work without: single, ddp, and fsdp with `blocks`",
         )
     if net.n_heads % size:
         allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
-        raise ValueError(
-            f"tensor_parallel_size={size} does not divide n_heads={net.n_heads}: a rank must hold "
-            f"whole heads; allowed: {allowed}"
+        raise Unfit(
+            "strategy.tensor_parallel_size",
+            f"{size} ranks do not divide n_heads={net.n_heads}, each must hold whole heads; "
+            f"allowed: {allowed}",
         )
     unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
     if unknown:
-        raise ValueError(
-            f"tensor_plan has roles {', '.join(unknown)}; allowed: {', '.join(_ROLES)}"
+        raise Unfit(
+            "strategy.name",
+            f"{type(net).__name__}.tensor_plan has roles {', '.join(unknown)}; "
+            f"allowed: {', '.join(_ROLES)}",
         )
     for name, role in _roles(net):
         layer, known = net.get_submodule(name), _ROLES[role][1]
         if type(layer) not in known or (role == "vocab_head" and layer.bias is not None):
-            raise ValueError(
+            raise Unfit(
+                "strategy.name",
                 f"tensor_plan makes {name} {role}: it is a {type(layer).__name__}, the role is for "
                 f"{' and '.join(kind.__name__ for kind in known)}"
-                f"{' without bias' if role == 'vocab_head' else ''}"
+                f"{' without bias' if role == 'vocab_head' else ''}",
             )
 
 

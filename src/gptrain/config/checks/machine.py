@@ -34,6 +34,12 @@ def check_machine(run: Run) -> None:
         refuse_on_cpu(run)
         if run.get("strategy.backend") == "nccl":
             run.error("strategy.backend", "nccl needs GPUs", attempt="strategy.backend=gloo")
+    if run.get("strategy.backend") == "mpi" and not torch.distributed.is_mpi_available():
+        run.error(
+            "strategy.backend",
+            "this torch is built without MPI",
+            attempt="strategy.backend=null: nccl on GPU, gloo on CPU",
+        )
     n_local = count_local(run.get("trainer.devices"), kind)
     if kind == "cuda":
         _check_visible(run)

@@ -90,7 +90,7 @@ RULES: dict[str, Rule] = {
     "strategy.microbatches": count(1, 4, null=True),
     "strategy.schedule": Word("1f1b", words=("gpipe", "1f1b", "interleaved_1f1b")),
     "strategy.timeout_s": Number(1800, low=0, high=INT32_MAX, above=True),
-    "strategy.backend": Word(None, True, ("nccl", "gloo")),
+    "strategy.backend": Word(None, True, ("nccl", "gloo", "mpi")),
     "strategy.reshard_after_forward": Flag(True),
     "strategy.cpu_offload": Flag(False),
     "strategy.bucket_cap_mb": Number(25, low=0, high=INT32_MAX, above=True),

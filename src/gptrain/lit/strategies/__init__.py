@@ -17,6 +17,7 @@ from gptrain.parallel.activation import apply_activation_checkpointing, apply_co
 from gptrain.parallel.ddp import comm_hook
 from gptrain.parallel.group import start_group_of_one
 from gptrain.parallel.materialize import build_spread
+from gptrain.parallel.unfit import Unfit
 
 _DDP_OPTIONS = signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = (  # renamed in torch 2.13
@@ -42,7 +43,7 @@ def spread_net(
         make_net: draws the net's seed from torch's CPU generator.
         options: the `strategy` group.   split: the degrees of its axes.
         precision: Lightning's name; under "bf16-mixed" FSDP gathers weights in bf16.
-    Raises: ValueError if the net lacks what the strategy needs.
+    Raises: Unfit if the net lacks what the strategy needs, or options do not combine.
     """
     name = options.name
     if name == "auto":
@@ -59,15 +60,17 @@ def spread_net(
     if split.world_size == 1:
         start_group_of_one(device)
     if precision == "16-mixed":
-        raise ValueError(f"precision=16-mixed: {name} does not scale losses; use bf16-mixed")
+        raise Unfit("trainer.precision", f"{name} does not scale losses; use bf16-mixed")
     if compile == "model":
-        raise ValueError(
-            f"compile=model: under {name} collectives and hooks lie between the blocks; use blocks"
+        raise Unfit(
+            "model.compile",
+            f"under {name} collectives and hooks lie between the blocks; use blocks",
         )
     if "tensor" in name and compile != "none" and activation_checkpointing != "none":
-        raise ValueError(
-            f"compile={compile} with activation_checkpointing={activation_checkpointing}: under "
-            f"{name} torch cannot compile what is recomputed from cut weights; use one of the two"
+        raise Unfit(
+            "model.compile",
+            f"under {name} torch cannot compile what is recomputed from cut weights; use none, or "
+            f"activation_checkpointing=none",
         )
     if "pipeline" in name:
         return _piped(make_net, finish, options, split, device)
