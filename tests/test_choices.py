@@ -13,6 +13,7 @@ from gptrain.config import register
 
 CONF = ROOT / "conf"
 SWEEP_ONLY = {"hparams_search"}
+REQUIRED = {"tokens": ("data.train_path=train.bin", "data.val_path=val.bin")}
 CHOICES = [
     (path.parent.name, path.stem)
     for path in sorted(CONF.glob("*/*.yaml"))
@@ -32,7 +33,7 @@ def composed(*overrides):
 
 @pytest.mark.parametrize("group, choice", CHOICES, ids="/".join)
 def test_a_choice_composes_and_every_reference_in_it_resolves(group, choice):
-    cfg = composed(f"{group}={choice}")
+    cfg = composed(f"{group}={choice}", *REQUIRED.get(choice, ()))
     OmegaConf.to_container(cfg, resolve=True)
 
 

@@ -6,6 +6,7 @@ import csv
 import struct
 
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -88,6 +89,7 @@ def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
     assert run.code == 0, run.err
     again = train(*options, "trainer.max_steps=4", "ckpt_path=last")
     assert again.code == 0, again.err
+    assert wandb.run is None  # closed: the next job of a sweep opens its own
     run_id = read_holder(run.folder)["run_id"]
     files = sorted(run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert [file.name for file in files] == [f"run-{run_id}.wandb"] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def load_weights(
     if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
         reader = SafeFileSystemReader(path)
         _check_fit(net, _stored_shapes(reader), path, aliases, is_stage)
-        load_sharded(net, None, [], reader, aliases=aliases)
+        with warnings.catch_warnings():  # one process alone is what is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load_sharded(net, None, [], reader, aliases=aliases)
         return path
     tensors = read_safetensors(path) if path.suffix == ".safetensors" else _read_state(path)
     config = path.parent / "config.json"

@@ -27,6 +27,7 @@ class WandbLogger(pl_loggers.WandbLogger):
     def __init__(self, save_dir: str, **options: Any):
         run_id = read_holder(save_dir).get("run_id")
         super().__init__(save_dir=save_dir, id=run_id, **options)
+        del self._wandb_init["anonymous"]  # wandb warns of it, whatever its value
 
     log_metrics = survives_trouble(pl_loggers.WandbLogger.log_metrics)
     log_hyperparams = survives_trouble(pl_loggers.WandbLogger.log_hyperparams)
