@@ -14,11 +14,12 @@ from gptrain.config.schema import register
 def composer() -> Composer:
     """One for all tests: it keeps what was composed."""
     register()
-    return Composer()
+    return Composer(many=True)
 
 
 def answer(*words: str) -> Answer:
     """The answer to `python train.py <words>`, before anything would start."""
+    composer()
     try:
         args = parse_command(list(words))
         special = args.config_dir or args.config_name or args.config_path

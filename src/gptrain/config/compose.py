@@ -192,17 +192,18 @@ class Composer:
         lines = [override.input_line for override in groups]
         try:
             return self.compose_all(lines), lines
-        except REFUSALS as error:
-            first = error
-        good: list[str] = []
-        for override in groups:  # one by one: which of them is it
-            try:
-                self.compose_all([*good, override.input_line])
-                good.append(override.input_line)
-            except REFUSALS as error:
-                problems.append(explain_base(override.input_line, error))
+        except REFUSALS:
+            pass
         try:
-            return self.compose_all(good), good
-        except REFUSALS as error:
-            problems.append(explain_base("", error if not groups else first))
+            self.compose_all([])
+        except REFUSALS as error:  # nothing that was typed is to blame
+            problems.append(explain_base("", error))
             return None, []
+        good: list[str] = []
+        for line in lines:  # one by one: which of them is it
+            try:
+                self.compose_all([*good, line])
+                good.append(line)
+            except REFUSALS as error:
+                problems.append(explain_base(line, error))
+        return self.compose_all(good), good

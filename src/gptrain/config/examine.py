@@ -83,7 +83,7 @@ def composer_of(args: argparse.Namespace, config_name: str = "train") -> Compose
 def examine(args: argparse.Namespace, composer: Composer) -> Answer:
     """Composes and checks a parsed command, all jobs of it."""
     try:
-        overrides = _with_old_run(args.overrides, composer)
+        overrides = with_old_run(args.overrides, composer)
     except ConfigError as error:
         return Answer(args.overrides, error.problems, code=error.code)
     answer = Answer(overrides, debug=any(_is_debug(line) for line in overrides))
@@ -141,7 +141,11 @@ def _examine_sweep(answer: Answer, composer: Composer) -> None:
         answer.problems.append(Problem("-m", None, said, code=DONE))
 
 
-def _with_old_run(typed: list[str], composer: Composer) -> list[str]:
+def with_old_run(typed: list[str], composer: Composer) -> list[str]:
+    """The overrides, those of from_run before those typed.
+
+    Raises: ConfigError if that run cannot be read, or does not fit.
+    """
     if not any(word.lstrip("+").startswith("from_run=") for word in typed):
         return typed
     try:

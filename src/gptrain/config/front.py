@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.config.compose import CONF, REFUSALS, Composer
-from gptrain.config.examine import Answer, composer_of, examine, parse_command
+from gptrain.config.examine import Answer, composer_of, examine, parse_command, with_old_run
 from gptrain.config.from_run import expand
 from gptrain.config.help import help_text
 from gptrain.config.problems import (
@@ -103,7 +103,7 @@ def compose_command(overrides: list[str], config_name: str = "train") -> DictCon
 def _show(args: argparse.Namespace, composer: Composer) -> int:
     """--cfg, --info and the like: Hydra's own, with our words for what cannot be composed."""
     try:
-        args.overrides = examine_old_run(args, composer)
+        args.overrides = with_old_run(args.overrides, composer)
         _hydra(lambda cfg: None, args, composer)
     except ConfigError as error:
         _tell([problem.line for problem in error.problems])
@@ -116,13 +116,6 @@ def _show(args: argparse.Namespace, composer: Composer) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else DONE
     return DONE
-
-
-def examine_old_run(args: argparse.Namespace, composer: Composer) -> list[str]:
-    """The overrides, those of from_run before those typed."""
-    if not any(word.startswith("from_run=") for word in args.overrides):
-        return args.overrides
-    return expand(args.overrides, composer.compose_all)
 
 
 def _run(job: Job, args: argparse.Namespace, answer: Answer, composer: Composer) -> int:
@@ -185,7 +178,7 @@ def _end_of(error: BaseException, debug: bool, told: list[str] = ()) -> Outcome:
     if isinstance(error, KeyboardInterrupt):
         return Outcome([], INTERRUPTED, "interrupted")
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else FAILED
+        code = error.code or DONE if not isinstance(error.code, str) else FAILED
         return Outcome([], code, f"exit {code}" if code else "done")
     code = FAILED
     if isinstance(error, OSError) and error.errno is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
+import yaml
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -58,7 +60,9 @@ def explain_parse(line: str, error: Exception | None, sweep: Override | None = N
 def explain_group(override: Override, choices: Choices) -> Problem | None:
     """A choice that its group does not have; None where all is well."""
     group, value = override.key_or_group, override.value()
-    if override.is_delete() or group == "hydra.searchpath":
+    if group == "hydra.searchpath":
+        return _explain_search_path(override)
+    if override.is_delete():
         return None
     known = choices(group)
     picked = value if isinstance(value, list) else [value]
@@ -76,6 +80,20 @@ def explain_group(override: Override, choices: Choices) -> Problem | None:
         near = nearest(choice, known)
         wrong = "no such choice" + (f', did you mean "{near}"?' if near else "")
         return Problem(group, shown, wrong, ", ".join(known), habit or "")
+    return None
+
+
+def _explain_search_path(override: Override) -> Problem | None:
+    """Hydra only warns of a folder that is not there."""
+    places = override.value()
+    if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+        wrong = "not a list of places"
+        attempt = "'hydra.searchpath=[file:///folder]'"
+        return Problem("hydra.searchpath", text_of(override), wrong, attempt=attempt)
+    for place in places:
+        folder = place.removeprefix("file://")
+        if not place.startswith("pkg://") and not os.path.isdir(folder):
+            return Problem("hydra.searchpath", text_of(override), f"{folder}: no such folder")
     return None
 
 
@@ -114,7 +132,8 @@ def explain_value(
         return Problem(key, value, found[0] if found else "not a value of this key", "", habit)
     if found:
         return Problem(key, value, *found)
-    if override.is_add() and OmegaConf.select(cfg, key) is not None:
+    there = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+    if override.is_add() and there is not None:
         plain = override.input_line.lstrip("+")
         return Problem(key, value, "is there already, no + is needed", attempt=plain)
     if _is_mapping(cfg, key) and not isinstance(override.value(), dict):
@@ -130,12 +149,11 @@ def explain_base(line: str, error: Exception) -> Problem:
     if missing in PLUGINS:
         plugin = PLUGINS[missing]
         return Problem(key, value or None, f"needs {missing}", attempt=f"pip install {plugin}")
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    near = None
-    unknown = getattr(cause, "full_key", None)
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and unknown:
-        near, _ = answer_unknown(str(unknown), known_keys())
-    wrong = f"{unknown}: {near}" if near else f"cannot be composed: {first_line(error)}"
+    said = " ".join(str(error).split()) if isinstance(error, yaml.YAMLError) else _reason(error)
+    unknown = re.search(r"Key '\w+' (?:is )?not in .*full_key: (\S+)", str(error), re.DOTALL)
+    if unknown:
+        said = f"{unknown[1]}: {answer_unknown(unknown[1], known_keys())[0]}"
+    wrong = said if unknown else f"cannot be composed: {said}"
     attempt = f"{key.split('@')[0]}={value}" if "@" in key else ""
     return Problem(key, value or None, wrong, attempt=attempt)
 
@@ -180,6 +198,13 @@ def first_line(error: object) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _reason(error: Exception) -> str:
+    """What went wrong: the first line, and the next where the first only says where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    return said if error.__cause__ is None else f"{said}: {first_line(error.__cause__)}"
+
+
 def _of_type(cause: Exception) -> str:
     kinds = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
     match = re.search(r"could not be converted to (\w+)", str(cause)) or re.search(
@@ -195,12 +220,12 @@ def _of_type(cause: Exception) -> str:
 def _is_unknown(override: Override, cfg: DictConfig) -> bool:
     if not override.is_delete():
         return False
-    return OmegaConf.select(cfg, override.key_or_group, throw_on_missing=False) is None
+    return OmegaConf.select(cfg, override.key_or_group, throw_on_resolution_failure=False) is None
 
 
 def _is_mapping(cfg: DictConfig, key: str) -> bool:
     try:
-        return isinstance(OmegaConf.select(cfg, key, throw_on_missing=False), DictConfig)
+        return isinstance(OmegaConf.select(cfg, key, throw_on_resolution_failure=False), DictConfig)
     except OmegaConfBaseException:
         return False
 

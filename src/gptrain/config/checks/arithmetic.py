@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gptrain.config.checks.keys import answer_unknown, known_keys
 from gptrain.config.checks.run import Run
 
 DUMMY = "gptrain.data.DummyTextDataset"
@@ -153,6 +154,10 @@ def _trainer(run: Run) -> None:
 
 
 def _task(run: Run) -> None:
+    for name in run.get("allow_changes") or []:
+        if name not in run.nodes:
+            wrong, _ = answer_unknown(name, known_keys())
+            run.error("allow_changes", f"{name}: {wrong}")
     if run.sound("ckpt_path", "init_from"):
         run.error("init_from", "excludes ckpt_path: fresh weights or an exact resume, not both")
     if run.get("allow_changes") and run.get("ckpt_path") is None and "ckpt_path" not in run.wrong:

@@ -70,10 +70,6 @@ def check_keys(run: Run) -> None:
         node = run.get(group)
         if isinstance(node, dict) and node and "_target_" not in node:
             run.error(f"{group}._target_", "missing, nothing says what to build")
-    for name in run.get("allow_changes") or []:
-        if isinstance(name, str) and name not in run.nodes and name not in run.values:
-            wrong, _ = answer_unknown(name, known_keys())
-            run.error("allow_changes", f"{name}: {wrong}")
     if run.get("profiler") and "_target_" not in run.get("profiler"):
         run.error("profiler", "no _target_", attempt="profiler=simple")
 
