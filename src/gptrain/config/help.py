@@ -8,7 +8,7 @@ from gptrain.config.schema import PROJECT
 def help_text() -> str:
     """What to type, every choice of every group, and where the keys are."""
     conf = PROJECT / "conf"
-    groups = sorted(folder for folder in conf.iterdir() if folder.is_dir())
+    groups = sorted(folder for folder in conf.iterdir() if list(folder.glob("*.yaml")))
     choices = "\n".join(
         f"  {group.name:17}{' '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
         for group in groups
