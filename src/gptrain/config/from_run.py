@@ -78,8 +78,8 @@ def _find_refused(old: list[Override], compose: Callable[[list[str]], object]) -
         compose([override.input_line for override in old])
         return {}
     except REFUSALS:
-        pass  # one by one: the first that is refused hides the others
-    good, refused = [], {}
+        compose([])  # where this is refused, too, the old run is not at fault
+    good, refused = [], {}  # one by one: the first that is refused hides the others
     for override in old:
         try:
             compose([*good, override.input_line])

@@ -12,6 +12,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from gptrain.config.checks.arithmetic import check_arithmetic
+from gptrain.config.checks.extras import check_extras
 from gptrain.config.checks.files import check_contents, check_paths
 from gptrain.config.checks.keys import check_keys
 from gptrain.config.checks.old_run import check_old_run
@@ -36,6 +37,7 @@ CHEAP = (
     check_strategy,
     check_place,
     check_old_run,
+    check_extras,
     check_known_world,
     check_paths,
 )
