@@ -99,7 +99,10 @@ class OneProcess:
 class Sharded(OneProcess):
     """FSDP2, tensor parallelism, or both, by the sizes of the mesh's axes."""
 
-    def __init__(self, data=1, tensor=1, seed=0, prepare=lambda net: None, **fsdp):
+    def __init__(
+        self, data=1, tensor=1, seed=0, prepare=lambda net: None, syncs_each=False, **fsdp
+    ):
+        self.syncs_each = syncs_each
         torch.manual_seed(seed)
         self.mesh = build_mesh("cpu", data=data, tensor=tensor)
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
@@ -125,7 +128,7 @@ class Sharded(OneProcess):
         total = torch.zeros(())
         for micro_step in range(ACCUMULATE):
             if self.is_fsdp:
-                set_gradient_sync(self.net, micro_step == ACCUMULATE - 1)
+                set_gradient_sync(self.net, self.syncs_each or micro_step == ACCUMULATE - 1)
             tokens, targets = make_batch(step, micro_step)
             mine = slice(self.data_rank, None, self.n_data)
             loss = self.loss(tokens[mine], targets[mine])
@@ -409,6 +412,7 @@ def bytes_sent_are_those_of_the_plan():
     check_sent("fsdp", Sharded(data=2), two["data"])
     kept = Sharded(data=2, reshard_after_forward=False)
     check_sent("fsdp", kept, two["data"], reshard_after_forward=False)
+    check_sent("fsdp", Sharded(data=2, syncs_each=True), two["data"], accumulate_shards=True)
     check_sent("tensor_parallel", Sharded(tensor=2), two["tensor"])
     for mode in ("full", "selective"):
         again = Sharded(tensor=2, prepare=partial(apply_activation_checkpointing, mode=mode))

@@ -31,6 +31,7 @@ OPTIONS = {
     "schedule": "1f1b",
     "timeout_s": 60.0,
     "reshard_after_forward": True,
+    "accumulate_shards": False,
     "cpu_offload": False,
     "bucket_cap_mb": 25.0,
     "gradient_as_bucket_view": True,
@@ -90,6 +91,7 @@ def fit(
     save_to=None,
     seed=0,
     precision="32-true",
+    device="cpu",
     **options,
 ):
     """A run of n_steps with a validation at the end; every rank calls it."""
@@ -100,7 +102,7 @@ def fit(
     split = degrees(name, n_ranks, options.tensor_parallel_size, options.pipeline_parallel_size)
     torch.manual_seed(seed)
     net, strategy = spread_net(
-        make_net, options, split, torch.device("cpu"), precision=precision, **made_of
+        make_net, options, split, torch.device(device), precision=precision, **made_of
     )
     torch.manual_seed(1 + rank)
     module = LanguageModel(net, lambda net: torch.optim.AdamW(net.parameters(), 1e-3), constant)
@@ -115,7 +117,7 @@ def fit(
     )
     steps = Steps(save_to)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=device,
         devices=n_ranks,
         strategy=strategy,
         precision=precision,
@@ -231,12 +233,13 @@ def dropout_makes_the_same_run_twice():
         assert abs(runs[0].losses[1] / TRUTH["plain"].losses[1] - 1) > RTOL
 
 
-def checkpointing_and_offloading_change_no_number():
+def options_that_save_memory_change_no_number():
     for name, mode in zip(PLAIN_NAMES, ("full", "selective") * 2, strict=True):
         run = fit(name, 2, activation_checkpointing=mode)
         assert_close(run.losses, TRUTH["plain"].losses[:2])
-    run = fit("fsdp", 2, cpu_offload=True, reshard_after_forward=False)
-    assert_close(run.losses, TRUTH["plain"].losses[:2])
+    for option in ("cpu_offload", "accumulate_shards"):
+        run = fit("fsdp", 2, **{option: True})
+        assert_close(run.losses, TRUTH["plain"].losses[:2])
 
 
 def bf16_trains_close_to_fp32():
@@ -290,7 +293,7 @@ CASES = {
         a_net_with_forward_alone_trains_under_ddp,
         other_strategies_name_what_such_a_net_lacks,
         dropout_makes_the_same_run_twice,
-        checkpointing_and_offloading_change_no_number,
+        options_that_save_memory_change_no_number,
         bf16_trains_close_to_fp32,
         a_run_of_any_strategy_goes_on_under_any_other,
         any_strategy_reads_a_whole_checkpoint,

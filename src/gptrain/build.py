@@ -123,7 +123,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     )
     trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
     trim_step(trainer, module)
-    report = build_report(cfg, module, machine, lengths, trainer, val)
+    report = build_report(cfg, machine, lengths, trainer, val)
     return Run(module, datamodule, trainer, report, checkpoint)
 
 
@@ -244,23 +244,21 @@ def build_checkpoints(
 
 def build_report(
     cfg: DictConfig,
-    module: LanguageModel,
     machine: Machine,
     lengths: Lengths,
     trainer: pl.Trainer,
     val: torch.utils.data.Dataset,
 ) -> Report:
     """The run in four lines: model, strategy, batch, folder."""
-    batch, net = lengths.batch, module.net
-    n_parameters = sum(parameter.numel() for parameter in net.parameters())
+    batch, told = lengths.batch, trainer.strategy.told
     sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
     lr = peak_lr(cfg, batch)
     steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
     steps += "" if cfg.max_tokens is None else f" of max_tokens {cfg.max_tokens:g}"
     lines = {
-        "model": [type(net).__name__, f"{n_parameters / 1e6:.1f} M parameters", *sizes],
+        "model": [told["net_name"], f"{told['n_parameters'] / 1e6:.1f} M parameters", *sizes],
         "strategy": [
-            type(trainer.strategy).__name__,
+            told["name"],
             f"{machine.world_size} x {machine.accelerator}",
             f"precision {trainer.precision}",
             *([f"{torch.get_num_threads()} threads"] if machine.accelerator == "cpu" else []),

@@ -32,6 +32,7 @@ class StrategyConfig:
     timeout_s: float = 1800.0  # of a collective
     backend: str | None = None  # null: nccl on GPU, gloo on CPU
     reshard_after_forward: bool = True  # fsdp: drop gathered weights between forward and backward
+    accumulate_shards: bool = False  # fsdp: reduce at each micro-step, for 1/N of the memory
     cpu_offload: bool = False  # fsdp: weights, gradients and optimizer states in host memory
     bucket_cap_mb: float = 25.0  # ddp
     gradient_as_bucket_view: bool = True  # ddp: gradients live in the buckets, one copy less

@@ -3,4 +3,12 @@
 from gptrain.plan.batch import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 from gptrain.plan.degrees import Degrees, degrees
 
-__all__ = ["BatchPlan", "Degrees", "degrees", "plan_batch", "run_steps"]
+__all__ = [
+    "BatchPlan",
+    "Degrees",
+    "degrees",
+    "plan_batch",
+    "run_steps",
+    "token_steps",
+    "warmup_steps",
+]

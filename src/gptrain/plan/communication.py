@@ -41,11 +41,14 @@ def fsdp_bytes(
     *,
     accumulate: int = 1,
     reshard_after_forward: bool = True,
+    accumulate_shards: bool = False,
     parameter_bytes: int = FP32_BYTES,
     gradient_bytes: int = FP32_BYTES,
     n_tensor_ranks: int = 1,
 ) -> float:
     """Weights gathered in every pass of every micro-step, gradients reduce-scattered in the last.
+
+    With accumulate_shards they are in every micro-step.
 
     The root's weights stay from forward to backward, a block's only without resharding.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
@@ -57,7 +60,7 @@ def fsdp_bytes(
     blocks, root = shape.tensor_parallel_parameters(n_tensor_ranks)
     passes = 2 if reshard_after_forward else 1
     gathered = accumulate * (passes * blocks + root) * parameter_bytes
-    reduced = (blocks + root) * gradient_bytes
+    reduced = (accumulate if accumulate_shards else 1) * (blocks + root) * gradient_bytes
     return ring_gather_bytes(gathered + reduced, n_ranks)
 
 
@@ -128,6 +131,7 @@ def step_bytes(
     seq_len: int,
     accumulate: int = 1,
     reshard_after_forward: bool = True,
+    accumulate_shards: bool = False,
     activation_checkpointing: str = "none",
     pipeline_rank: int = 0,
     stages_per_rank: int = 1,
@@ -151,6 +155,7 @@ def step_bytes(
             split.data,
             accumulate=accumulate,
             reshard_after_forward=reshard_after_forward,
+            accumulate_shards=accumulate_shards,
             n_tensor_ranks=split.tensor,
         )
     if "tensor" in name:

@@ -15,6 +15,7 @@ READ_BY = {
     "microbatches": ("pipeline", "ddp_pipeline"),
     "schedule": ("pipeline", "ddp_pipeline"),
     "reshard_after_forward": ("fsdp", "fsdp_tensor_parallel"),
+    "accumulate_shards": ("fsdp", "fsdp_tensor_parallel"),
     "cpu_offload": ("fsdp", "fsdp_tensor_parallel"),
     "bucket_cap_mb": ("ddp",),
     "gradient_as_bucket_view": ("ddp",),

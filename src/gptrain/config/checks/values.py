@@ -92,6 +92,7 @@ RULES: dict[str, Rule] = {
     "strategy.timeout_s": Number(1800, low=0, high=INT32_MAX, above=True),
     "strategy.backend": Word(None, True, ("nccl", "gloo", "mpi")),
     "strategy.reshard_after_forward": Flag(True),
+    "strategy.accumulate_shards": Flag(False),
     "strategy.cpu_offload": Flag(False),
     "strategy.bucket_cap_mb": Number(25, low=0, high=INT32_MAX, above=True),
     "strategy.gradient_as_bucket_view": Flag(True),

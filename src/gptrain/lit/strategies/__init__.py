@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
@@ -37,6 +38,9 @@ def spread_net(
 ) -> tuple[nn.Module, Strategy]:
     """The net as this rank holds it, with the weights of a single process, and its strategy.
 
+    `strategy.told` says what the net was before: `net_name` and `n_parameters`, with the strategy's
+    `name`.
+
     The process group exists already where there are several ranks.
 
     Args:
@@ -48,7 +52,22 @@ def spread_net(
     name = options.name
     if name == "auto":
         name = "single" if split.world_size == 1 else "ddp"
+    told: dict[str, Any] = {}
 
+    def make_and_look() -> nn.Module:
+        net = make_net()
+        told["net_name"] = type(net).__name__  # FSDP changes the class, a pipeline cuts the net
+        told["n_parameters"] = sum(parameter.numel() for parameter in net.parameters())
+        return net
+
+    net, strategy = _spread(
+        name, make_and_look, options, split, device, compile, activation_checkpointing, precision
+    )
+    strategy.told = {"name": name, **told}
+    return net, strategy
+
+
+def _spread(name, make_net, options, split, device, compile, activation_checkpointing, precision):
     def finish(net: nn.Module) -> None:
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
@@ -115,7 +134,8 @@ def _sharded(make_net, finish, options, split, device, name, precision):
 
     offloads = is_fsdp and options.cpu_offload
     net = build_spread(make_net, spread, "cpu" if offloads else device)
-    return net, Sharded(mesh, is_fsdp=is_fsdp, is_tensor=is_tensor)
+    syncs_each = options.accumulate_shards
+    return net, Sharded(mesh, is_fsdp=is_fsdp, is_tensor=is_tensor, syncs_each=syncs_each)
 
 
 def _piped(make_net, finish, options, split, device):

@@ -54,11 +54,19 @@ class Spread(Ranks):
 
 
 class Sharded(Spread):
-    """FSDP2, tensor parallelism, or both."""
+    """FSDP2, tensor parallelism, or both.
 
-    def __init__(self, mesh: DeviceMesh, *, is_fsdp: bool, is_tensor: bool):
+    Args:
+        syncs_each: FSDP reduces gradients at every micro-step: 1/N of the memory of holding them
+            whole until the last, for as many times the traffic.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, *, is_fsdp: bool, is_tensor: bool, syncs_each: bool = False
+    ):
         super().__init__()
         self.mesh, self.is_fsdp, self.is_tensor = mesh, is_fsdp, is_tensor
+        self.syncs_each = syncs_each
 
     def connect(self, model: pl.LightningModule) -> None:
         self.whole_loss = model.loss
@@ -80,10 +88,11 @@ class Sharded(Spread):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients are added up locally until an optimizer step's last micro-step."""
-        if self.is_fsdp:
+        waits = self.is_fsdp and not self.syncs_each
+        if waits:
             set_gradient_sync(self.net, False)
         yield
-        if self.is_fsdp:
+        if waits:
             set_gradient_sync(self.net, True)
 
 
