@@ -9,7 +9,10 @@ import pytest
 import torch
 from command_line import accepted, answer, refused
 
+from gptrain.config.checks.machine import check_visible
+from gptrain.config.checks.run import Run
 from gptrain.config.checks.versions import judge_versions
+from gptrain.config.front import compose_command
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.store import CheckpointStore
 
@@ -63,12 +66,14 @@ def test_a_wrong_input_is_one_line_with_key_value_and_way_out(words):
     assert all(piece in line for piece in ONE_LINE[words]), line
 
 
-def test_more_gpus_than_visible_names_how_many_and_the_variable(monkeypatch):
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    visible = torch.cuda.device_count()
-    (line,) = refused("trainer.accelerator=gpu", f"trainer.devices={visible + 6}")
-    assert f"only {visible} GPU" in line
+@pytest.mark.parametrize("devices, right", [("8", False), ("[0,2]", False), ("2", True)])
+def test_more_gpus_than_visible_names_how_many_and_the_variable(devices, right):
+    run = Run.of(compose_command([f"trainer.devices={devices}"]))
+    check_visible(run, visible=2, shown="0,1")
+    assert bool(run.problems) != right
+    for problem in run.problems:
+        assert f"trainer.devices={devices}" in problem.line
+        assert "only 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)" in problem.line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

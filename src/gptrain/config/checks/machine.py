@@ -42,7 +42,7 @@ def check_machine(run: Run) -> None:
         )
     n_local = count_local(run.get("trainer.devices"), kind)
     if kind == "cuda":
-        _check_visible(run)
+        check_visible(run, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     elif kind == "mps" and n_local > 1:
         run.error("trainer.devices", "an Apple machine has one GPU", attempt="trainer.devices=1")
     else:
@@ -71,9 +71,13 @@ def _name(accelerator: str) -> str:
     return {"gpu": "GPU", "cuda": "GPU", "mps": "Apple GPU"}.get(accelerator, accelerator.upper())
 
 
-def _check_visible(run: Run) -> None:
-    asked, visible = run.get("trainer.devices"), torch.cuda.device_count()
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+def check_visible(run: Run, visible: int, shown: str | None) -> None:
+    """As many GPUs as asked for, and of the numbers asked for.
+
+    Args:
+        visible: GPUs that this process sees.   shown: CUDA_VISIBLE_DEVICES.
+    """
+    asked = run.get("trainer.devices")
     where = f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
     only = f"only {visible} GPU{'s' if visible != 1 else ''} visible{where}"
     if isinstance(asked, str) and "," in asked:
