@@ -6,7 +6,9 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from command_line import accepted, answer, refused
@@ -15,7 +17,7 @@ from omegaconf import DictConfig
 from gptrain.config import ConfigError, check
 from gptrain.config.front import compose_command, run_command
 from gptrain.config.problems import JobFailed
-from gptrain.config.schema import register
+from gptrain.config.schema import RunConfig, register
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 
@@ -306,3 +308,19 @@ runpy.run_path("train.py", run_name="__main__")
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "", done.stdout
+
+
+@dataclass
+class Elsewhere(RunConfig):
+    """A verb that speaks of another machine."""
+
+    runs_here: ClassVar[bool] = False
+
+
+def test_a_verb_about_another_machine_checks_the_config_alone():
+    words = ["trainer.devices=8", "trainer.num_nodes=4", "trainer.accelerator=gpu", "model=gpt_7b"]
+    seen = []
+    assert run_command(lambda cfg: seen.append(cfg.trainer.devices), words, schema=Elsewhere) == 0
+    assert run_command(never, [*words, "model.n_heads=7"], schema=Elsewhere) == 2
+    assert seen == [8]
+    register()

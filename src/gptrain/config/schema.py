@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
@@ -61,7 +61,14 @@ class LauncherConfig:
 
 @dataclass
 class RunConfig:
-    """The whole run."""
+    """The whole run.
+
+    Attributes:
+        runs_here: False in the schema of a verb that speaks of another machine (a plan): then
+            only the config itself is checked, not this machine, its folders and files.
+    """
+
+    runs_here: ClassVar[bool] = True
 
     name: str = "train"
     task: str = "fit"  # fit, validate, test

@@ -27,20 +27,16 @@ from gptrain.config.problems import ConfigError, Problem
 
 __all__ = ["check", "find_problems"]
 
-# Cheap ones all run, so that everything is told at once.
-CHEAP = (
+CONFIG = (
     check_versions,
     check_keys,
     check_values,
     check_target_names,
     check_arithmetic,
     check_strategy,
-    check_place,
-    check_old_run,
-    check_extras,
-    check_known_world,
-    check_paths,
 )
+# Of this machine, and cheap: they all run, so that everything is told at once.
+PLACE = (check_place, check_old_run, check_extras, check_known_world, check_paths)
 
 
 def check(cfg: DictConfig) -> list[Problem]:
@@ -62,9 +58,11 @@ def find_problems(cfg: DictConfig, cheap: bool = False) -> list[Problem]:
         cheap: only what needs no torch and reads no file, because the run is refused anyway.
     """
     run = Run.of(cfg)
-    for look in CHEAP:
+    for look in (*CONFIG, *PLACE) if run.schema.runs_here else (*CONFIG, check_known_world):
         look(run)
-    if not cheap and not run.failed:  # importing torch and reading files is worth it now
+    if (
+        run.schema.runs_here and not cheap and not run.failed
+    ):  # importing torch and reading files is worth it now
         from gptrain.config.checks.machine import check_machine
         from gptrain.config.checks.objects import check_objects
 
