@@ -125,7 +125,7 @@ class Pipeline:
         running = self._running[key]
         has_first, has_last = 0 in self.indices, self.n_stages - 1 in self.indices
         losses: list[Tensor] = []
-        inputs = (tokens,) if has_first else ()
+        inputs = (tokens.contiguous(),) if has_first else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if has_last else {}
         run = running.step if training else running.eval
         run(*inputs, **outputs)
