@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gptrain.chaos import files, processes
+from gptrain.chaos import files, outside, processes
 from gptrain.chaos.lab import Lab
 
 
@@ -40,6 +40,7 @@ KINDS = (
     Kind("F00", "stopped four times, one process", processes.stopped_often_alone, 1, 5),
     Kind("F00", "the same, two ranks", processes.stopped_often, 1, 5),
     Kind("F01", "SIGKILL of rank 1, launcher restarts", processes.killed_rank_restarts, 1, 100),
+    Kind("F01", "the same under torchrun", outside.torchrun_restarts, 0, 3),
     Kind("F02", "SIGKILL of rank 0", processes.killed_rank_0, 1, 100),
     Kind("F03", "SIGKILL of all processes", processes.killed_group, 1, 100),
     Kind("F04", "SIGKILL of the launcher", processes.killed_launcher, 1, 50),

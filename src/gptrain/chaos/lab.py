@@ -36,10 +36,10 @@ N_STEPS, EVERY = 20, 5
 TINY = (
     "trainer=cpu trainer.devices=2 trainer.max_epochs=-1 model=gpt_nano model.n_layers=2 "
     "model.d_model=32 model.n_heads=2 model.vocab_size=64 model.max_seq_len=32 model.dropout=0.1 "
-    f"data.seq_len=32 data.batch_size=2 data.num_samples=60 data.num_workers=1 trainer.max_steps={N_STEPS} "
-    "trainer.val_check_interval=10 trainer.limit_val_batches=2 trainer.log_every_n_steps=1 "
-    f"checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} logger=csv "
-    "trainer.enable_progress_bar=false strategy.timeout_s=60"
+    "data.seq_len=32 data.batch_size=2 data.num_samples=60 data.num_workers=1 "
+    f"trainer.max_steps={N_STEPS} trainer.val_check_interval=10 trainer.limit_val_batches=2 "
+    "trainer.log_every_n_steps=1 trainer.enable_progress_bar=false logger=csv "
+    f"checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60"
 ).split()
 
 

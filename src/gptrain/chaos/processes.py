@@ -172,6 +172,8 @@ def fails_alone(lab: Lab, reference: dict, draw: random.Random) -> str | None:
     attempt = lab.start(lab.new(f"fails-{phase}"), fault=fault)
     if found := ends(attempt, 70, "error", fault.rank):
         return found
+    if phase == "data" and "of whose samples" not in attempt.status()["message"]:
+        return f"the samples are not named: {attempt.status()['message']}"
     text = attempt.text()
     first = text[text.index("Traceback") :]
     if text.count("Planted: on rank") - text.count("error: Planted") > 2 or "Planted" not in first:

@@ -200,7 +200,8 @@ def _hydra(task: Job, args: argparse.Namespace, composer: Composer) -> None:
 def _quiet_rank() -> list[str]:
     if _rank() == 0:
         return []
-    return ["hydra.output_subdir=null", "hydra/job_logging=disabled"]
+    logs = "hydra.job_logging"  # Hydra's choice "disabled" would be merged with our own handlers
+    return [f"~{logs}.handlers.file", f"{logs}.root.handlers=[]", f"{logs}.root.level=ERROR"]
 
 
 def _tell(lines: list[str]) -> None:

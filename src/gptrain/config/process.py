@@ -60,7 +60,7 @@ def run_stamp() -> str:
         return f"slurm-{env.get('SLURM_ARRAY_JOB_ID', env['SLURM_JOB_ID'])}" + (
             f"_{env['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_TASK_ID" in env else ""
         )
-    started_s = _parent_start_s() if process.launcher == "torchrun" else _START_S
+    started_s = parent_start_s() if process.launcher == "torchrun" else _START_S
     return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s)) + (
         f"-{int(started_s * 1000) % 1000:03d}"
     )
@@ -69,7 +69,7 @@ def run_stamp() -> str:
 _START_S = time.time()
 
 
-def _parent_start_s() -> float:
+def parent_start_s() -> float:
     """Start of the parent process, in seconds since the epoch (Linux; else this one's)."""
     try:
         stat = Path(f"/proc/{os.getppid()}/stat").read_text()

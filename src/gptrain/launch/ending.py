@@ -42,8 +42,12 @@ class Ending:
     rank: int | None = None
 
 
-def classify(error: BaseException) -> Ending:
-    """The ending that an exception of the training function means."""
+def classify(error: BaseException, doing: str = "") -> Ending:
+    """The ending that an exception of the training function means.
+
+    Args:
+        doing: where the run was, told where nothing else says it.
+    """
     line = f"{type(error).__name__}: {error}"
     if isinstance(error, Preempted):
         return Ending(problems.PREEMPTED, "preempted", str(error))
@@ -65,7 +69,8 @@ def classify(error: BaseException) -> Ending:
         return Ending(problems.HUNG, "hang", f"error: a collective timed out: {first_line(error)}")
     if isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE):
         return Ending(problems.FAILED, "peer", f"error: another rank is gone: {first_line(error)}")
-    return Ending(problems.FAILED, "error", f"error: {first_line(line)}", traceback.format_exc())
+    line = first_line(line) + (f"; at {doing}" if doing else "")
+    return Ending(problems.FAILED, "error", f"error: {line}", traceback.format_exc())
 
 
 def first_line(text: object) -> str:

@@ -61,7 +61,7 @@ def run_rank(
             guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
             metrics = train(cfg, guard)
     except BaseException as error:  # whatever ends a rank must end the job, with a word about it
-        ending = classify(error)
+        ending = classify(error, guard.doing)
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
             time.sleep(PEERS_WORD_S)
         if tell(cfg, rank, guard.heartbeat.step, ending) or cfg.debug:

@@ -31,6 +31,10 @@ class NonFinite(Exception):
 
     def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
         where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
-        named = ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
-        super().__init__(f"{where} at step {step} is not finite; samples: {named}")
+        super().__init__(f"{where} at step {step} is not finite; samples: {shorten(samples)}")
         self.step, self.rank, self.samples = step, rank, samples
+
+
+def shorten(samples: list[int]) -> str:
+    """The first of many numbers."""
+    return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")

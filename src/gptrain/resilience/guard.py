@@ -16,6 +16,7 @@ class Guard:
     Attributes:
         stop: true once somebody asked the run to stop.
         heartbeat: to be told of every step.
+        doing: what was being done when an exception came, for its report.
 
     Args:
         beats: folder of the signs of life, shared by the ranks.
@@ -38,6 +39,7 @@ class Guard:
     ) -> None:
         self.stop = StopFlag() if stop is None else stop
         self.heartbeat = Heartbeat(beats, rank)
+        self.doing = ""
         self._watchdog = Watchdog(
             self.heartbeat, run_dir, timeout_s=timeout_s, parent_pid=parent_pid, about=about
         )

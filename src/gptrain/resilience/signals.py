@@ -18,7 +18,6 @@ from contextlib import contextmanager
 
 from gptrain.resilience.watchdog import die_with_parent
 
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by USR1
 EXIT_INTERRUPTED_TWICE = 130
 # A terminal's Ctrl-C reaches the whole process group, and torchrun's agent passes it on at once:

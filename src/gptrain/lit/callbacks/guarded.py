@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.module import LanguageModel
-from gptrain.resilience.ends import Preempted
+from gptrain.resilience.ends import Preempted, shorten
 from gptrain.resilience.guard import Guard
 
 COMPILING_S = 3600.0  # what a first step may take where it compiles
@@ -69,6 +69,12 @@ class Guarded(Callback):
         self.guard.heartbeat.beat(phase="end")
         if self.asked is not None:
             self.asked[1].wait()  # nobody leaves a collective behind
+
+    def on_exception(self, trainer: Trainer, module: LanguageModel, exception: Exception) -> None:
+        if trainer.training:
+            step, rank = trainer.global_step, trainer.global_rank
+            samples = trainer.datamodule.step_samples(step, rank)
+            self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
 
     def _leave_if_asked(self, trainer: Trainer, module: LanguageModel) -> None:
         if not self._all_stop(module.device):

@@ -1,0 +1,154 @@
+"""Whether a run may go on: what must not change, what may, and what counts as getting on.
+
+That a resumed run is equal bit for bit is shown by the campaign of faults, see test_faults.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import cache
+
+import pytest
+from omegaconf import DictConfig
+
+from gptrain.config import register
+from gptrain.config.front import compose_command
+from gptrain.config.problems import ConfigError
+from gptrain.launch.restarts import note_start
+from gptrain.resilience.store import CheckpointStore
+from gptrain.resume import check_data, differences, find_checkpoint, identity
+
+register()
+RUN = "a" * 32
+
+
+@cache
+def composed() -> DictConfig:
+    return compose_command(["model=gpt_nano", "trainer=cpu"])
+
+
+@pytest.fixture
+def compose(tmp_path):
+    """The config of a small run in a folder of its own, with these values."""
+
+    def compose(*values: str) -> DictConfig:
+        cfg = copy.deepcopy(composed())
+        cfg.merge_with_dotlist([f"run_dir={tmp_path}/run", *values])
+        return cfg
+
+    return compose
+
+
+def save(cfg, step: int, batch: int = 32, **facts) -> CheckpointStore:
+    store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
+    facts = identity(cfg, batch) | facts
+    with store.writing(step, config=facts) as draft, draft.open("state.ckpt") as file:
+        file.write(b"state")
+    return store
+
+
+def refused(cfg, **options) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        find_checkpoint(cfg, RUN, options.pop("world_size", 1))
+    return error.value
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "model.d_model=64",
+        "model.dropout=0.3",
+        "seed=1",
+        "optimizer.lr=1e-3",
+        "optimizer.betas=[0.9,0.99]",
+        "scheduler.min_factor=0",
+        "data.num_samples=99",
+        "data.seq_len=64",
+        "data.batch_size=16",
+        "model.vocab_size=128",
+    ],
+)
+def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed):
+    save(compose(), 5)
+    problem = refused(compose(changed, "ckpt_path=last"))
+    key = changed.partition("=")[0].replace("data.batch_size", "data.global_batch_size")
+    assert problem.code == 2
+    assert [one.key for one in problem.problems] == [key]
+    assert find_checkpoint(compose(changed, "ckpt_path=last", f"allow_changes=[{key}]"), RUN, 1)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["data.num_workers=3", "trainer.max_steps=99", "model.compile=blocks", "trainer.devices=2"],
+)
+def test_what_does_not_change_the_run_may_change(compose, changed):
+    save(compose(), 5)
+    assert find_checkpoint(compose(changed, "ckpt_path=last"), RUN, 1).name == "step-00000005"
+
+
+def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
+    cfg = compose("ckpt_path=last", "data.batch_size=16", "data.global_batch_size=32")
+    save(compose(), 5)
+    assert find_checkpoint(cfg, RUN, world_size=2)
+    assert refused(compose("ckpt_path=last"), world_size=2).problems[0].value == 64
+
+
+def test_other_content_of_the_data_is_refused(compose):
+    cfg = compose("ckpt_path=last")
+    found = save(cfg, 5, data="0123").folder / "step-00000005"
+    check_data(cfg, found, "0123")
+    with pytest.raises(ConfigError, match="data=4567: the checkpoint was made with 0123"):
+        check_data(cfg, found, "4567")
+
+
+def test_an_evaluation_needs_the_same_net_only(compose):
+    saved = identity(compose(), 32)
+    assert not differences(compose("task=test", "seed=7", "optimizer.lr=1"), saved, 8)
+    assert differences(compose("task=test", "model.n_layers=1"), saved, 8)
+
+
+def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, caplog):
+    caplog.set_level("INFO")
+    assert find_checkpoint(compose("ckpt_path=last"), RUN, 1) is None
+    assert "from the beginning" in caplog.text
+
+
+def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose):
+    save(compose(), 5)
+    problem = refused(compose())
+    assert (
+        problem.code == 73
+        and "saved at step 5" in str(problem)
+        and "ckpt_path=last" in str(problem)
+    )
+    assert find_checkpoint(compose("task=test"), RUN, 1) is None
+
+
+def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
+    save(compose(), 5)
+    with pytest.raises(ConfigError, match="of another run"):
+        find_checkpoint(compose("ckpt_path=last"), "b" * 32, 1)
+
+
+@pytest.mark.parametrize("path", ["step-00000005", "step-00000005/state.ckpt"])
+def test_a_checkpoint_is_named_by_its_folder_or_a_file_of_it(compose, path):
+    store = save(compose(), 5)
+    cfg = compose(f"ckpt_path={store.folder}/{path}")
+    assert find_checkpoint(cfg, None, 1) == store.folder / "step-00000005"
+
+
+def test_damage_and_absence_have_codes_of_their_own(compose):
+    store = save(compose(), 5)
+    assert refused(compose(f"ckpt_path={store.folder}/step-00000006")).code == 66
+    assert refused(compose("ckpt_path=best")).code == 66
+    (store.folder / "step-00000005" / "state.ckpt").write_bytes(b"stale")
+    assert refused(compose("ckpt_path=last")).code == 65
+
+
+def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):
+    steps = [(0, False), (0, True), (0, True), (5, True), (5, True), (5, True), (5, True)]
+    counted = [note_start(tmp_path, step, again) for step, again in steps]
+    assert counted == [0, 1, 2, 0, 1, 2, 3]
+    assert note_start(tmp_path, 5, again=False) == 0  # a person's start
+    assert json.loads((tmp_path / ".restarts").read_text()) == {"step": 5, "fruitless": 0}
