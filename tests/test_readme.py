@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
 
 import pytest
 from conftest import ROOT
@@ -13,7 +14,12 @@ from conftest import ROOT
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
-TRAIN = [command for command in COMMANDS if command.startswith("python train.py")]
+TRAIN = [
+    command.removeprefix(".venv/bin/")
+    for line in COMMANDS
+    for command in line.split(" && ")
+    if "python train.py" in command
+]
 # Said last, so it wins: the same command on a net and a machine of a test's size.
 SMALL = [
     "trainer.accelerator=cpu", "model.d_model=16", "trainer.max_steps=2", "data.batch_size=2",
@@ -41,8 +47,12 @@ def small(words: list[str]) -> list[str]:
 
 def run_train(words: list[str], monkeypatch) -> int:
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *small(words)])
+    return exit_code(lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__"))
+
+
+def exit_code(run: Callable[[], object]) -> int:
     try:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        run()
     except SystemExit as left:
         return left.code or 0
     return 0
@@ -57,8 +67,14 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     commands = [command for command in TRAIN if "my_lstm" not in command]
     assert len(commands) > 8
-    for command in commands:
-        assert run_train(shlex.split(command)[2:], monkeypatch) == 0, (command, capfd.readouterr())
+    for number, command in enumerate(commands):
+        words = shlex.split(command)[2:]
+        if not any(word.startswith(("run_dir=", "--")) for word in words):
+            words.append(f"run_dir={tmp_path / str(number)}")  # a second later it is another one
+        assert run_train(words, monkeypatch) == 0, (command, capfd.readouterr())
+    (export,) = [shlex.split(command) for command in COMMANDS if "gptrain.export" in command]
+    monkeypatch.setattr(sys, "argv", export[2:])
+    assert exit_code(lambda: runpy.run_module(export[2], run_name="__main__")) == 0
 
 
 @pytest.fixture
@@ -81,6 +97,6 @@ def test_a_model_and_a_dataset_of_ones_own_run_as_shown(own_files, monkeypatch, 
 
 def test_every_other_command_is_known():
     """Set-up and tests are run by CI as written; the others are tools of their own."""
-    others = [command for command in COMMANDS if command and command not in TRAIN]
-    known = ("python3 -m venv", "torchrun", "tensorboard", "python -m gptrain.")
+    others = [command for command in COMMANDS if command and "train.py" not in command]
+    known = ("python3 -m venv", "tensorboard --logdir", "python -m gptrain.")
     assert all(command.startswith(known) for command in others), others
