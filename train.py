@@ -6,10 +6,16 @@ python train.py trainer.devices=4                     the same run on four GPUs
 python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    four runs, one after another
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from omegaconf import DictConfig
 
-from gptrain import config, launch
-from gptrain.resilience.guard import Guard
+from gptrain import config
+
+if TYPE_CHECKING:
+    from gptrain.resilience.guard import Guard
 
 
 def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
@@ -30,6 +36,8 @@ def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
 
 def main(cfg: DictConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
+    from gptrain import launch  # likewise
+
     config.check(cfg)
     metrics = launch.run(train, cfg)
     return metrics.get(cfg.objective)

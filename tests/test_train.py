@@ -90,3 +90,14 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", 79, 0)
     assert "samples" in run.err
+
+
+def test_one_batch_can_be_learned_by_heart(train):
+    """On one batch of random tokens the loss falls far below ln V; on new ones it cannot."""
+    run = train("trainer.overfit_batches=1", "optimizer.lr=1e-2", "trainer.max_steps=40")
+    assert run.code == 0, run.err
+    assert run.metrics["train/loss"] < 5.2 < run.metrics["val/loss"]
+
+
+def test_the_config_is_printed_on_request(train):
+    assert "  d_model: 32\n" in train("print_config=true", "trainer.max_steps=1").out

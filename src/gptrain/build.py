@@ -90,6 +90,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     beat(phase="data", allow_s=PREPARING_S)
     train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
     beat(phase="build", allow_s=STARTING_S)
+    if cfg.trainer.overfit_batches:
+        train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * split.data)
     lengths = plan_lengths(cfg, len(train), len(train[0][0]), split.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
@@ -153,6 +155,19 @@ def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:
     """Train, validation and test set, prepared where that is needed; None: no test set is given."""
     parts = ("train", "val", "test")
     return [instantiate(cfg.data[part]) if part in cfg.data else None for part in parts]
+
+
+def first_batches(
+    dataset: torch.utils.data.Dataset, batches: float, sequences: int
+) -> torch.utils.data.Dataset:
+    """The first `batches` micro-batches (a fraction: of all), seen again and again.
+
+    Args:
+        sequences: in one micro-batch over all ranks.
+    """
+    share = int(batches * len(dataset)) if isinstance(batches, float) else batches * sequences
+    n_samples = min(len(dataset), max(share, sequences))
+    return torch.utils.data.Subset(dataset, range(n_samples))
 
 
 def bytes_of_tokens(dataset: torch.utils.data.Dataset) -> torch.Tensor | None:

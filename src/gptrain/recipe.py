@@ -84,6 +84,8 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
     options = _arguments(cfg.optimizer, OPTIMIZER_KEYS)
     target = options.pop("_target_")
     make = get_method(target)
+    if "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses whole numbers
     decay = _given_or_default(cfg, "weight_decay", 0.0)
     groups = muon_groups(net, decay) if target == "gptrain.optim.Muon" else decay_groups(net, decay)
     lr = peak_lr(cfg, batch)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from omegaconf import OmegaConf
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.step_log import StepLog
@@ -48,6 +49,8 @@ class Report:
         """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
         self.start_s = time.perf_counter()
         if trainer.is_global_zero:
+            if self.hyper_parameters["print_config"]:
+                log.info(OmegaConf.to_yaml(self.hyper_parameters))
             for label, line in self.lines.items():
                 log.info("%-9s %s", label, line)
         for logger in trainer.loggers:

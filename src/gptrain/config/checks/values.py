@@ -23,7 +23,7 @@ STRATEGIES = (
     "auto", "single", "ddp", "fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel",
     "ddp_pipeline",
 )  # fmt: skip
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true", "auto")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto")
 PRECISION_ALIASES = (  # Lightning's other names
     "16-true", "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16",
     32, 64, 16,
