@@ -107,7 +107,10 @@ class Pipeline:
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Summed loss of tokens, targets (B, T), alike on every rank of the pipeline."""
         self._scale = 1.0
-        return self._run(False, gcd(len(tokens), self.microbatches), tokens, targets)
+        n = gcd(len(tokens), self.microbatches)
+        if len(self.indices) > 1 and n % self.size:
+            n = 1  # interleaving goes round by round
+        return self._run(False, n, tokens, targets)
 
     def finish_gradients(self) -> None:
         """Sum tied gradients between the ends, and average all over replicas of the pipeline.

@@ -6,6 +6,7 @@ Optimizer states are kept by the parameter's name, since numbers of parameters d
 `aliases` are names that a stage holds for what one process has under another (a tied head).
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -233,7 +234,9 @@ def _keeps(stages: dist.ProcessGroup | None) -> bool:
 
 @torch.no_grad()
 def _read(state: dict[str, Tensor], reader: dcp.StorageReader) -> None:
-    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():  # that one process loads alone is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _empty(stored: Any) -> Tensor:
