@@ -20,7 +20,7 @@ def campaign(tmp_path_factory) -> dict[str, dict]:
     """What of each kind of fault came out: its words -> the results."""
     path = tmp_path_factory.mktemp("chaos") / "results.json"
     command = [sys.executable, "-m", "gptrain.chaos", "--quick", "--json", str(path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert path.exists(), run.stderr
     return {fault["what"]: fault for fault in json.loads(path.read_text())["faults"]}
 

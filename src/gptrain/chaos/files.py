@@ -113,6 +113,10 @@ def operations_refused(lab: Lab, reference: dict, draw: random.Random) -> list[s
     ]
 
 
+def operations_refused_once(lab: Lab, reference: dict, draw: random.Random) -> list[str | None]:
+    return at_every_operation(lab, write_whole, errno.EIO)
+
+
 def at_every_operation(lab: Lab, write: Callable, fault: int) -> list[str | None]:
     """One result for each operation that a save has, until a save has fewer."""
     results, base = [], lab.new("store")

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gptrain.chaos.lab import EVERY, N_STEPS, Attempt, Lab
@@ -52,6 +53,7 @@ def stopped_often_alone(lab: Lab, reference: dict, draw: random.Random) -> str |
     """One process; accumulation, a validation every 3 steps, 0 and 2 workers by turns."""
     return in_pieces(
         lab,
+        (("setup", 0), ("log", 3), ("validation", 6), ("forward", 8), ("validation", N_STEPS)),
         "trainer.devices=1",
         "trainer.accumulate_grad_batches=3",
         "trainer.val_check_interval=3",
@@ -61,14 +63,14 @@ def stopped_often_alone(lab: Lab, reference: dict, draw: random.Random) -> str |
 
 def stopped_often(lab: Lab, reference: dict, draw: random.Random) -> str | None:
     """Two ranks; accumulation by the global batch, and an end of the data within the run."""
-    return in_pieces(lab, "data.global_batch_size=8", "data.num_samples=75")
+    places = (("log", 8), ("validation", 10), ("validation", N_STEPS))
+    return in_pieces(lab, places, "data.global_batch_size=8", "data.num_samples=75")
 
 
-def in_pieces(lab: Lab, *options: str) -> str | None:
-    """Stopped right at the start, before and in validations, at the end of the data, and later."""
+def in_pieces(lab: Lab, places: Sequence[tuple[str, int]], *options: str) -> str | None:
+    """Stopped in each phase at each step of these, and resumed with other workers."""
     reference = lab.reference(*options, "data.num_workers=0")
     run_dir = lab.new("pieces")
-    places = (("setup", 0), ("log", 3), ("validation", 6), ("forward", 8), ("validation", N_STEPS))
     for turn, (phase, step) in enumerate(places):
         fault = Fault("term", 0, phase, step, always=True)
         workers = f"data.num_workers={2 * (turn % 2)}"
