@@ -76,9 +76,9 @@ def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
         net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     parameters = list(net.parameters())
     for tokens, targets in batches(spec, device):
+        optimizer.zero_grad()
         with autocast(spec, device):
             loss = net(tokens, targets)
-        optimizer.zero_grad()
         loss.backward()
         clip_grad_norm(parameters, spec["clip"])
         optimizer.step()

@@ -109,6 +109,18 @@ class LanguageModel(pl.LightningModule):
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]
+    ) -> None:
+        """Steps, and drops the gradients at once: kept until the next backward pass, as Lightning
+        does, they would lie beside its activations, 4 bytes per parameter at the peak of memory.
+        """
+        optimizer.step(closure=optimizer_closure)
+        optimizer.zero_grad()
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Nothing: they are gone since the last step."""
+
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,
