@@ -6,10 +6,11 @@ dict has the bare net's keys under every strategy. What a net must offer is told
 
     tensor -> activation checkpointing -> compile -> FSDP      (all inside `build_spread`)
 
-A file each: `mesh` the axes; `materialize` real weights, slice by slice; `fsdp`, `tensor`,
-`pipeline`, `ddp` the four strategies; `activation` what is kept for the backward pass, and compile;
-`gradients` sums that autograd leaves to us, and clipping; `state` checkpoints of the whole, from
-and into any strategy; `count` the bytes that went over the wire.
+A file each. `group` and `mesh`: the ranks and their axes. `materialize`: real weights, slice by
+slice. `ddp`, `fsdp`, `tensor` (with `sequence` and `vocab_loss`), `pipeline` (with `stages`): the
+strategies. `activation`: what is kept for the backward pass, and compile. `gradients`: the sums
+that autograd leaves to us, and clipping. `slices` and `state`: checkpoints from and into any strategy.
+`count`: the bytes that went over the wire. `unfit`: what a net lacks.
 """
 
 from gptrain.parallel.gradients import clip_grad_norm

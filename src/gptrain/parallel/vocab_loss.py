@@ -32,20 +32,26 @@ def vocab_parallel_loss(
     weight = head_weight.to_local()
     targets = targets.flatten()
     n_counted = (targets != IGNORED).sum().clamp(min=1) if reduction == "mean" else 1
+    hidden, group = hidden.flatten(0, -2), mesh.get_group()  # (N, D)
+    forms_gradients = torch.is_grad_enabled()  # inside a Function it is always off
     return _VocabParallelLoss.apply(
-        hidden.flatten(0, -2), weight, targets, start, n_counted, chunk_tokens, mesh.get_group()
+        hidden, weight, targets, start, n_counted, chunk_tokens, group, forms_gradients
     )
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, start, n_counted, chunk_tokens, group):
+    def forward(
+        ctx, hidden, weight, targets, start, n_counted, chunk_tokens, group, forms_gradients
+    ):
         device = hidden.device.type
         dtype = weight.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         w = weight.to(dtype)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        needs_hidden, needs_weight = (
+            forms_gradients and needed for needed in ctx.needs_input_grad[:2]
+        )
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -83,4 +89,4 @@ class _VocabParallelLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
