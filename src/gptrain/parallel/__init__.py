@@ -9,7 +9,7 @@ dict has the bare net's keys under every strategy. What a net must offer is told
 A file each. `group` and `mesh`: the ranks and their axes. `materialize`: real weights, slice by
 slice. `ddp`, `fsdp`, `tensor` (with `sequence` and `vocab_loss`), `pipeline` (with `stages`): the
 strategies. `activation`: what is kept for the backward pass, and compile. `gradients`: the sums
-that autograd leaves to us, and clipping. `slices` and `state`: checkpoints from and into any strategy.
+that autograd leaves to us, and clipping. `slices`, `state`: checkpoints from and into any strategy.
 `count`: the bytes that went over the wire. `unfit`: what a net lacks.
 """
 
