@@ -34,7 +34,12 @@ SIZES = {
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
 OWN_KEYS = ("rounds", "steps", "loops", "json", "size")
 # A run without what the other loops do not do either.
-FIXED = ("checkpoint=none", "trainer.limit_val_batches=0", "trainer.max_steps=100000000")
+FIXED = (
+    "checkpoint=none",
+    "trainer.limit_val_batches=0",
+    "trainer.max_steps=100000000",
+    "trainer.max_epochs=-1",
+)
 
 
 @dataclass
