@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain import config
 from gptrain.bench.result import Result, summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config.problems import ConfigError, Problem
+from gptrain.config.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,11 @@ def main() -> None:
     """The command line, in which size=… stands for what SIZES says."""
     words = ["json=true" if word == "--json" else word for word in sys.argv[1:]]
     sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
-    preset = SIZES.get(sizes[-1] if sizes else "cpu", "").split()
+    size = sizes[-1] if sizes else "cpu"
+    if size not in SIZES:  # before Hydra makes a folder
+        print(Problem("size", size, "not known", allowed=", ".join(SIZES)).line, file=sys.stderr)
+        sys.exit(BAD_CONFIG)
+    preset = SIZES[size].split()
     typed = {word.partition("=")[0] for word in words}
     sys.argv[1:] = ["name=bench", *(w for w in preset if w.partition("=")[0] not in typed), *words]
     config.main(bench, schema=BenchConfig)
@@ -66,7 +70,7 @@ def main() -> None:
 def bench(cfg: DictConfig) -> None:
     """Runs the loops in turn and prints what was found; result.json in the run folder has all.
 
-    Raises: ConfigError for a size or a loop that is not known, or a model without these sizes.
+    Raises: ConfigError for a loop that is not known, or a model without these sizes.
     """
     from gptrain import launch  # here, so that a wrong option is answered without torch
     from gptrain.config.machine import find_machine
@@ -124,8 +128,6 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
 def choose_loops(cfg: DictConfig, n_ranks: int) -> list[str]:
     """The loops asked for that can run here, and what they are measured against."""
     known = {"tutorial", "bare", "accelerate", "ours"}
-    if cfg.size not in SIZES:
-        raise ConfigError([Problem("size", cfg.size, "not known", allowed=", ".join(SIZES))])
     if unknown := set(cfg.loops) - known:
         allowed = ", ".join(sorted(known))
         raise ConfigError([Problem("loops", sorted(unknown), "not known", allowed=allowed)])
