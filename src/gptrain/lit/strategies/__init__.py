@@ -74,10 +74,10 @@ def _spread(name, make_net, options, split, device, compile, activation_checkpoi
 
     if name == "single":
         return build_spread(make_net, finish, device), Single(device)
-    if name == "ddp":
-        return build_spread(make_net, finish, device), _replicated(options)
     if split.world_size == 1:
         start_group_of_one(device)
+    if name == "ddp":
+        return build_spread(make_net, finish, device), _replicated(options)
     if precision == "16-mixed":
         raise Unfit("trainer.precision", f"{name} does not scale losses; use bf16-mixed")
     if compile == "model":
