@@ -53,18 +53,21 @@ class Attempt:
     started_s: float
     code: int | None = None
 
+    def has_ended(self) -> bool:
+        """Whether it has; its code is then known."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
     def wait(self, timeout_s: float = 60.0) -> int:
         """Its exit code, negative for a signal; at the timeout it is killed, and that is -1000."""
-        while self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > self.started_s + timeout_s:
+        while not self.has_ended():
+            if time.monotonic() > self.started_s + timeout_s:
                 os.killpg(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 self.code = -1000
-            else:
-                time.sleep(0.01)
+            time.sleep(0.01)
         return self.code
 
     def text(self) -> str:
