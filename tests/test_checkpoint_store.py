@@ -393,9 +393,8 @@ def test_the_best_is_the_whole_one_with_the_best_metric(store):
     assert store.best("val/loss", "min").step == 2
     assert store.best("val/loss", "max").step == 1
     damage(store.folder / "step-00000002", "truncated")
+    store = CheckpointStore(store.folder, RUN)  # a later start: one process reads a file once
     assert store.best("val/loss", "min").step == 3
-    store.annotate(store.folder / "step-00000005", {"val/loss": 0.5})
-    assert store.best("val/loss", "min").step == 5
     assert store.best("other", "min") is None
 
 
@@ -411,6 +410,7 @@ def test_an_older_one_stays_as_long_as_the_newer_is_not_known_to_be_whole(store)
     for step in (1, 2, 3):
         save(store, step)
     damage(store.folder / "step-00000003", "swapped")
+    store = CheckpointStore(store.folder, RUN)
     assert store.prune(2) == []
     assert store.steps() == [1, 2]
 
@@ -431,6 +431,50 @@ def test_killed_while_pruning_leaves_no_half_checkpoint(store, shim):
         for step in restarted.steps():
             restarted.verify(store.folder / f"step-{step:08d}")
         assert restarted.steps() in ([1, 2, 3], [2, 3])
+
+
+# In the background
+
+
+def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished(store):
+    weights = bytearray(b"before")
+    with store.writing(1, in_background=True) as draft, draft.open("state.ckpt") as file:
+        file.write(weights)
+    weights[:] = b"after!"  # the next step
+    assert store.is_unfinished and store.steps() == []
+    store.finish()
+    assert not store.is_unfinished and not store.is_writing
+    assert (store.newest_good().path / "state.ckpt").read_bytes() == b"before"
+
+
+def test_the_next_save_waits_for_the_one_in_the_background(store):
+    save(store, 1, in_background=True)
+    save(store, 2, in_background=True)
+    assert store.steps() == [1]
+    store.finish()
+    assert holds(store.folder / "step-00000001", 1) and holds(store.folder / "step-00000002", 2)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, Killed])
+def test_whatever_fails_in_the_background_the_loader_finds_the_old_or_the_new(store, shim, fault):
+    n_operations = operations_of_a_save(shim, store)
+    for at in range(1, n_operations + 1):
+        shutil.rmtree(store.folder)
+        shim.arm(-1, None)
+        save(store, 1)
+        shim.arm(at, fault)
+        error = None
+        try:
+            save(store, 2, in_background=True)
+            store.finish()
+        except (SaveFailed, Killed) as failure:
+            error = failure
+        assert isinstance(error, Killed if fault is Killed else SaveFailed), shim.names[at - 1]
+        shim.arm(-1, None)
+        restarted = CheckpointStore(store.folder, RUN)
+        restarted.clean()
+        found = restarted.newest_good()
+        assert found.step in (1, 2) and found.damaged == () and holds(found.path, found.step)
 
 
 # Several ranks
@@ -454,16 +498,21 @@ class Ranks:
         return gather
 
 
-def save_sharded(store: CheckpointStore, step: int, bad_rank: int | None = None) -> list:
+def save_sharded(
+    store: CheckpointStore, step: int, bad_rank: int | None = None, in_background: bool = False
+) -> list:
     ranks, answers = Ranks(2), [None, None]
 
     def one(rank: int) -> None:
+        own = CheckpointStore(store.folder, RUN)
+        about = {"kind": "sharded", "rank": rank, "gather": ranks.gather(rank)}
         try:
-            with store.writing(step, kind="sharded", rank=rank, gather=ranks.gather(rank)) as draft:
+            with own.writing(step, **about, in_background=in_background) as draft:
                 with draft.open(f"__{rank}_0.distcp") as file:
                     file.write(content(step, str(rank)))
                 if rank == bad_rank:
                     draft.error = OSError(errno.ENOSPC, "full")
+            own.finish()
         except SaveFailed as error:
             answers[rank] = error
 
@@ -482,10 +531,11 @@ def test_ranks_write_their_shards_into_one_checkpoint(store):
     assert list(found.manifest["files"]) == ["__0_0.distcp", "__1_0.distcp"]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_failure_of_one_rank_is_the_same_exception_on_all(store, bad_rank):
-    save_sharded(store, 1)
-    answers = save_sharded(store, 2, bad_rank)
+def test_a_failure_of_one_rank_is_the_same_exception_on_all(store, bad_rank, in_background):
+    assert save_sharded(store, 1, in_background=in_background) == [None, None]
+    answers = save_sharded(store, 2, bad_rank, in_background)
     assert [(error.errno, error.rank) for error in answers] == [(errno.ENOSPC, bad_rank)] * 2
     assert os.listdir(store.folder) == ["step-00000001"]
 

@@ -254,6 +254,7 @@ def build_checkpoints(
         monitor=cfg.checkpoint.monitor,
         validate_every=lengths.validate_every,
         n_steps=lengths.n_steps,
+        in_background=cfg.checkpoint.background,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gptrain.chaos import files, outside, processes
+from gptrain.chaos import disk, failing, folders, killed, outside, saves, told
 from gptrain.chaos.lab import Lab
 
 
@@ -37,44 +37,45 @@ class Kind:
 
 
 KINDS = (
-    Kind("F00", "stopped four times, one process", processes.stopped_often_alone, 1, 5),
-    Kind("F00", "the same, two ranks", processes.stopped_often, 1, 5),
-    Kind("F01", "SIGKILL of rank 1, launcher restarts", processes.killed_rank_restarts, 1, 100),
+    Kind("F00", "stopped four times, one process", told.stopped_often_alone, 1, 5),
+    Kind("F00", "the same, two ranks", told.stopped_often, 1, 5),
+    Kind("F01", "SIGKILL of rank 1, launcher restarts", killed.killed_rank_restarts, 1, 100),
     Kind("F01", "the same under torchrun", outside.torchrun_restarts, 0, 3),
-    Kind("F02", "SIGKILL of rank 0", processes.killed_rank_0, 1, 100),
-    Kind("F03", "SIGKILL of all processes", processes.killed_group, 1, 100),
-    Kind("F04", "SIGKILL of the launcher", processes.killed_launcher, 1, 50),
-    Kind("F05", "a storm of faults until done", processes.storm, 0, 10),
-    Kind("F06", "a signal to one rank, any phase", processes.told_alone, 1, 40),
-    Kind("F07", "a signal to all, workers too", processes.told_together, 1, 50),
-    Kind("F08", "SIGKILL at file operations", files.operations_killed, 1, 1),
-    Kind("F08", "the same in a run", files.killed_in_a_save, 1, 30),
-    Kind("F09", "EIO at each", files.operations_refused_once, 1, 0),
-    Kind("F09", "ENOSPC, EIO, EDQUOT at each", files.operations_refused, 0, 1),
-    Kind("F09", "the same in a run", files.refused_by_the_disk, 1, 30),
-    Kind("F11", "no room before the start", files.no_room_at_the_start, 1, 3),
-    Kind("F13", "truncated files", files.truncated, 1, 1),
-    Kind("F14", "flipped bits", files.bits_flipped, 1, 0),
-    Kind("F14", "flipped bits", files.many_bits_flipped, 0, 1),
-    Kind("F15", "shards missing, swapped, mixed", files.shards_mixed, 1, 1),
-    Kind("F16", "all checkpoints damaged", files.all_damaged, 1, 10),
-    Kind("F17", "folder turns read-only", files.read_only_midway, 0, 10),
-    Kind("F18", "NaN on one rank or all", processes.not_a_number, 1, 60),
-    Kind("F18", "the same, left out", processes.skipped, 0, 5),
-    Kind("F19", "SIGKILL of a data worker", processes.worker_killed, 1, 30),
-    Kind("F21", "an exception on one rank", processes.fails_alone, 2, 64),
-    Kind("F22", "SIGSTOP of a rank", processes.stopped_for_ever, 1, 20),
-    Kind("F23", "SIGSTOP for 4 s, then SIGCONT", processes.stopped_for_a_while, 0, 20),
-    Kind("F24", "interpreter's lock held", processes.lock_held, 0, 10),
-    Kind("F27", "two runs started together", processes.neighbours, 0, 20),
-    Kind("F29", "resumed on 1 or 4 ranks", processes.other_ranks, 0, 10),
-    Kind("F30", "resumed as another run", processes.changed, 1, 20),
-    Kind("F31", "4 starts in one folder", processes.two_at_once, 1, 10),
-    Kind("F31", "50 starts in one folder", processes.crowd, 0, 1),
-    Kind("F33", "newest damaged, old of 2099", files.newest_damaged, 0, 20),
-    Kind("F35", "Ctrl-C twice", processes.interrupted_twice, 1, 20),
-    Kind("F36", "the same fault at each start", processes.fails_for_ever, 0, 10),
-    Kind("F39", "SIGKILL in validation, at the end", processes.killed_at_the_edge, 1, 40),
+    Kind("F02", "SIGKILL of rank 0", killed.killed_rank_0, 1, 100),
+    Kind("F03", "SIGKILL of all processes", killed.killed_group, 1, 100),
+    Kind("F03", "the same, saves in the background", killed.killed_while_writing, 1, 50),
+    Kind("F04", "SIGKILL of the launcher", killed.killed_launcher, 1, 50),
+    Kind("F05", "a storm of faults until done", killed.storm, 0, 10),
+    Kind("F06", "a signal to one rank, any phase", told.told_alone, 1, 40),
+    Kind("F07", "a signal to all, workers too", told.told_together, 1, 50),
+    Kind("F08", "SIGKILL at file operations", saves.operations_killed, 1, 1),
+    Kind("F08", "the same in a run", disk.killed_in_a_save, 1, 30),
+    Kind("F09", "EIO at each", saves.operations_refused_once, 1, 0),
+    Kind("F09", "ENOSPC, EIO, EDQUOT at each", saves.operations_refused, 0, 1),
+    Kind("F09", "the same in a run", disk.refused_by_the_disk, 1, 30),
+    Kind("F11", "no room before the start", disk.no_room_at_the_start, 1, 3),
+    Kind("F13", "truncated files", saves.truncated, 1, 1),
+    Kind("F14", "flipped bits", saves.bits_flipped, 1, 0),
+    Kind("F14", "flipped bits", saves.many_bits_flipped, 0, 1),
+    Kind("F15", "shards missing, swapped, mixed", saves.shards_mixed, 1, 1),
+    Kind("F16", "all checkpoints damaged", disk.all_damaged, 1, 10),
+    Kind("F17", "folder turns read-only", disk.read_only_midway, 0, 10),
+    Kind("F18", "NaN on one rank or all", failing.not_a_number, 1, 60),
+    Kind("F18", "the same, left out", failing.skipped, 0, 5),
+    Kind("F19", "SIGKILL of a data worker", killed.worker_killed, 1, 30),
+    Kind("F21", "an exception on one rank", failing.fails_alone, 2, 64),
+    Kind("F22", "SIGSTOP of a rank", failing.stopped_for_ever, 1, 20),
+    Kind("F23", "SIGSTOP for 4 s, then SIGCONT", failing.stopped_for_a_while, 0, 20),
+    Kind("F24", "interpreter's lock held", failing.lock_held, 0, 10),
+    Kind("F27", "two runs started together", folders.neighbours, 0, 20),
+    Kind("F29", "resumed on 1 or 4 ranks", folders.other_ranks, 0, 10),
+    Kind("F30", "resumed as another run", folders.changed, 1, 20),
+    Kind("F31", "4 starts in one folder", folders.two_at_once, 1, 10),
+    Kind("F31", "50 starts in one folder", folders.crowd, 0, 1),
+    Kind("F33", "newest damaged, old of 2099", disk.newest_damaged, 0, 20),
+    Kind("F35", "Ctrl-C twice", told.interrupted_twice, 1, 20),
+    Kind("F36", "the same fault at each start", failing.fails_for_ever, 0, 10),
+    Kind("F39", "SIGKILL in validation, at the end", killed.killed_at_the_edge, 1, 40),
 )
 # The rest of the list and where it is: what a run cannot meet, and what the tests hold by now.
 ELSEWHERE = {
@@ -145,7 +146,7 @@ def main() -> None:
 
 def run(folder: Path, quick: bool, seed: int, names: set[str]) -> list[Row]:
     """The rows of a campaign over the faults of these names, all where none is given."""
-    lab, rows = Lab(folder), []
+    lab, rows = Lab(folder, n_steps=20 if quick else 60), []
     reference = lab.reference()
     for kind in KINDS:
         calls = kind.quick if quick else kind.full

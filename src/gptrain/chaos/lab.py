@@ -31,13 +31,13 @@ from gptrain.config.problems import ConfigError, JobFailed
 from gptrain.config.schema import PROJECT, register
 from gptrain.resilience.status import read_status
 
-N_STEPS, EVERY = 20, 5
+EVERY = 5  # steps between two checkpoints
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
     "trainer=cpu trainer.devices=2 trainer.max_epochs=-1 model=gpt_nano model.n_layers=2 "
     "model.d_model=32 model.n_heads=2 model.vocab_size=64 model.max_seq_len=32 model.dropout=0.1 "
     "data.seq_len=32 data.batch_size=2 data.num_samples=60 data.num_workers=1 "
-    f"trainer.max_steps={N_STEPS} trainer.val_check_interval=10 trainer.limit_val_batches=2 "
+    "trainer.val_check_interval=10 trainer.limit_val_batches=2 "
     "trainer.log_every_n_steps=1 trainer.enable_progress_bar=false logger=csv "
     f"checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60"
 ).split()
@@ -90,36 +90,49 @@ class Lab:
     """Starts runs in folders below one.
 
     Attributes:
-        reference: the record of the run that nothing befell.
+        run_s: about what a run takes from its start to its end; where faults are thrown.
+
+    Args:
+        n_steps: of a run.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.n_runs = folder, 0
+    def __init__(self, folder: Path, n_steps: int):
+        self.folder, self.n_steps, self.n_runs, self.run_s = folder, n_steps, 0, 0.0
+        self.references: dict[tuple[str, ...], dict] = {}
         warm_up()
         register()
         self.composer = Composer("train")
         self.train = runpy.run_path(str(PROJECT / "train.py"))["train"]
 
     def reference(self, *options: str) -> dict:
-        """The record of an uninterrupted run."""
-        attempt = self.start(self.new("reference"), *options)
-        if code := attempt.wait():
-            raise RuntimeError(f"the reference run ended with {code}:\n{attempt.text()}")
-        return record(attempt.run_dir)
+        """The record of an uninterrupted run with these options."""
+        if options not in self.references:
+            attempt = self.start(self.new("reference"), *options)
+            if code := attempt.wait():
+                raise RuntimeError(f"the reference run ended with {code}:\n{attempt.text()}")
+            self.run_s = self.run_s or time.monotonic() - attempt.started_s
+            self.references[options] = record(attempt.run_dir)
+        return self.references[options]
 
     def new(self, name: str) -> Path:
         """A run folder that does not exist yet."""
         self.n_runs += 1
         return self.folder / f"{self.n_runs:04d}-{name}"
 
-    def start(self, run_dir: Path, *options: str, fault: Fault | None = None) -> Attempt:
-        """A run in a process of its own; `ckpt_path=last` goes on with it."""
+    def start(
+        self, run_dir: Path, *options: str, fault: Fault | None = None, background: bool = False
+    ) -> Attempt:
+        """A run in a process of its own; `ckpt_path=last` goes on with it.
+
+        Args:
+            background: checkpoints are written in the background, small as they are.
+        """
         self.n_runs += 1
         log = self.folder / f"{self.n_runs:04d}.log"
-        composed = self.composer.compose_all([*TINY, *options])
+        composed = self.composer.compose_all([*TINY, f"trainer.max_steps={self.n_steps}", *options])
         pid = os.fork()
         if pid == 0:
-            become_run(lambda: self._job(composed, run_dir), run_dir, log, fault)
+            become_run(lambda: self._job(composed, run_dir), run_dir, log, fault, background)
         return Attempt(pid, run_dir, log, time.monotonic())
 
     def _job(self, composed: DictConfig, run_dir: Path) -> int:
@@ -161,7 +174,9 @@ def warm_up() -> None:
     gc.freeze()  # so that collections in the forks leave shared pages shared
 
 
-def become_run(job: Callable[[], int], run_dir: Path, log: Path, fault: Fault | None) -> NoReturn:
+def become_run(
+    job: Callable[[], int], run_dir: Path, log: Path, fault: Fault | None, background: bool
+) -> NoReturn:
     """In the child: runs the job with the fault in it."""
     code = 70
     try:
@@ -170,7 +185,7 @@ def become_run(job: Callable[[], int], run_dir: Path, log: Path, fault: Fault | 
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        plant(fault, run_dir)
+        plant(fault, run_dir, background)
         sys.argv = ["train.py"]
         code = job()
     except BaseException:

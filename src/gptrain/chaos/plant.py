@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import signal
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptrain.chaos import acts
 from gptrain.config.process import this_process
 from gptrain.resilience import fileops
 
@@ -24,16 +23,12 @@ PIDS = "pids"  # folder: rank -> its process, and the data workers it has had
 PHASES = ("setup", "data", "forward", "backward", "clip", "log", "validation", "save", "teardown")
 
 
-class Planted(Exception):
-    """The exception of a fault."""
-
-
 @dataclass(frozen=True)
 class Fault:
     """What happens on one rank.
 
     Attributes:
-        act: name of a function below.
+        act: name of a function in `acts`.
         rank: of the rank it happens on; None: all.
         phase: one of PHASES; "time": `after_s` after its process began; "operation": at the
             `count`-th file operation of the save at `step`.
@@ -49,12 +44,15 @@ class Fault:
     always: bool = False
 
 
-def plant(fault: Fault | None, run_dir: Path) -> None:
+def plant(fault: Fault | None, run_dir: Path, background: bool) -> None:
     """Called in the forked parent of a run; its ranks inherit what is done here."""
     import gptrain.build as build
     from gptrain.launch import local, rank
+    from gptrain.lit.callbacks import checkpoints
 
     local.START_METHOD = "fork"
+    if background:
+        checkpoints.BACKGROUND_BYTES = 0
     run_rank, build_callbacks = rank.run_rank, build.build_callbacks
 
     @functools.wraps(run_rank)
@@ -83,7 +81,7 @@ def make_witness(run_dir: Path):
     class Witness(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             seen = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:16]
-            line = f"{batch_idx} {seen} {float(outputs['loss']).hex()}\n"
+            line = f"{batch_idx} {seen} {float(module.step_losses[-1]).hex()}\n"
             name = WITNESS.format(rank=trainer.global_rank)
             with (run_dir / name).open("a") as file:
                 file.write(line)
@@ -93,7 +91,7 @@ def make_witness(run_dir: Path):
 
 def arm(fault: Fault, run_dir: Path) -> None:
     """Puts the fault in its place, in the rank that it is for."""
-    act = once(globals()[fault.act], fault, run_dir)
+    act = once(getattr(acts, fault.act), fault, run_dir)
     if fault.phase == "time":
         timer = threading.Timer(fault.after_s, act)
         timer.daemon = True
@@ -163,25 +161,32 @@ def at_phase(fault: Fault, act: Callable) -> None:
 
 
 def at_operation(fault: Fault, act: Callable) -> None:
-    """Runs the act before the count-th file operation of a save, from the first at `step` on."""
+    """Runs the act before the count-th file operation of a save, from the first at `step` on.
+
+    The operations of a save are those of the thread that writes it in the background, too.
+    """
     from gptrain.lit.callbacks import Checkpoints
 
-    save, counted = Checkpoints.save, []
+    counted: list[None] = []
+    saving: list[bool] = []  # one entry per call that is under way: whether the step has come
 
-    def saving(self, trainer, *args, **kwargs):
-        counted.clear()
-        active.append(trainer.global_step >= fault.step)
-        try:
-            return save(self, trainer, *args, **kwargs)
-        finally:
-            active.pop()
+    def of_a_save(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def call(self, trainer, *args, **kwargs):
+            if not saving:
+                counted.clear()
+            saving.append(trainer.global_step >= fault.step)
+            try:
+                return method(self, trainer, *args, **kwargs)
+            finally:
+                saving.pop()
 
-    active: list[bool] = []
-    Checkpoints.save = saving
+        return call
 
     def breaking(operation: Callable) -> Callable:
         def call(*args):
-            if active and active[-1]:
+            in_background = threading.current_thread() is not threading.main_thread()
+            if in_background or (saving and saving[-1]):
                 counted.append(None)
                 if len(counted) == fault.count:
                     act()
@@ -189,108 +194,7 @@ def at_operation(fault: Fault, act: Callable) -> None:
 
         return call
 
+    Checkpoints.save = of_a_save(Checkpoints.save)
+    Checkpoints._finish = of_a_save(Checkpoints._finish)
     for name in fileops.OPERATIONS:
         setattr(fileops, name, breaking(getattr(fileops, name)))
-
-
-# Acts
-
-
-def kill(*_) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_launcher(*_) -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-
-
-def kill_group(*_) -> None:
-    os.killpg(0, signal.SIGKILL)
-
-
-def term(*_) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def interrupt(*_) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def warn_by_usr1(*_) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def term_group(*_) -> None:
-    if os.fork() == 0:  # from outside: a worker obeys its rank
-        os.killpg(0, signal.SIGTERM)
-        os._exit(0)
-
-
-def term_launcher(*_) -> None:
-    os.kill(os.getppid(), signal.SIGTERM)
-
-
-def stop(*_) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def stop_for_a_while(*_) -> None:
-    pid = os.getpid()
-    if os.fork() == 0:
-        time.sleep(4.0)
-        os.kill(pid, signal.SIGCONT)
-        os._exit(0)
-    os.kill(pid, signal.SIGSTOP)
-
-
-def fail(*_) -> None:
-    raise Planted(f"on rank {this_process().rank}")
-
-
-def hold_interpreter(*_) -> None:
-    import re
-
-    re.match("(a?){40}a{40}", "a" * 40)  # hours in C, and the interpreter's lock with it
-
-
-def no_space(*_) -> None:
-    import errno
-
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def io_error(*_) -> None:
-    import errno
-
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def read_only(*_) -> None:
-    import errno
-
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-
-def poison(loss):
-    """A loss that is not a number; as a hook of backward, a gradient."""
-    return loss * float("nan")
-
-
-def kill_worker(*_) -> None:
-    from multiprocessing import active_children
-
-    os.kill(active_children()[0].pid, signal.SIGKILL)
-
-
-def limit_files(*_) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-
-
-def fill_disk(*_) -> None:
-    fileops.free_bytes = lambda folder: 1000
-
-
-def dawdle(*_) -> None:
-    time.sleep(3.0)

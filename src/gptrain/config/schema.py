@@ -49,6 +49,7 @@ class CheckpointConfig:
     every_n_steps: int | None = None  # null: at every validation
     keep: int = 2  # newest ones kept besides the best
     monitor: str = "val/loss"  # the best has the lowest
+    background: bool = True  # large ones are written while steps go on, from a copy in memory
 
 
 @dataclass

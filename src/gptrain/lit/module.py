@@ -60,7 +60,7 @@ class LanguageModel(pl.LightningModule):
         )
         self.step_losses: list[Tensor] = []  # one detached scalar per micro-step of this step
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
-        self.logged: dict[str, float] = {}  # last value under every name
+        self.logged: dict[str, tuple[int, float]] = {}  # name -> its last point: step, value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_current_fx_name":  # Lightning's, 50 times a step; nn.Module's way takes 4 us
@@ -144,6 +144,13 @@ class LanguageModel(pl.LightningModule):
         self.step_losses.clear()
         return loss
 
+    def tell(self, metrics: dict[str, float]) -> None:
+        """Logs points of this step with every logger."""
+        step = self.trainer.global_step
+        self.logged |= {name: (step, value) for name, value in metrics.items()}
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stores the bare net's keys, so that a checkpoint loads into the net without us."""
         state = checkpoint["state_dict"]
@@ -173,7 +180,4 @@ class LanguageModel(pl.LightningModule):
         # For callbacks that monitor; to the loggers it goes at the step it belongs to, which
         # Lightning's own logging counts one too low.
         self.log_dict(metrics, logger=False, add_dataloader_idx=False)
-        told = {name: float(value) for name, value in metrics.items()}
-        self.logged |= told
-        for logger in self.trainer.loggers:
-            logger.log_metrics(told, step=self.trainer.global_step)
+        self.tell({name: float(value) for name, value in metrics.items()})

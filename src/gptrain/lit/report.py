@@ -60,7 +60,8 @@ class Report:
         """Prints the result and what to type next, and writes result.json; returns the metrics."""
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         if isinstance(trainer.lightning_module, LanguageModel):
-            metrics = {**trainer.lightning_module.logged, **metrics}
+            logged = trainer.lightning_module.logged
+            metrics = {name: value for name, (_, value) in logged.items()} | metrics
         if not trainer.is_global_zero:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s

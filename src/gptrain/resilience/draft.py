@@ -3,21 +3,22 @@
 torch.save hands its bytes to C++ code and torch.distributed.checkpoint to collectives of all ranks;
 an exception of a full disk thrown into either ends in a crash, a hang, or a second error that hides
 the first. So a file here never raises. It keeps the first error and swallows the rest of its bytes
-(still counting them: that is how many were needed), and `CheckpointStore.writing` raises it
-afterwards, on all ranks, as `SaveFailed`.
+(still counting them: that is how many were needed), and `Save` raises it afterwards, on all ranks,
+as `SaveFailed`.
 """
 
 import errno
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from gptrain.resilience import fileops
+from gptrain.resilience.manifest import difference
 
-_PIECE_BYTES = 1 << 22  # large enough that Python costs nothing, small enough to report progress
+# 540 MB took 2.0 s of a processor in pieces of 4 MiB and 0.3 s in these (ext4, Linux 6).
+_PIECE_BYTES = 1 << 26
 
 
 class SaveFailed(OSError):
@@ -68,20 +69,49 @@ class Draft:
         files: name -> {"bytes", "sha256"} of this rank's finished files.
         n_bytes: bytes offered so far, written or not.
         error: the first OSError of this rank, None as long as all went well.
+
+    Args:
+        progress: called for every piece that is written or read back.
+        held: files stay in memory until `write_held`, which another thread may call.
     """
 
-    def __init__(self, path: Path, progress: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, progress: Callable[[], None] | None = None, held: bool = False
+    ) -> None:
         self.path = path
         self.progress = progress
         self.files: dict[str, dict] = {}
         self.error: OSError | None = None
         self.n_bytes = 0
+        self._held: dict[str, bytes] | None = {} if held else None
 
-    def open(self, name: str) -> "DraftFile":
+    def open(self, name: str) -> "DraftFile | HeldFile":
         """A new file of the checkpoint, for torch.save and the like; use it as a context."""
         if os.path.basename(name) != name:
             raise ValueError(f"{name}: a checkpoint is one flat folder")
-        return DraftFile(self, name)
+        return DraftFile(self, name) if self._held is None else HeldFile(self._held, name)
+
+    def write_held(self) -> None:
+        """Puts the held files on the medium, each freed as soon as it is there."""
+        while self._held:
+            name, content = self._held.popitem()
+            with DraftFile(self, name) as file:
+                file.write(content)
+            del content
+
+
+class HeldFile(io.BytesIO):
+    """A file in memory, handed over when it is closed."""
+
+    def __init__(self, held: dict[str, bytes], name: str) -> None:
+        super().__init__()
+        self._held, self._name = held, name
+
+    def close(self) -> None:
+        """Hand it over."""
+        if not self.closed:
+            self._held[self._name] = self.getvalue()  # no copy: the buffer is given away
+            super().close()
 
 
 class DraftFile(io.RawIOBase):
@@ -118,7 +148,7 @@ class DraftFile(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Write what is pending, wait for the medium, and enter the file in the draft."""
+        """Write what is pending, wait for the medium, read it back, and tell the draft."""
         if self.closed:
             return
         self._put_pending()
@@ -129,14 +159,18 @@ class DraftFile(io.RawIOBase):
                 fileops.close(descriptor)
             except OSError as error:
                 self._draft.error = self._draft.error or error
-        self._draft.files[self._name] = {
-            "bytes": self._n_bytes,
-            "sha256": self._digest.hexdigest(),
-        }
+        entry = {"bytes": self._n_bytes, "sha256": self._digest.hexdigest()}
+        self._guarded(self._read_back, entry)
+        self._draft.files[self._name] = entry
         super().close()
 
     def _create(self) -> None:
         self._descriptor = fileops.create(self._draft.path / self._name)
+
+    def _read_back(self, entry: dict) -> None:
+        path = self._draft.path / self._name
+        if found := difference(path, entry, self._draft.progress):
+            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
 
     def _put_pending(self) -> None:
         if self._pending:
@@ -155,34 +189,3 @@ class DraftFile(io.RawIOBase):
                 operation(*arguments)
             except OSError as error:
                 self._draft.error = error
-
-
-@contextmanager
-def same_answer(
-    draft: Draft, rank: int, gather: Callable[[object], list], needed_bytes: int
-) -> Iterator[None]:
-    """Let all ranks raise the first rank's SaveFailed, so that none goes on or waits alone.
-
-    Other exceptions pass: their rank is about to end the job, and a collective might not return.
-    """
-    mine = None
-    try:
-        yield
-    except SaveFailed as error:
-        mine = error
-    except OSError as error:
-        if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
-            raise  # of the network, not of the file system
-        needed = max(needed_bytes, draft.n_bytes)
-        mine = SaveFailed(error.errno, draft.path.parent, needed, _free_bytes(draft), rank)
-        mine.__cause__ = error
-    for failure in gather(mine):
-        if failure is not None:
-            raise failure
-
-
-def _free_bytes(draft: Draft) -> int | None:
-    try:
-        return fileops.free_bytes(draft.path.parent)
-    except OSError:
-        return None

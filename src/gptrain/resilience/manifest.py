@@ -130,12 +130,31 @@ def verify(
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
 
     def check(name: str) -> str | None:
-        return _difference(path / name, manifest["files"][name], progress)
+        return difference(path / name, manifest["files"][name], progress)
 
     workers = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock
     with ThreadPoolExecutor(max_workers=workers) as pool:
         _raise_first(path, pool.map(check, manifest["files"]))
     return manifest
+
+
+def difference(path: Path, expected: dict, progress: Callable[[], None] | None) -> str | None:
+    """How a file differs from its entry in a manifest; None if it does not."""
+    try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            return f"{path.name} has {size} bytes, its manifest says {expected['bytes']}"
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                if progress:
+                    progress()
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
 def folder_name(step: int) -> str:
@@ -152,21 +171,3 @@ def _raise_first(path: Path, differences: Iterable[str | None]) -> None:
     for difference in differences:
         if difference:
             raise DamagedCheckpoint(path, difference)
-
-
-def _difference(path: Path, expected: dict, progress: Callable[[], None] | None) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"{path.name} has {size} bytes, its manifest says {expected['bytes']}"
-        digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
-                if progress:
-                    progress()
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
-    return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"

@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gptrain.resilience import fileops
-from gptrain.resilience.draft import Draft, NoSpace, same_answer
+from gptrain.resilience.draft import Draft, NoSpace
 from gptrain.resilience.manifest import (
-    MANIFEST_NAME,
     Checkpoint,
     DamagedCheckpoint,
     NoGoodCheckpoint,
     folder_name,
     manifest_bytes,
     read_manifest,
-    seal,
     verify,
 )
+from gptrain.resilience.saving import Save, commit
+from gptrain.resilience.tidy import discard, rename_or_warn, set_aside
 
 _STEP = re.compile(r"step-(\d{8,})")
 _log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class CheckpointStore:
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
         self._verified: set[str] = set()  # seals of the manifests whose files this process has read
+        self._unfinished: tuple[Save, dict] | None = None  # in the background, and its manifest
 
     # Saving
 
@@ -69,6 +70,7 @@ class CheckpointStore:
         needed_bytes: int = 0,
         rank: int = 0,
         gather: Callable[[object], list] = _alone,
+        in_background: bool = False,
     ) -> Iterator[Draft]:
         """A draft to write files into; a checkpoint once the block ends without an exception.
 
@@ -81,34 +83,56 @@ class CheckpointStore:
             needed_bytes: expected size, checked against the free space before anything is written.
             gather: collects one picklable value of each rank on all ranks, in rank order
                 (torch.distributed.all_gather_object); it is the barrier, too.
+            in_background: the files are held in memory and written while the caller goes on; a
+                checkpoint only once `finish` was called.
         Raises: SaveFailed, the same on every rank, for whatever the file system refused.
         """
-        draft = Draft(self._hidden("draft", step), self.progress)
-        with same_answer(draft, rank, gather, needed_bytes):
+        self.finish()
+        path = self._hidden("draft", step)
+        save = Save(path, rank, gather, needed_bytes, self.progress, in_background)
+        with save.same_answer():
             if rank == 0:
-                self._begin(draft, needed_bytes)
+                self._begin(path, needed_bytes)
         try:
-            with same_answer(draft, rank, gather, needed_bytes):
-                yield draft
-                if draft.error is not None:
-                    raise draft.error
-            shares = gather(draft.files)
-            with same_answer(draft, rank, gather, needed_bytes):
-                if rank == 0:
-                    files = {name: entry for share in shares for name, entry in share.items()}
-                    manifest = manifest_bytes(
-                        run_id=self.run_id,
-                        step=step,
-                        kind=kind,
-                        world_size=len(shares),
-                        config=config or {},
-                        metrics=metrics or {},
-                        files=files,
-                    )
-                    self._commit(draft, step, manifest)
+            with save.same_answer():
+                yield save.draft
         except BaseException:
             if rank == 0:
-                self._discard(draft.path)
+                discard(path)
+            raise
+        about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
+        self._unfinished = save, about
+        if in_background:
+            save.start_writing()
+        else:
+            self.finish()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes a save in the background."""
+        return self._unfinished is not None and self._unfinished[0].is_writing
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a save in the background waits for `finish`; the same on all ranks."""
+        return self._unfinished is not None
+
+    def finish(self) -> None:
+        """Makes a checkpoint of the save in the background, if there is one; all ranks call it.
+
+        Waits until it is written. Raises: SaveFailed, on all ranks alike.
+        """
+        if self._unfinished is None:
+            return
+        (save, about), self._unfinished = self._unfinished, None
+        try:
+            shares = save.finish()
+            with save.same_answer():
+                if save.rank == 0:
+                    self._commit(save.draft.path, about, shares)
+        except BaseException:
+            if save.rank == 0:
+                discard(save.draft.path)
             raise
 
     def check_space(self, needed_bytes: int) -> None:
@@ -119,14 +143,6 @@ class CheckpointStore:
         free = fileops.free_bytes(folder)
         if free < needed_bytes:
             raise NoSpace(self.folder, needed_bytes, free)
-
-    def annotate(self, path: Path, metrics: dict[str, float]) -> None:
-        """Add what was measured after the save to its manifest, which is replaced as a whole."""
-        manifest = read_manifest(path)
-        text = seal(manifest | {"metrics": manifest["metrics"] | metrics})
-        fileops.replace(path / MANIFEST_NAME, text)
-        if manifest["sha256"] in self._verified:  # the files are the same
-            self._verified.add(read_manifest(path)["sha256"])
 
     # Loading
 
@@ -160,7 +176,7 @@ class CheckpointStore:
                 damaged.append(error)
                 continue
             for error in damaged:
-                self._set_aside(error)
+                set_aside(error)
             return Checkpoint(found.path, found.manifest, tuple(damaged))
         if self.folder.is_dir():
             for path in sorted(self.folder.glob("step-*.corrupt*")):
@@ -173,6 +189,7 @@ class CheckpointStore:
         """The whole checkpoint with the lowest (mode min) or highest (max) metric, None if none.
 
         Of equal ones the earliest. Checkpoints saved before the metric was measured do not count.
+        Files that this process has read are not read again.
         """
         sign = {"min": 1, "max": -1}[mode]
         scored = []
@@ -186,7 +203,7 @@ class CheckpointStore:
                 scored.append((sign * value, step, path))
         for _, _, path in sorted(scored):
             try:
-                return self.verify(path)
+                return self._known_good(path)
             except DamagedCheckpoint as error:
                 _log.warning("%s; it is not taken as the best", error)
         return None
@@ -208,16 +225,15 @@ class CheckpointStore:
             path = self.folder / folder_name(step)
             if n_good < keep:
                 try:
-                    if read_manifest(path)["sha256"] not in self._verified:
-                        self.verify(path)
+                    self._known_good(path)
                     n_good += 1
                 except DamagedCheckpoint as error:
-                    self._set_aside(error)
+                    set_aside(error)
             elif path not in protect:
                 trash = self._hidden("trash", step)
-                self._discard(trash)
-                if self._rename(path, trash):
-                    self._discard(trash)
+                discard(trash)
+                if rename_or_warn(path, trash):
+                    discard(trash)
                     removed.append(path)
         return removed
 
@@ -235,7 +251,7 @@ class CheckpointStore:
                 fileops.remove_tree(path)
         return left
 
-    def _begin(self, draft: Draft, needed_bytes: int) -> None:
+    def _begin(self, draft: Path, needed_bytes: int) -> None:
         if self.run_id is None:
             raise ValueError("a store without run_id is for reading only")
         self.check_space(needed_bytes)
@@ -243,50 +259,24 @@ class CheckpointStore:
         for folder in reversed(missing):
             fileops.make_folder(folder)
             fileops.sync_folder(folder.parent)
-        if draft.path.exists():  # of a save that failed and could not be removed
-            fileops.remove_tree(draft.path)
-        fileops.make_folder(draft.path)
+        if draft.exists():  # of a save that failed and could not be removed
+            fileops.remove_tree(draft)
+        fileops.make_folder(draft)
 
-    def _commit(self, draft: Draft, step: int, manifest: bytes) -> None:
-        target, old = self.folder / folder_name(step), self._hidden("old", step)
-        fileops.write_whole(draft.path / MANIFEST_NAME, manifest)
-        fileops.sync_folder(draft.path)
-        if target.exists():
-            fileops.rename(target, old)
-        try:
-            fileops.rename(draft.path, target)
-        except OSError:
-            if old.exists():
-                fileops.rename(old, target)
-            raise
-        fileops.sync_folder(self.folder)
-        self._discard(old)
+    def _commit(self, draft: Path, about: dict, shares: list[dict[str, dict]]) -> None:
+        files = {name: entry for share in shares for name, entry in share.items()}
+        text = manifest_bytes(run_id=self.run_id, world_size=len(shares), files=files, **about)
+        target = self.folder / folder_name(about["step"])
+        old = self._hidden("old", about["step"])
+        commit(draft, target, old, text)
+        self._verified.add(read_manifest(target)["sha256"])  # each file was read back
+        discard(old)
 
-    def _discard(self, path: Path) -> None:
-        """Remove a hidden folder; what cannot be removed now goes at the next `clean`."""
-        try:
-            if path.exists():
-                fileops.remove_tree(path)
-        except OSError as error:
-            _log.warning("%s: cannot be removed now: %s", path, error.strerror)
-
-    def _set_aside(self, error: DamagedCheckpoint) -> None:
-        aside = error.path.with_name(f"{error.path.name}.corrupt")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = error.path.with_name(f"{error.path.name}.corrupt-{number}")
-        if self._rename(error.path, aside):
-            _log.warning("%s; set aside as %s", error, aside.name)
-
-    def _rename(self, path: Path, target: Path) -> bool:
-        """Housekeeping of a folder that may have turned read-only: a warning, not an end."""
-        try:
-            fileops.rename(path, target)
-        except OSError as error:
-            _log.warning("%s: cannot be renamed to %s: %s", path, target.name, error.strerror)
-            return False
-        return True
+    def _known_good(self, path: Path) -> Checkpoint:
+        """Verified now, or by this process before; its manifest is read again in any case."""
+        manifest = read_manifest(path)
+        known = manifest["sha256"] in self._verified
+        return Checkpoint(path, manifest) if known else self.verify(path)
 
     def _hidden(self, kind: str, step: int) -> Path:
         return self.folder / f".{kind}-{folder_name(step)}"

@@ -102,6 +102,7 @@ RULES: dict[str, Rule] = {
     "checkpoint.name": Word("default", words=("default", "every_n_steps", "none")),
     "checkpoint.every_n_steps": count(1, 1000, null=True),
     "checkpoint.keep": count(2, 2),
+    "checkpoint.background": Flag(True),
     "checkpoint.monitor": Word("val/loss", words=METRICS[:3]),
     "launcher.max_restarts": count(0, 1),
     "launcher.timeout_s": Number(None, True, low=0, high=INT32_MAX, above=True),

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from gptrain.lit.finite import gather
 from gptrain.lit.loops import loops_after
 from gptrain.lit.module import LanguageModel
+from gptrain.lit.vote import Vote
 from gptrain.resilience.draft import NoSpace
 from gptrain.resilience.ends import FolderFull
 from gptrain.resilience.rng import capture, restore
@@ -18,6 +19,8 @@ from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 PARAMETER_BYTES = 12  # fp32 and Adam's two states
+# Smaller saves take less than a fifth of a second and are on the disk before the next step begins.
+BACKGROUND_BYTES = 1 << 26
 WRITING_S = 3600.0  # rank 0 may write that long; it beats at every piece, the others wait for it
 
 
@@ -31,6 +34,8 @@ class Checkpoints(Callback):
         keep: newest ones kept, besides the one with the lowest `monitor`.
         validate_every: steps between validations.
         n_steps: of the run; its last step is always saved.
+        in_background: of a large save only the copy in memory stops the training; it is written
+            while the steps go on, and is a checkpoint when all ranks have written.
     """
 
     def __init__(
@@ -43,21 +48,25 @@ class Checkpoints(Callback):
         monitor: str,
         validate_every: int,
         n_steps: int | None,
+        in_background: bool = True,
     ):
         self.store, self.identity = store, identity
         self.every_n_steps, self.keep, self.monitor = every_n_steps, keep, monitor
         self.validate_every, self.n_steps = validate_every, n_steps
+        self.in_background = in_background
         self.saved: tuple[int, bool] | None = None  # step, and whether its validation was done
         self.metrics: dict[str, float] = {}  # of the validation that was just done
         self._rng: list[dict[str, Any]] | None = None
         self._before_validation: dict[str, Any] | None = None
         self._needed_bytes = 0  # of a save, estimated
+        self._writing = Vote()
 
     def setup(self, trainer: Trainer, module: LanguageModel, stage: str) -> None:
         """Raises FolderFull unless there is room for two saves: the newer before the older goes."""
-        if stage == "fit" and trainer.is_global_zero:
-            n_parameters = sum(parameter.numel() for parameter in module.net.parameters())
-            self._needed_bytes = PARAMETER_BYTES * n_parameters
+        if stage != "fit":
+            return
+        self._needed_bytes = PARAMETER_BYTES * trainer.strategy.told["n_parameters"]
+        if trainer.is_global_zero:
             try:
                 self.store.check_space(2 * self._needed_bytes)
             except NoSpace as full:
@@ -92,9 +101,8 @@ class Checkpoints(Callback):
         checkpoint["loops"]["fit_loop"] = loops_after(trainer, step, validated)
         checkpoint["validated"] = validated
         checkpoint["rng"] = gather(self._before_validation or capture())
-        shown = module.logged | {key: float(trainer.callback_metrics[key]) for key in self.metrics}
-        checkpoint["logged"] = {
-            key: value for key, value in shown.items() if not key.startswith("perf/")
+        checkpoint["logged"] = {  # without clocks: two runs alike have checkpoints alike
+            name: point for name, point in module.logged.items() if not name.startswith("perf/")
         }
 
     def on_load_checkpoint(
@@ -112,7 +120,11 @@ class Checkpoints(Callback):
         self, trainer: Trainer, module: LanguageModel, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if trainer.fit_loop._should_accumulate() or self._is_validated(trainer, step):
+        if trainer.fit_loop._should_accumulate():
+            return
+        if self.store.is_unfinished and self._all_have_written(module.device):
+            self._finish(trainer)
+        if self._is_validated(trainer, step):
             return
         if step == self.n_steps or (self.every_n_steps and step % self.every_n_steps == 0):
             self.save(trainer)
@@ -132,18 +144,25 @@ class Checkpoints(Callback):
         self.save(trainer, validated=True)
         self.metrics = {}
 
-    def save(self, trainer: Trainer, validated: bool = False) -> None:
+    def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
+        self._finish(trainer)
+
+    def save(self, trainer: Trainer, validated: bool = False, at_once: bool = False) -> None:
         """Saves this step, once before and once after its validation; all ranks must call it.
 
+        Args:
+            at_once: the checkpoint is there on return, however large.
         Raises: SaveFailed, on all ranks alike, with the earlier checkpoints intact.
         """
+        self._finish(trainer)
         if self.saved == (trainer.global_step, validated):
             return
         self.saved = trainer.global_step, validated
-        if self.store.progress and not trainer.is_global_zero:
-            self.store.progress(phase="save", allow_s=WRITING_S)
+        self._wait_for_writing(trainer)
         for logger in trainer.loggers:
             logger.save()  # a resumed run writes the points after this step again, not those before
+        is_last = trainer.global_step == self.n_steps
+        is_large = self._needed_bytes >= BACKGROUND_BYTES
         with self.store.writing(
             trainer.global_step,
             kind="sharded" if trainer.strategy.saves_shards else "full",
@@ -152,8 +171,31 @@ class Checkpoints(Callback):
             needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,
             gather=gather,
+            in_background=self.in_background and is_large and not (at_once or is_last),
         ) as draft:
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
+        if not self.store.is_unfinished:
+            self._prune(trainer)
+
+    def _all_have_written(self, device: torch.device) -> bool:
+        return self._writing.any(self.store.is_writing, device) is False
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Makes a checkpoint of a save in the background, waiting for it where it must."""
+        if not self.store.is_unfinished:
+            return
+        self._wait_for_writing(trainer)
+        self._writing.close()
+        self.store.finish()
+        self._prune(trainer)
+
+    def _wait_for_writing(self, trainer: Trainer) -> None:
+        """Tells the watchers that the next sign of life may take long."""
+        waits = self.store.is_unfinished or not trainer.is_global_zero
+        if self.store.progress and waits:
+            self.store.progress(phase="save", allow_s=WRITING_S)
+
+    def _prune(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             best = self.store.best(self.monitor, "min")
             self.store.prune(self.keep, protect=[best.path] if best else [])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.module import LanguageModel
+from gptrain.lit.vote import Vote
 from gptrain.resilience.ends import Preempted, shorten
 from gptrain.resilience.guard import Guard
 
@@ -32,7 +31,7 @@ class Guarded(Callback):
     def __init__(self, guard: Guard, checkpoints: Checkpoints | None, compiles: bool = False):
         self.guard, self.checkpoints = guard, checkpoints
         self.first_s = COMPILING_S if compiles else 0.0
-        self.asked: tuple[torch.Tensor, dist.Work] | None = None
+        self.stops = Vote()
 
     def on_fit_start(self, trainer: Trainer, module: LanguageModel) -> None:
         self.guard.leave_if_asked()
@@ -67,8 +66,7 @@ class Guarded(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
         self.guard.heartbeat.beat(phase="end")
-        if self.asked is not None:
-            self.asked[1].wait()  # nobody leaves a collective behind
+        self.stops.close()  # nobody leaves a collective behind
 
     def on_exception(self, trainer: Trainer, module: LanguageModel, exception: Exception) -> None:
         if trainer.training:
@@ -77,21 +75,9 @@ class Guarded(Callback):
             self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
 
     def _leave_if_asked(self, trainer: Trainer, module: LanguageModel) -> None:
-        if not self._all_stop(module.device):
+        if not self.stops.any(bool(self.guard.stop), module.device):
             return
         if self.checkpoints is None:
             raise Preempted
-        self.checkpoints.save(trainer)
+        self.checkpoints.save(trainer, at_once=True)
         raise Preempted(trainer.global_step)
-
-    def _all_stop(self, device: torch.device) -> bool:
-        if not dist.is_initialized():
-            return bool(self.guard.stop)
-        stop = False
-        if self.asked is not None:
-            told, work = self.asked
-            work.wait()
-            stop = bool(told.item())
-        told = torch.tensor([bool(self.guard.stop)], dtype=torch.uint8, device=device)
-        self.asked = told, dist.all_reduce(told, op=dist.ReduceOp.MAX, async_op=True)
-        return stop

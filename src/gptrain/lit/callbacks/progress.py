@@ -32,5 +32,5 @@ class ProgressBar(TQDMProgressBar):
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         if "train/loss" in pl_module.logged:
-            metrics["train/loss"] = f"{pl_module.logged['train/loss']:.3f}"
+            metrics["train/loss"] = f"{pl_module.logged['train/loss'][1]:.3f}"
         return metrics

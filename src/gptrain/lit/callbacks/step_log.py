@@ -89,9 +89,7 @@ class StepLog(Callback):
             metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
         if loss.is_cuda:
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        module.logged |= metrics
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        module.tell(metrics)
 
     def _rate(self, trainer: Trainer, module: LanguageModel, step: int) -> float:
         """The learning rate that this step took; the optimizer already has the next one's."""

@@ -54,10 +54,10 @@ class CSVLogger(Logger):
     @survives_trouble
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
-        """Removes the rows after step, and one that was cut short."""
+        """Removes the rows of step and after it, and one that was cut short."""
         if self._path.exists():
             columns, rows = self._read()
-            self._write(columns, [row for row in rows if int(row["step"]) <= step])
+            self._write(columns, [row for row in rows if int(row["step"]) < step])
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         with self._path.open(newline="") as file:

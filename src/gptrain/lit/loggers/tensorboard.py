@@ -37,11 +37,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @survives_trouble
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
-        """Makes readers forget the points after step, by the event that is meant for it."""
+        """Makes readers forget the points of step and after it, by the event meant for that."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
+        self.experiment._get_file_writer().add_event(Event(step=step, session_log=start))
 
     save = survives_trouble(pl_loggers.TensorBoardLogger.save)
 

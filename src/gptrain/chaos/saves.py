@@ -1,4 +1,4 @@
-"""Faults of files: every operation of a save broken, every kind of damage to what was saved."""
+"""Every operation of a save broken, every kind of damage to what was saved; without a run."""
 
 from __future__ import annotations
 
@@ -10,88 +10,13 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from gptrain.chaos.lab import EVERY, N_STEPS, Lab
-from gptrain.chaos.plant import Fault
-from gptrain.chaos.processes import ends, goes_on_as_if_nothing
+from gptrain.chaos.lab import Lab
 from gptrain.resilience import fileops
 from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
 from gptrain.resilience.store import CheckpointStore
 
 RUN_ID = "c" * 32
-SAVE_OPERATIONS = 16  # of a save of one file, about; later counts fall into the next save
-
-
-# In a run
-
-
-def killed_in_a_save(lab: Lab, reference: dict, draw: random.Random) -> str | None:
-    """SIGKILL of rank 0 before some file operation of a save."""
-    fault = Fault("kill", 0, "operation", 10, count=draw.randrange(1, SAVE_OPERATIONS))
-    attempt = lab.start(lab.new("kill-save"), fault=fault)
-    found = ends(attempt, 70, "killed", 0)
-    return found or goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
-
-
-def refused_by_the_disk(lab: Lab, reference: dict, draw: random.Random) -> str | None:
-    """An error of a file operation: 74, what it was, and the run goes on from the save before."""
-    act = draw.choice(("no_space", "io_error", "limit_files"))
-    count = 2 if act == "limit_files" else draw.randrange(2, 10)
-    attempt = lab.start(lab.new(act), fault=Fault(act, 0, "operation", 10, count=count))
-    if found := ends(attempt, 74, "disk"):
-        return found
-    message = attempt.status()["message"]
-    if "cannot save" not in message or "bytes free" not in message:
-        return f"it is not told: {message}"
-    if list((attempt.run_dir / "checkpoints").glob(".draft*")):
-        return "the half save was left"
-    return goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
-
-
-def read_only_midway(lab: Lab, reference: dict, draw: random.Random) -> str | None:
-    """The checkpoint folder can no longer be written: an end with 73, not a lost save."""
-    attempt = lab.start(lab.new("read-only"), fault=Fault("read_only", 0, "operation", 10, count=2))
-    found = ends(attempt, 73, "disk")
-    return found or goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
-
-
-def no_room_at_the_start(lab: Lab, reference: dict, draw: random.Random) -> str | None:
-    attempt = lab.start(lab.new("full"), fault=Fault("fill_disk", 0, "setup"))
-    if found := ends(attempt, 73, "disk"):
-        return found
-    return None if not (attempt.run_dir / "witness-0.txt").exists() else "it trained"
-
-
-def all_damaged(lab: Lab, reference: dict, draw: random.Random) -> str | None:
-    """No good checkpoint is left: 65 with each and its reason, and nothing from the beginning."""
-    attempt = lab.start(lab.new("all-damaged"), fault=Fault("term", 1, "forward", 12))
-    attempt.wait()
-    folders = sorted((attempt.run_dir / "checkpoints").iterdir())
-    for folder in folders:
-        flip(folder / "state.ckpt", draw)
-    again = lab.resume(attempt.run_dir)
-    code, text = again.wait(), again.text()
-    if code != 65:
-        return f"exit {code}: {text[-300:]}"
-    unnamed = [folder.name for folder in folders if folder.name not in text]
-    return f"{unnamed} are not named: {text}" if unnamed else None
-
-
-def newest_damaged(lab: Lab, reference: dict, draw: random.Random) -> str | None:
-    """The newest is set aside, also where the older one's files are of the year 2099."""
-    attempt = lab.start(lab.new("damaged"), fault=Fault("term", 1, "forward", 12))
-    attempt.wait()
-    older, newest = sorted((attempt.run_dir / "checkpoints").glob("step-*"))[-2:]
-    damage(newest, draw)
-    year_2099_s = 4_070_908_800
-    for path in (older, *older.iterdir()):
-        os.utime(path, (year_2099_s, year_2099_s))
-    found = goes_on_as_if_nothing(lab, attempt.run_dir, reference, N_STEPS)
-    aside = list((attempt.run_dir / "checkpoints").glob("*.corrupt"))
-    return found or (None if aside else "it was not set aside")
-
-
-# On a store
 
 
 def operations_killed(lab: Lab, reference: dict, draw: random.Random) -> list[str | None]:
@@ -99,7 +24,8 @@ def operations_killed(lab: Lab, reference: dict, draw: random.Random) -> list[st
     return [
         found
         for write in (write_whole, write_shards)
-        for found in at_every_operation(lab, write, signal.SIGKILL)
+        for in_background in (False, True)
+        for found in at_every_operation(lab, write, signal.SIGKILL, in_background)
     ]
 
 
@@ -109,7 +35,8 @@ def operations_refused(lab: Lab, reference: dict, draw: random.Random) -> list[s
         found
         for write in (write_whole, write_shards)
         for number in (errno.ENOSPC, errno.EIO, errno.EDQUOT)
-        for found in at_every_operation(lab, write, number)
+        for in_background in (False, True)
+        for found in at_every_operation(lab, write, number, in_background)
     ]
 
 
@@ -117,7 +44,9 @@ def operations_refused_once(lab: Lab, reference: dict, draw: random.Random) -> l
     return at_every_operation(lab, write_whole, errno.EIO)
 
 
-def at_every_operation(lab: Lab, write: Callable, fault: int) -> list[str | None]:
+def at_every_operation(
+    lab: Lab, write: Callable, fault: int, in_background: bool = False
+) -> list[str | None]:
     """One result for each operation that a save has, until a save has fewer."""
     results, base = [], lab.new("store")
     in_child(lambda: save(CheckpointStore(base, RUN_ID), 1, write))
@@ -128,7 +57,7 @@ def at_every_operation(lab: Lab, write: Callable, fault: int) -> list[str | None
         def broken_save(folder=folder, count=count) -> int:
             breaks = break_operation(count, fault)
             try:
-                save(CheckpointStore(folder, RUN_ID), 2, write)
+                save(CheckpointStore(folder, RUN_ID), 2, write, in_background)
             except SaveFailed:
                 return 74
             return 0 if breaks else 99
@@ -150,9 +79,10 @@ def at_every_operation(lab: Lab, write: Callable, fault: int) -> list[str | None
     return results
 
 
-def save(store: CheckpointStore, step: int, write: Callable) -> None:
-    with store.writing(step) as draft:
+def save(store: CheckpointStore, step: int, write: Callable, in_background: bool = False) -> None:
+    with store.writing(step, in_background=in_background) as draft:
         write(draft, step)
+    store.finish()
 
 
 def write_whole(draft, step: int) -> None:
