@@ -17,7 +17,15 @@ from gptrain.config.machine import Machine, find_machine, native_precision, set_
 from gptrain.config.problems import ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.callbacks import Checkpoints, CollectGarbage, Curves, Guarded, ProgressBar, StepLog
+from gptrain.lit.callbacks import (
+    Checkpoints,
+    CollectGarbage,
+    Curves,
+    Guarded,
+    ProgressBar,
+    StepLog,
+    Stragglers,
+)
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
@@ -225,14 +233,16 @@ def build_trainer(
 def build_callbacks(
     cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: torch.utils.data.Dataset
 ) -> list[pl.Callback]:
-    """What every run needs, whatever the callbacks group holds: log, bar, checkpoints, guard."""
+    """What every run needs, whatever the callbacks group holds."""
     bar = ProgressBar() if cfg.trainer.enable_progress_bar else None
     log = StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     compiles = cfg.model.compile != "none"
     guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
-    found = (Curves(), log, bar, checkpoints, guarded, CollectGarbage())
+    alone = this_process().world_size == 1
+    slow = None if alone else Stragglers(cfg.trainer.log_every_n_steps)
+    found = (Curves(), log, bar, checkpoints, guarded, CollectGarbage(), slow)
     return [callback for callback in found if callback is not None]
 
 

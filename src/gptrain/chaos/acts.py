@@ -107,3 +107,14 @@ def fill_disk(*_) -> None:
 
 def dawdle(*_) -> None:
     time.sleep(3.0)
+
+
+def lag(*_) -> None:
+    time.sleep(0.3)
+
+
+def call_alone(*_) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(3))

@@ -62,6 +62,44 @@ def stopped_for_a_while(lab: Lab, reference: dict, draw: random.Random) -> str |
     return ends(attempt, 0) or difference(attempt.run_dir, reference)
 
 
+def calls_alone(lab: Lab, reference: dict, draw: random.Random) -> str | None:
+    """A collective that one rank calls and the others do not: an end in time, no wrong numbers.
+
+    Where its size differs from what the others call, gloo aborts the process; where they wait, the
+    watchdog ends them.
+    """
+    phase = draw.choice(("forward", "backward", "clip", "log"))
+    fault = Fault("call_alone", draw.randrange(2), phase, draw.randrange(2, 18))
+    attempt = lab.start(lab.new(f"alone-{phase}"), "launcher.timeout_s=4", fault=fault)
+    if attempt.wait(25) not in (70, 76):
+        return f"exit {attempt.wait()}: {attempt.text()[-500:]}"
+    if left := attempt.orphans():
+        return f"{len(left)} processes left"
+    return goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
+
+
+def lags_behind(lab: Lab, reference: dict, draw: random.Random) -> str | None:
+    """A rank that takes 0.3 s more for every step is named, and the run is the same."""
+    rank, options = draw.randrange(2), ("trainer.max_steps=20",)
+    reference = lab.reference(*options)
+    fault = Fault("lag", rank, draw.choice(("forward", "data")), 4, always=True)
+    attempt = lab.start(lab.new("lags"), *options, "data.num_workers=0", fault=fault)
+    if found := ends(attempt, 0) or difference(attempt.run_dir, reference):
+        return found
+    told = f"rank {rank} keeps the others waiting"
+    return (
+        None
+        if attempt.text().count("keeps the others") == 1 and told in attempt.text()
+        else (f"it is not told, or not of rank {rank}: {attempt.text()}")
+    )
+
+
+def lags_not(lab: Lab, reference: dict, draw: random.Random) -> str | None:
+    attempt = lab.start(lab.new("lags-not"))
+    found = ends(attempt, 0) or difference(attempt.run_dir, reference)
+    return found or ("a false alarm" if "keeps the others" in attempt.text() else None)
+
+
 def not_a_number(lab: Lab, reference: dict, draw: random.Random) -> str | None:
     rank, step = draw.choice((0, 1, None)), draw.randrange(1, lab.n_steps)
     fault = Fault("poison", rank, draw.choice(("forward", "backward")), step)

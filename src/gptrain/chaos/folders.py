@@ -62,24 +62,27 @@ def other_ranks(lab: Lab, reference: dict, draw: random.Random) -> str | None:
         return f"resumed on {n_ranks}, it ended with {code}: {resumed.text()[-500:]}"
     if "ranks saved" not in resumed.text():
         return "the change is not announced"
-    return same_steps(plain.run_dir, other.run_dir, n_ranks)
+    return same_steps(plain.run_dir, other.run_dir)
 
 
-def same_steps(one: Path, other: Path, n_ranks: int) -> str | None:
+def same_steps(one: Path, other: Path) -> str | None:
     """The same batches in every step; losses as near as another order of summation allows."""
     # Sums in fp32 of another order: 1e-7 each, times the growth over the steps of a tiny run.
-    before = {line.split()[0]: float.fromhex(line.split()[1]) for line in batches(one, 2)}
-    after = {line.split()[0]: float.fromhex(line.split()[1]) for line in batches(other, n_ranks)}
+    before, after = batches(one), batches(other)
     if before.keys() != after.keys():
         return "other batches"
     worst = max(abs(before[batch] - after[batch]) for batch in before)
     return None if worst < 1e-4 else f"losses differ by {worst}"
 
 
-def batches(run_dir: Path, n_ranks: int) -> list[str]:
-    """`batch loss` of every micro-step of every rank that ever was."""
-    found = sorted(run_dir.glob("witness-*.txt"))
-    return [line.partition(" ")[2] for path in found for line in path.read_text().splitlines()]
+def batches(run_dir: Path) -> dict[tuple[str, str], float]:
+    """(step, batch) -> loss, of every micro-step of every rank that ever was."""
+    found = {}
+    for path in run_dir.glob(WITNESS.format(rank="*")):
+        for line in path.read_text().splitlines():
+            _, step, batch, loss = line.split()
+            found[step, batch] = float.fromhex(loss)
+    return found
 
 
 def changed(lab: Lab, reference: dict, draw: random.Random) -> str | None:

@@ -1,7 +1,7 @@
 """A fault in a run: put into its code after the fork, as no configuration could.
 
-Beside it every run here has a witness: for each micro-step of each rank, a line with the batch it
-saw and the loss it made of it.
+Beside it every run here has a witness: for each micro-step of each rank, a line with the step, the
+batch it saw and the loss it made of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def make_witness(run_dir: Path):
     class Witness(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             seen = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:16]
-            line = f"{batch_idx} {seen} {float(module.step_losses[-1]).hex()}\n"
+            step = batch_idx // trainer.accumulate_grad_batches
+            line = f"{batch_idx} {step} {seen} {float(module.step_losses[-1]).hex()}\n"
             name = WITNESS.format(rank=trainer.global_rank)
             with (run_dir / name).open("a") as file:
                 file.write(line)

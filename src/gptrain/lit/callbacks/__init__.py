@@ -7,6 +7,7 @@ from gptrain.lit.callbacks.guarded import Guarded
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.sample import SampleText
 from gptrain.lit.callbacks.step_log import StepLog
+from gptrain.lit.callbacks.stragglers import Stragglers
 
 __all__ = [
     "Checkpoints",
@@ -16,4 +17,5 @@ __all__ = [
     "ProgressBar",
     "SampleText",
     "StepLog",
+    "Stragglers",
 ]
