@@ -18,6 +18,7 @@ from gptrain.data import (
     TrainBatches,
     collate,
 )
+from gptrain.lit import TextDataModule
 
 
 def epoch_of(n_samples, seed=0, epoch=0):
@@ -182,6 +183,15 @@ def test_the_samples_of_any_step_can_be_named():
         assert named.shape == (accumulate, world_size, 4)
         for micro_step, rank in itertools.product(range(accumulate), range(world_size)):
             assert named[micro_step, rank].tolist() == runs[rank][accumulate * step + micro_step]
+
+
+def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
+    data = [(torch.zeros(2), torch.zeros(2))] * 40
+    module = TextDataModule(data, data, batch_size=2, n_steps=5, world_size=2, ranks_per_sample=2)
+    first, second = (
+        module.batches.epoch.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1)
+    )
+    assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
 
 
 def test_fewer_samples_than_one_step_are_an_error():

@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from gptrain.resilience.ends import Preempted
+from gptrain.resilience.guard import Guard
 from gptrain.resilience.signals import SIGNALS, StopFlag
 
 RUN = """
@@ -154,3 +157,17 @@ def test_a_stop_may_be_asked_for_without_a_signal():
     flag.set("time limit")
     flag.set("later")
     assert flag.signal == "time limit"
+
+
+def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
+    flag = StopFlag()
+    with Guard(tmp_path, tmp_path / "beats", rank=0, timeout_s=60, stop=flag) as guard:
+        started_s = time.monotonic()
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Preempted), guard.nothing_to_save():
+            time.sleep(30)  # a corpus is tokenized
+        assert time.monotonic() - started_s < 10
+        with pytest.raises(Preempted), guard.nothing_to_save():
+            pytest.fail("it was asked to stop before")
+        os.kill(os.getpid(), signal.SIGTERM)  # a flag again
+    assert flag.signal == "SIGTERM"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,7 +97,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     )
     beat = guard.heartbeat.beat if guard is not None else lambda **_: None
     beat(phase="data", allow_s=PREPARING_S)
-    train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
+    with guard.nothing_to_save() if guard is not None else nullcontext():
+        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
     beat(phase="build", allow_s=STARTING_S)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * split.data)
@@ -128,6 +130,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         seed=cfg.seed,
         rank=data_rank,
         world_size=split.data,
+        ranks_per_sample=split.tensor,
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )

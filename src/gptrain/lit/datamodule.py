@@ -26,6 +26,7 @@ class TextDataModule(pl.LightningDataModule):
         accumulate: micro-steps per optimizer step.
         n_steps: optimizer steps of the run; None where only time ends it.
         rank, world_size: place among the ranks that see different samples.
+        ranks_per_sample: neighbouring ranks that see the same ones, of a tensor group.
         num_workers: processes that load batches; 0 loads in the training process.
         pin_memory: page-locked batches, for faster copies to a GPU.
     """
@@ -42,12 +43,14 @@ class TextDataModule(pl.LightningDataModule):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        ranks_per_sample: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
         super().__init__()
         self.train, self.val, self.test = train, val, test if test is not None else val
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        self.ranks_per_sample = ranks_per_sample
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.batches = RunBatches(
             SampleOrder(len(train), seed), batch_size, accumulate, rank, world_size, n_steps
@@ -64,9 +67,11 @@ class TextDataModule(pl.LightningDataModule):
         return self._evaluation_loader(self.test)
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """The samples of one optimizer step, of all ranks or of one."""
+        """The samples of one optimizer step, of all ranks or of one rank of the job."""
         samples = self.batches.epoch.step_samples(step)  # (accumulate, ranks, batch)
-        return (samples if rank is None else samples[:, rank % self.world_size]).ravel().tolist()
+        if rank is not None:
+            samples = samples[:, rank // self.ranks_per_sample % self.world_size]
+        return samples.ravel().tolist()
 
     def _position(self) -> int:
         """Micro-batches that the run has taken, also right after a resume."""

@@ -1,7 +1,7 @@
 """All that watches over one rank while it trains."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from gptrain.resilience.ends import Preempted
@@ -56,6 +56,19 @@ class Guard:
         """Where nothing of this start is worth saving. Raises: Preempted."""
         if self.stop:
             raise Preempted
+
+    @contextmanager
+    def nothing_to_save(self) -> Iterator[None]:
+        """A request to stop, earlier or now, ends the block at once, whatever it is doing.
+
+        Raises: Preempted.
+        """
+        self.leave_if_asked()
+        self.stop.error = Preempted()
+        try:
+            yield
+        finally:
+            self.stop.error = None
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)

@@ -33,10 +33,12 @@ class StopFlag:
 
     Attributes:
         signal: name of the first signal, None as long as none came.
+        error: raised by a signal, where nothing is at stake and a long wait would be in vain.
     """
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self.error: Exception | None = None
         self._previous: dict[signal.Signals, object] = {}
         self._wake_up: tuple[int, int] | None = None  # previous descriptor, ours
 
@@ -85,6 +87,8 @@ class StopFlag:
 
     def _handle(self, number: int, _frame: object) -> None:
         self.set(signal.Signals(number).name)
+        if self.error is not None:
+            raise self.error
 
 
 @contextmanager
