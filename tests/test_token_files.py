@@ -217,3 +217,19 @@ def test_a_scan_looks_at_every_token(tmp_path):
     assert scan_tokens(file, 60_001) == 60_000
     with pytest.raises(DataError, match=r"train\.bin: token 60000 at offset 1049353 "):
         scan_tokens(file, 60_000)
+
+
+# ---- the same tokens
+
+
+def test_a_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
+    (tmp_path / "moved").mkdir()
+    tokens = np.arange(100_000) % 50_000
+
+    def fingerprint(name, tokens):
+        return TokenDataset(write_raw(tmp_path / name, tokens), 64, "uint16").fingerprint
+
+    before = fingerprint("train.bin", tokens)
+    assert fingerprint("moved/train.bin", tokens) == before
+    assert fingerprint("longer.bin", [*tokens, 1]) != before
+    assert fingerprint("other.bin", [*tokens[:-1], 1]) != before

@@ -5,8 +5,9 @@ magic, version, count, zeros. Nothing here reads a file whole but `scan_tokens`,
 """
 
 import glob
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,10 +125,26 @@ def sample_tokens(file: TokenFile, vocab_size: int) -> None:
 
     Raises: DataError as `scan_tokens`.
     """
+    for start, block in sampled_blocks(file):
+        check_tokens(block, vocab_size, file.path, start)
+
+
+def sampled_blocks(file: TokenFile) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks from end to end of a file, each with the place of its first token."""
     tokens = file.map()
     last = max(0, file.n_tokens - _SAMPLE_TOKENS)
-    for start in np.unique(np.linspace(0, last, _SAMPLE_BLOCKS).astype(np.int64)):
-        check_tokens(tokens[start : start + _SAMPLE_TOKENS], vocab_size, file.path, int(start))
+    for start in np.unique(np.linspace(0, last, _SAMPLE_BLOCKS).astype(np.int64)).tolist():
+        yield start, tokens[start : start + _SAMPLE_TOKENS]
+
+
+def hash_files(files: Sequence[TokenFile]) -> str:
+    """One hash of what files hold, wherever they lie: of sizes and of sampled blocks."""
+    seal = hashlib.sha256()
+    for file in files:
+        seal.update(f"{file.dtype} {file.n_tokens};".encode())
+        for _, block in sampled_blocks(file):
+            seal.update(block.tobytes())
+    return seal.hexdigest()
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:

@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from gptrain.data.token_files import (
     check_tokens,
     count_windows,
     find_token_files,
+    hash_files,
     open_token_file,
     sample_tokens,
 )
@@ -69,6 +71,11 @@ class TokenDataset(Dataset):
     def n_tokens(self) -> int:
         """Tokens in all files."""
         return sum(file.n_tokens for file in self.files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for the same tokens: a resumed run must find those it began with."""
+        return hash_files(self.files)
 
     def __len__(self) -> int:
         return int(self._first[-1])
