@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,3 +102,20 @@ def test_one_batch_can_be_learned_by_heart(train):
 
 def test_the_config_is_printed_on_request(train):
     assert "  d_model: 32\n" in train("print_config=true", "trainer.max_steps=1").out
+
+
+def test_a_run_too_large_for_the_memory_says_how_large_it_is_and_what_to_type(train):
+    # A virtual limit: no page of what is asked for is ever touched.
+    resource = pytest.importorskip("resource")
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, limit[1]))
+    try:
+        run = train("data.batch_size=40000", "data.num_samples=40000", "data.seq_len=128")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert run.code == 70
+    last = run.err.strip().splitlines()[-1]
+    assert last.startswith("error: out of memory: ") and "bytes" in last
+    assert "a micro-batch is 40000 sequences of 128" in last
+    assert "try data.batch_size=20000 trainer.accumulate_grad_batches=2" in last

@@ -6,9 +6,12 @@ import errno
 import os
 import signal
 import time
+from pathlib import Path
 
 from gptrain.config.process import this_process
 from gptrain.resilience import fileops
+
+run_dir = Path()  # of the run, once the fault is armed
 
 
 class Planted(Exception):
@@ -118,3 +121,10 @@ def call_alone(*_) -> None:
     import torch.distributed as dist
 
     dist.all_reduce(torch.ones(3))
+
+
+def fill_log(*_) -> None:
+    """The disk is full for TensorBoard's file, which is opened anew for each write."""
+    for path in run_dir.glob("events.out.tfevents.*"):
+        path.unlink()
+        path.symlink_to("/dev/full")

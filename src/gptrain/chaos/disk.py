@@ -52,6 +52,16 @@ def read_only_midway(lab: Lab, reference: dict, draw: random.Random) -> str | No
     return found or goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
 
 
+def full_for_the_log(lab: Lab, reference: dict, draw: random.Random) -> str | None:
+    """TensorBoard's file can take no more: one warning, and the same run."""
+    fault = Fault("fill_log", 0, "log", draw.randrange(1, lab.n_steps - 5))
+    attempt = lab.start(lab.new("full-log"), "logger=[csv,tensorboard]", fault=fault)
+    if found := ends(attempt, 0) or difference(attempt.run_dir, reference):
+        return found
+    told = attempt.text().count("TensorBoardLogger stops")
+    return None if told == 1 else f"{told} warnings: {attempt.text()[-500:]}"
+
+
 def no_room_at_the_start(lab: Lab, reference: dict, draw: random.Random) -> str | None:
     attempt = lab.start(lab.new("full"), fault=Fault("fill_disk", 0, "setup"))
     if found := ends(attempt, 73, "disk"):

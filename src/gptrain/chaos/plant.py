@@ -92,6 +92,7 @@ def make_witness(run_dir: Path):
 
 def arm(fault: Fault, run_dir: Path) -> None:
     """Puts the fault in its place, in the rank that it is for."""
+    acts.run_dir = run_dir
     act = once(getattr(acts, fault.act), fault, run_dir)
     if fault.phase == "time":
         timer = threading.Timer(fault.after_s, act)

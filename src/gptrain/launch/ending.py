@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gptrain.config import problems
 from gptrain.data.errors import DataError
@@ -21,6 +21,7 @@ from gptrain.resilience.store import CheckpointStore
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 # Of gloo and nccl, about a rank that is gone.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, on a CPU and on a GPU
 TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
 
 
@@ -29,7 +30,8 @@ class Ending:
     """What became of one rank.
 
     Attributes:
-        cause: one word: preempted, nonfinite, hang, config, data, disk, interrupted, peer, error.
+        cause: one word: preempted, nonfinite, hang, config, data, disk, interrupted, peer, memory,
+            error.
         line: for a person, one line.
         trace: the traceback, where only the code can explain it.
         rank: whose fault it is, where that is known to be another than the one that tells.
@@ -69,8 +71,23 @@ def classify(error: BaseException, doing: str = "") -> Ending:
         return Ending(problems.HUNG, "hang", f"error: a collective timed out: {first_line(error)}")
     if isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_GONE):
         return Ending(problems.FAILED, "peer", f"error: another rank is gone: {first_line(error)}")
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        line = f"error: out of memory: {first_line(error)}"
+        return Ending(problems.FAILED, "memory", line, traceback.format_exc())
     line = first_line(line) + (f"; at {doing}" if doing else "")
     return Ending(problems.FAILED, "error", f"error: {line}", traceback.format_exc())
+
+
+def spare_memory(cfg: DictConfig) -> str:
+    """How a run that was too large for its device would do the same in less memory."""
+    batch_size, ways = cfg.data.batch_size, []
+    if batch_size > 1:
+        ways.append(f"data.batch_size={batch_size // 2}")
+        if cfg.data.global_batch_size is None:
+            ways[0] += f" trainer.accumulate_grad_batches={2 * cfg.trainer.accumulate_grad_batches}"
+    ways += ["model.activation_checkpointing=full", "strategy=fsdp on several devices"]
+    tokens = OmegaConf.select(cfg, "data.seq_len")
+    return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
 
 
 def first_line(text: object) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +19,13 @@ from omegaconf import DictConfig
 from gptrain.config import problems
 from gptrain.config.process import this_process
 from gptrain.config.schema import register
-from gptrain.launch.ending import Ending, classify, newest_checkpoint, resume_command
+from gptrain.launch.ending import (
+    Ending,
+    classify,
+    newest_checkpoint,
+    resume_command,
+    spare_memory,
+)
 from gptrain.launch.start import BEATS_NAME
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.signals import StopFlag
@@ -62,6 +69,8 @@ def run_rank(
             metrics = train(cfg, guard)
     except BaseException as error:  # whatever ends a rank must end the job, with a word about it
         ending = classify(error, guard.doing)
+        if ending.cause == "memory":
+            ending = replace(ending, line=f"{ending.line}; {spare_memory(cfg)}")
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
             time.sleep(PEERS_WORD_S)
         if tell(cfg, rank, guard.heartbeat.step, ending) or cfg.debug:

@@ -19,9 +19,19 @@ def survives_trouble(method: Callable[..., Any]) -> Callable[..., Any]:
             return None
         try:
             return method(self, *args, **kwargs)
-        except OSError as error:
+        except Exception as error:
+            trouble = refusal(error)
+            if trouble is None:
+                raise
             self.broken = True
-            log.warning("%s stops: %s; training goes on", type(self).__name__, error)
+            log.warning("%s stops: %s; training goes on", type(self).__name__, trouble)
             return None
 
     return guarded
+
+
+def refusal(error: BaseException | None) -> OSError | None:
+    """The OSError an error was raised from: Lightning's TensorBoardLogger makes ValueErrors of them."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
