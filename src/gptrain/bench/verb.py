@@ -85,9 +85,10 @@ def bench(cfg: DictConfig) -> None:
         contestants = []
         for name in choose_loops(cfg, machine.n_local):
             n_ranks = 1 if name == "ours_alone" else machine.n_local
-            own = {**spec, "loop": name}
+            own = {**spec, "loop": name, "run_dir": str(folder / name)}
+            own["overrides"] = [*spec["overrides"], f"run_dir={json.dumps(own['run_dir'])}"]
             if name == "ours_alone":
-                own["overrides"] = [*spec["overrides"], "trainer.devices=1", "strategy=single"]
+                own["overrides"] += ["trainer.devices=1", "strategy=single"]
             progress(f"{name}: starting")
             contestants.append(Contestant(name, own, n_ranks, threads, folder))
             stack.callback(contestants[-1].end)
@@ -112,7 +113,7 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
 
         precision = native_precision(find_machine(cfg))
     return {
-        "overrides": [*mine, f"run_dir={json.dumps(cfg.run_dir + '/ours')}", *FIXED],
+        "overrides": [*mine, *FIXED],
         "model": {key: cfg.model[key] for key in SIZE_KEYS},
         "compile": cfg.model.compile,
         "batch_size": cfg.data.batch_size,
@@ -127,7 +128,7 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
 
 def choose_loops(cfg: DictConfig, n_ranks: int) -> list[str]:
     """The loops asked for that can run here, and what they are measured against."""
-    known = {"tutorial", "bare", "accelerate", "ours"}
+    known = {"tutorial", "bare", "accelerate", "ours", "ours_saving"}
     if unknown := set(cfg.loops) - known:
         allowed = ", ".join(sorted(known))
         raise ConfigError([Problem("loops", sorted(unknown), "not known", allowed=allowed)])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gptrain.bench.turns import Turns, peak_resident_bytes
 
 Spec = dict[str, Any]
+SAVE_EVERY = 50  # steps of ours_saving
 
 
 def main() -> None:
@@ -123,6 +124,17 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     run.trainer.fit(run.module, datamodule=run.datamodule)
 
 
+def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
+    """Ours with a checkpoint every 50 steps, in the middle of a turn of 50."""
+    from gptrain.resilience.lock import RunLock
+
+    turns.left = SAVE_EVERY // 2  # the first turn
+    overrides = [word for word in spec["overrides"] if word != "checkpoint=none"]
+    saving = ["checkpoint=every_n_steps", f"checkpoint.every_n_steps={SAVE_EVERY}"]
+    with RunLock(spec["run_dir"]):
+        ours({**spec, "overrides": [*overrides, *saving]}, device, turns)
+
+
 def loader(spec: Spec, device: torch.device, turns: Turns) -> None:
     """Batches, and nothing done with them."""
     for _ in batches(spec, device):
@@ -146,6 +158,7 @@ LOOPS = {
     "accelerate": accelerate,
     "ours": ours,
     "ours_alone": ours,
+    "ours_saving": ours_saving,
     "loader": loader,
     "matmul": matmul,
 }

@@ -31,7 +31,10 @@ def survives_trouble(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusal(error: BaseException | None) -> OSError | None:
-    """The OSError an error was raised from: Lightning's TensorBoardLogger makes ValueErrors of them."""
+    """The OSError that an error comes from; Lightning's TensorBoardLogger makes ValueErrors of it.
+
+    None where there is none: such an error is no trouble with a disk.
+    """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error
