@@ -108,3 +108,14 @@ def train(monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
         return Finished(code, out, err, folder)
 
     return run
+
+
+@pytest.fixture
+def saved_twice(train) -> Finished:
+    """A run with two checkpoints, the first the better one: the second step is far too long."""
+    run = train(
+        "logger=none", "trainer.val_check_interval=2", "optimizer.lr=0.3", "model.dropout=0.1",
+        "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    return run

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
-
-
-@pytest.fixture
-def run(train):
-    run = train(
-        "logger=none", "trainer.val_check_interval=2", "optimizer.lr=0.3", "model.dropout=0.1",
-        "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    return run
 
 
 def assert_begun_with(begun, state) -> None:
@@ -24,11 +13,11 @@ def assert_begun_with(begun, state) -> None:
         torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-10)
 
 
-def test_a_run_its_checkpoint_and_the_file_in_it_are_starts(train, run):
-    checkpoint = run.folder / "checkpoints" / "step-00000004"
-    best, last = (run.state(step)["state_dict"] for step in (2, 4))
+def test_a_run_its_checkpoint_and_the_file_in_it_are_starts(train, saved_twice):
+    checkpoint = saved_twice.folder / "checkpoints" / "step-00000004"
+    best, last = (saved_twice.state(step)["state_dict"] for step in (2, 4))
     for number, (source, state) in enumerate(
-        [(run.folder, best), (checkpoint, last), (checkpoint / "state.ckpt", last)]
+        [(saved_twice.folder, best), (checkpoint, last), (checkpoint / "state.ckpt", last)]
     ):
         begun = train(*STILL, f"init_from='{source}'", "seed=7", name=f"begun {number}")
         assert_begun_with(begun, state)
@@ -37,23 +26,23 @@ def test_a_run_its_checkpoint_and_the_file_in_it_are_starts(train, run):
         assert begun.out.startswith("start ")
 
 
-def test_a_spread_net_takes_its_slices(train, run):
-    shards = train(*STILL, f"init_from='{run.folder}'", "strategy=fsdp", name="shards")
+def test_a_spread_net_takes_its_slices(train, saved_twice):
+    shards = train(*STILL, f"init_from='{saved_twice.folder}'", "strategy=fsdp", name="shards")
     assert shards.code == 0, shards.err
     again = train(*STILL, f"init_from='{shards.folder}'", name="again")
-    assert_begun_with(again, run.state(2)["state_dict"])
+    assert_begun_with(again, saved_twice.state(2)["state_dict"])
 
 
-def test_a_shape_that_does_not_fit_is_one_line_that_names_both_sides(train, run):
-    begun = train(*STILL, f"init_from='{run.folder}'", "model.d_model=16", name="narrow")
+def test_a_shape_that_does_not_fit_is_one_line_that_names_both_sides(train, saved_twice):
+    begun = train(*STILL, f"init_from='{saved_twice.folder}'", "model.d_model=16", name="narrow")
     assert begun.code == 65
     (line,) = begun.err.splitlines()
     assert "token_embedding.weight (256, 32) there, (256, 16) here" in line
-    deeper = train(*STILL, f"init_from='{run.folder}'", "model.n_layers=3", name="deep")
+    deeper = train(*STILL, f"init_from='{saved_twice.folder}'", "model.n_layers=3", name="deep")
     assert "blocks.2.norm_1.weight here only" in deeper.err and deeper.err.count("\n") == 1
 
 
-def test_what_is_not_there_or_damaged_is_told_by_its_code(train, run, tmp_path):
+def test_what_is_not_there_or_damaged_is_told_by_its_code(train, saved_twice, tmp_path):
     missing = train(*STILL, f"init_from={tmp_path / 'nothing'}", name="missing")
     assert missing.code == 66 and not missing.folder.exists()
     (tmp_path / "empty").mkdir()
@@ -62,5 +51,5 @@ def test_what_is_not_there_or_damaged_is_told_by_its_code(train, run, tmp_path):
     (tmp_path / "no.safetensors").write_bytes(b"not one of these")
     damaged = train(*STILL, f"init_from={tmp_path / 'no.safetensors'}", name="other")
     assert damaged.code == 65 and "not a safetensors file" in damaged.err
-    both = train(*STILL, f"init_from='{run.folder}'", "ckpt_path=last", name="both")
+    both = train(*STILL, f"init_from='{saved_twice.folder}'", "ckpt_path=last", name="both")
     assert both.code == 2 and "excludes ckpt_path" in both.err

@@ -15,27 +15,19 @@ from gptrain.config.problems import ConfigError
 from gptrain.resilience.manifest import NoGoodCheckpoint, read_manifest
 
 
-@pytest.fixture
-def run(train):
-    """Two checkpoints of which the first is the better one: the second step is far too long."""
-    run = train(
-        "logger=none", "trainer.val_check_interval=2", "optimizer.lr=0.3", "model.dropout=0.1",
-        "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    return run
-
-
 def equal(net, state) -> bool:
     mine = net.state_dict()
     return mine.keys() == state.keys() and all(torch.equal(mine[key], state[key]) for key in state)
 
 
-def test_the_best_and_the_last_net_come_back_ready_to_use(run):
+def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     rng = torch.get_rng_state()
-    best, last = gptrain.load(run.folder), gptrain.load(str(run.folder), which="last")
-    assert equal(best, run.state(2)["state_dict"])
-    assert equal(last, run.state(4)["state_dict"])
+    best, last = (
+        gptrain.load(saved_twice.folder),
+        gptrain.load(str(saved_twice.folder), which="last"),
+    )
+    assert equal(best, saved_twice.state(2)["state_dict"])
+    assert equal(last, saved_twice.state(4)["state_dict"])
     assert not best.training and {p.device.type for p in best.parameters()} == {"cpu"}
     assert best(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 256)
     assert best.head.weight is best.token_embedding.weight
@@ -56,14 +48,14 @@ def test_a_sharded_checkpoint_loads_like_a_full_one(train):
         torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-5, atol=1e-7)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(run):
-    newest = run.folder / "checkpoints" / "step-00000004" / "state.ckpt"
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
+    newest = saved_twice.folder / "checkpoints" / "step-00000004" / "state.ckpt"
     newest.write_bytes(newest.read_bytes()[:-9])
-    assert equal(gptrain.load(run.folder, "last"), run.state(2)["state_dict"])
+    assert equal(gptrain.load(saved_twice.folder, "last"), saved_twice.state(2)["state_dict"])
     assert newest.exists()
-    shutil.rmtree(run.folder / "checkpoints" / "step-00000002")
+    shutil.rmtree(saved_twice.folder / "checkpoints" / "step-00000002")
     with pytest.raises(NoGoodCheckpoint, match="step-00000004"):
-        gptrain.load(run.folder)
+        gptrain.load(saved_twice.folder)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from gptrain.data import (
     load_tokenizer,
     prepare_text,
     train_bpe,
-    wait_for_text,
 )
 from gptrain.data.cache import fresh_folder
 from gptrain.data.corpus import cut_at, find_documents, read_blocks, split
@@ -357,7 +356,7 @@ def prepare_in_child(source, cache, start, queue):
     queue.put(prepare_text(source, "bytes", cache))
 
 
-def test_two_processes_at_once_end_well_and_a_third_waits_for_them(corpus, tmp_path):
+def test_two_processes_at_once_end_alike(corpus, tmp_path):
     context = multiprocessing.get_context("fork")
     start, queue = context.Barrier(2), context.Queue()
     children = [
@@ -366,13 +365,11 @@ def test_two_processes_at_once_end_well_and_a_third_waits_for_them(corpus, tmp_p
     ]
     for child in children:
         child.start()
-    waited = wait_for_text(corpus, "bytes", tmp_path, timeout_s=30)
     results = [queue.get(timeout=30) for _ in children]
     for child in children:
         child.join(30)
-    assert results == [waited, waited] and len(folders(tmp_path)) == 1
-    with pytest.raises(TimeoutError, match="not prepared"):
-        wait_for_text(corpus, "bytes", tmp_path, val_fraction=0.5, timeout_s=0)
+    assert results == [prepare_text(corpus, "bytes", tmp_path)] * 2
+    assert len(folders(tmp_path)) == 1
 
 
 def test_a_damaged_cache_is_named_and_can_be_repaired(tmp_path):

@@ -34,7 +34,6 @@ _HOME = {
     "train_bpe": "tokenizers",
     "PreparedText": "prepared",
     "prepare_text": "prepare",
-    "wait_for_text": "prepare",
     "default_corpus": "corpus",
 }
 __all__ = list(_HOME)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -31,7 +30,6 @@ from gptrain.data.tokenizers import (
 )
 
 _BATCH_BLOCKS = 16  # tokenized at once, 1 MiB: in parallel, in constant memory
-_POLL_S = 0.2
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike] | None
 
@@ -88,31 +86,6 @@ def prepare_text(
             if Document.of(doc.name, doc.path) != doc:
                 raise DataError(f"{doc.path}: changed while it was read; start again")
     return PreparedText.load(folder)
-
-
-def wait_for_text(
-    path: Paths,
-    tokenizer: str,
-    cache_dir: str | os.PathLike,
-    val_fraction: float = 0.05,
-    pattern: str = "*",
-    vocab_size: int | None = None,
-    timeout_s: float = 3600,
-) -> PreparedText:
-    """What another process's `prepare_text` with the same arguments makes; reads no text.
-
-    Raises: TimeoutError.
-    """
-    cache_dir, deadline = Path(cache_dir), time.monotonic() + timeout_s
-    identity = _identity(tokenizer, vocab_size)
-    documents = find_documents(path, pattern, leave_out=cache_dir)
-    while True:
-        text = known_hash(documents, cache_dir)
-        if text and (folder := _folder(cache_dir, text, identity, val_fraction)).exists():
-            return PreparedText.load(folder)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path}: not prepared by another process within {timeout_s:g} s")
-        time.sleep(_POLL_S)
 
 
 def _identity(tokenizer: str, vocab_size: int | None) -> str:
