@@ -7,18 +7,27 @@ import torch.distributed as dist
 
 
 class Vote:
-    """A yes-or-no question that all ranks ask at the same steps."""
+    """A yes-or-no question that all ranks ask at the same steps.
+
+    It goes from host to host: a GPU would have to finish all that was queued on it before its
+    host could read the answer.
+    """
 
     def __init__(self):
+        self._group: dist.ProcessGroup | None = None
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
-    def any(self, mine: bool, device: torch.device) -> bool | None:
+    def any(self, mine: bool) -> bool | None:
         """Whether any rank said yes when it was asked last; None if it was not asked yet."""
         if not dist.is_initialized():
             return mine
+        if self._group is None:
+            of_hosts = dist.get_backend() == "gloo"
+            self._group = dist.group.WORLD if of_hosts else dist.new_group(backend="gloo")
         said = self.close()
-        told = torch.tensor([mine], dtype=torch.uint8, device=device)
-        self._asked = told, dist.all_reduce(told, op=dist.ReduceOp.MAX, async_op=True)
+        told = torch.tensor([mine], dtype=torch.uint8)
+        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked = told, work
         return said
 
     def close(self) -> bool | None:

@@ -122,7 +122,7 @@ class Checkpoints(Callback):
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
-        if self.store.is_unfinished and self._all_have_written(module.device):
+        if self.store.is_unfinished and self._writing.any(self.store.is_writing) is False:
             self._finish(trainer)
         if self._is_validated(trainer, step):
             return
@@ -176,9 +176,6 @@ class Checkpoints(Callback):
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
         if not self.store.is_unfinished:
             self._prune(trainer)
-
-    def _all_have_written(self, device: torch.device) -> bool:
-        return self._writing.any(self.store.is_writing, device) is False
 
     def _finish(self, trainer: Trainer) -> None:
         """Makes a checkpoint of a save in the background, waiting for it where it must."""

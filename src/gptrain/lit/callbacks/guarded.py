@@ -75,7 +75,7 @@ class Guarded(Callback):
             self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
 
     def _leave_if_asked(self, trainer: Trainer, module: LanguageModel) -> None:
-        if not self.stops.any(bool(self.guard.stop), module.device):
+        if not self.stops.any(bool(self.guard.stop)):
             return
         if self.checkpoints is None:
             raise Preempted
