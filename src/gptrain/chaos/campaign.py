@@ -39,6 +39,7 @@ class Kind:
 KINDS = (
     Kind("F00", "stopped four times, one process", told.stopped_often_alone, 1, 5),
     Kind("F00", "the same, two ranks", told.stopped_often, 1, 5),
+    Kind("F00", "stopped twice, each strategy", told.stopped_under_each_strategy, 0, 1),
     Kind("F01", "SIGKILL of rank 1, launcher restarts", killed.killed_rank_restarts, 1, 100),
     Kind("F01", "the same under torchrun", outside.torchrun_restarts, 0, 3),
     Kind("F02", "SIGKILL of rank 0", killed.killed_rank_0, 1, 100),

@@ -13,6 +13,7 @@ from gptrain.chaos.lab import EVERY, Lab
 from gptrain.chaos.plant import Fault
 from gptrain.chaos.truth import difference, redone
 
+STRATEGIES = ("fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel", "ddp_pipeline")
 STEP_PHASES = ("forward", "backward", "clip", "log", "validation", "save")
 
 
@@ -32,6 +33,25 @@ def stopped_often(lab: Lab, reference: dict, draw: random.Random) -> str | None:
     """Two ranks; accumulation by the global batch, and an end of the data within the run."""
     places = (("log", 8), ("validation", 10), ("validation", lab.n_steps))
     return in_pieces(lab, places, "data.global_batch_size=8", "data.num_samples=75")
+
+
+def stopped_under_each_strategy(lab: Lab, reference: dict, draw: random.Random) -> list[str | None]:
+    """Two or four ranks, sharded checkpoints in the background, dropout on."""
+    results = []
+    for strategy in STRATEGIES:
+        n_ranks = 4 if strategy in ("fsdp_tensor_parallel", "ddp_pipeline") else 2
+        options = (f"strategy={strategy}", f"trainer.devices={n_ranks}")
+        options = (*options, "data.batch_size=4", "data.num_samples=200")
+        reference, run_dir = lab.reference(*options), lab.new(strategy)
+        found = None
+        for phase, step in (("log", 8), ("log", 13)):
+            fault = Fault("term", 1, phase, step, always=True)
+            again = ("ckpt_path=last", *options)
+            attempt = lab.start(run_dir, *again, fault=fault, background=True)
+            found = found or ends(attempt, 75, "preempted")
+        found = found or ends(lab.resume(run_dir, *options), 0) or difference(run_dir, reference)
+        results.append(found and f"{strategy}: {found}")
+    return results
 
 
 def in_pieces(lab: Lab, places: Sequence[tuple[str, int]], *options: str) -> str | None:

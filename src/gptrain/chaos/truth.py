@@ -18,7 +18,22 @@ def final_state(run_dir: Path) -> dict[str, str]:
 
     newest = max((run_dir / "checkpoints").glob("step-????????"))
     state = load_file(newest / "state.ckpt")
+    if (newest / ".metadata").exists():
+        state["shards"] = whole(newest)
     return {"step": newest.name, **{key: digest(value) for key, value in state.items()}}
+
+
+def whole(checkpoint: Path) -> dict[str, Any]:
+    """All tensors of a sharded checkpoint, put together; names in order."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from gptrain.resilience.safe_load import SafeFileSystemReader
+
+    state: dict[str, Any] = {}
+    reader, planner = SafeFileSystemReader(checkpoint), _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    return dict(sorted(state.items()))
 
 
 def digest(value: Any) -> str:
