@@ -145,7 +145,7 @@ def at_phase(fault: Fault, act: Callable) -> None:
         trainer = next((t for a in args if (t := getattr(a, "_trainer", None))), None)
         trainer = next((a for a in args if hasattr(a, "fit_loop")), trainer)
         at = trainer.global_step if trainer is not None else len(calls)
-        if at < fault.step:
+        if at < fault.step and fault.phase != "setup":  # which comes once, before all steps
             return method(*args, **kwargs)
         if fault.phase == "backward":
             loss = method(*args, **kwargs)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 log = logging.getLogger(__name__)
-SLOW, SLOW_S = 1.5, 0.02  # times the median of the others, and seconds above it
+SLOW, SLOW_S = 1.5, 0.1  # times the median of the others, and seconds above it
 IN_A_ROW = 3  # logged steps: one slow step is an accident
 
 
