@@ -30,7 +30,8 @@ def torchrun_restarts(lab: Lab, reference: dict, draw: random.Random) -> str | N
         )
         try:
             wait_for(run_dir / "checkpoints/step-00000020", process)
-            (rank_1,) = (pid for pid in family(process.pid) if variable(pid, "RANK") == "1")
+            # Parents come first: the rank before its data workers, which inherit its variables.
+            rank_1 = next(pid for pid in family(process.pid) if variable(pid, "RANK") == "1")
             os.kill(rank_1, signal.SIGKILL)
             newest = max((run_dir / "checkpoints").glob("step-????????"))
             wait_for(newest.with_name(f"step-{int(newest.name[5:]) + 100:08d}"), process)
