@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import SumMetric
 
-from gptrain.lit.finite import check_finite
+from gptrain.lit.finite import FiniteCheck
 from gptrain.loss import IGNORED, chunked_next_token_loss, next_token_loss
 from gptrain.parallel import clip_grad_norm
 
@@ -52,7 +52,7 @@ class LanguageModel(pl.LightningModule):
         )
         self.make_optimizer = make_optimizer
         self.schedule = schedule
-        self.on_nonfinite = on_nonfinite
+        self.check_finite = FiniteCheck(on_nonfinite)
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # Sums: MeanMetric(nan_strategy="disable") leaves out its weights (torchmetrics 1.9).
         self.eval_nats, self.eval_tokens, self.eval_bytes = (
@@ -94,6 +94,12 @@ class LanguageModel(pl.LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(*batch)
 
+    def on_validation_start(self) -> None:
+        self.check_finite.settle()
+
+    def on_train_end(self) -> None:
+        self.check_finite.settle()
+
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
 
@@ -130,7 +136,7 @@ class LanguageModel(pl.LightningModule):
         """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out."""
         max_norm = math.inf if gradient_clip_val is None else float(gradient_clip_val)
         self.grad_norm = self.clip(max_norm)
-        check_finite(self, optimizer, self.on_nonfinite)
+        self.check_finite(self, optimizer)
 
     def clip(self, max_norm: float) -> Tensor:
         """Global norm of the gradients, clipped in place; a spread net's strategy puts its own."""
@@ -146,6 +152,7 @@ class LanguageModel(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stores the bare net's keys, so that a checkpoint loads into the net without us."""
+        self.check_finite.settle()
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {key.removeprefix("net."): value for key, value in state.items()}
 
