@@ -13,13 +13,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import SumMetric
 
 from gptrain.lit.finite import FiniteCheck
+from gptrain.lit.heap import trim_heap
+from gptrain.lit.tied import share_gradient, tied_embedding
 from gptrain.loss import IGNORED, chunked_next_token_loss, next_token_loss
 from gptrain.parallel import clip_grad_norm
 
 # B batch, T time, D d_model, V vocabulary
 
-CHUNK_TOKENS = {"cpu": 256}  # fastest of 128, 256, 512 on a CPU, see gptrain.loss
+CHUNK_TOKENS = {"cpu": 128}  # as fast as 256 and 508 on a CPU, for less memory: gptrain.loss
 MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
+LARGE_BYTES = 2**26  # of a head: its step takes a hundred times longer than trimming
 
 
 class LanguageModel(pl.LightningModule):
@@ -50,6 +53,7 @@ class LanguageModel(pl.LightningModule):
         self.in_chunks = (
             hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
         )
+        self.tied = tied_embedding(net) if self.in_chunks else None
         self.make_optimizer = make_optimizer
         self.schedule = schedule
         self.check_finite = FiniteCheck(on_nonfinite)
@@ -75,12 +79,21 @@ class LanguageModel(pl.LightningModule):
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Next-token cross entropy in nats, over the targets that are not IGNORED."""
         if self.in_chunks:
-            hidden, head = self.net.hidden(tokens), self.net.head.weight  # (B, T, D), (V, D)
+            hidden, head = self.hidden_and_head(tokens)
+            if torch.is_grad_enabled() and is_large_on_cpu(head):
+                trim_heap()  # the head's gradient and logits come on top of all activations
             chunk_tokens = CHUNK_TOKENS.get(tokens.device.type, MANY_TOKENS)
             return chunked_next_token_loss(
                 hidden, head, targets, chunk_tokens=chunk_tokens, reduction=reduction
             )
         return next_token_loss(self.net(tokens), targets, reduction=reduction)
+
+    def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the chunked loss takes: (B, T, D) and (V, D)."""
+        if self.tied is None or tokens.device.type != "cpu":
+            return self.net.hidden(tokens), self.net.head.weight
+        with share_gradient(self.tied) as shared:
+            return self.net.hidden(tokens), shared.head
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch  # (B, T), (B, T)
@@ -184,3 +197,8 @@ class LanguageModel(pl.LightningModule):
         self.logged |= told
         for logger in self.trainer.loggers:
             logger.log_metrics(told, step=self.trainer.global_step)
+
+
+def is_large_on_cpu(head: Tensor) -> bool:
+    """Whether a step takes long enough to trim the heap in it."""
+    return head.device.type == "cpu" and head.nbytes > LARGE_BYTES
