@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gptrain.config.checks import find_problems
@@ -29,6 +30,7 @@ class Answer:
         jobs: of a sweep, with what is wrong with each.
         code: 0 where the command may run.
         debug: whether tracebacks were asked for.
+        mode: what the config itself says of hydra.mode, of a command that is no sweep.
     """
 
     overrides: list[str]
@@ -36,6 +38,7 @@ class Answer:
     jobs: list[Job] = field(default_factory=list)
     code: int = DONE
     debug: bool = False
+    mode: RunMode | None = None
 
     @property
     def lines(self) -> list[str]:
@@ -93,6 +96,7 @@ def examine(args: argparse.Namespace, composer: Composer) -> Answer:
     composed = composer.compose(overrides)
     answer.problems = list(composed.problems)
     if composed.cfg is not None:
+        answer.mode = composed.cfg.hydra.mode
         answer.problems += check_with_hydra(composed.cfg, bool(composed.problems))
     answer.code = code_of(answer.problems)
     return answer

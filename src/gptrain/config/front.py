@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 
 from hydra import version
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -125,6 +126,7 @@ def _run(job: Job, args: argparse.Namespace, answer: Answer, composer: Composer)
     args.overrides += _quiet_rank()
     args.multirun = args.multirun or bool(answer.jobs)
     code = DONE
+    Hydra.get_mode = lambda *_, **__: answer.mode  # Hydra would compose everything once more for it
     try:
         _hydra(functools.partial(_attempt, job, outcomes, answer.lines), args, composer)
     except SweepStopped:

@@ -67,12 +67,21 @@ def accelerator_of(asked: str) -> str | None:
 
 
 def native_precision(machine: Machine) -> str:
-    """bf16-mixed where the device computes it natively, else 32-true."""
-    if machine.accelerator == "cuda":
-        native = torch.cuda.get_device_capability()[0] >= 8  # Ampere
-    else:
-        native = machine.accelerator == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return "bf16-mixed" if native else "32-true"
+    """What trainer.precision=auto stands for on the devices of this machine."""
+    major = torch.cuda.get_device_capability()[0] if machine.accelerator == "cuda" else 0
+    has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return precision_for(machine.accelerator, major, has_bf16)
+
+
+def precision_for(accelerator: str, cuda_major: int, cpu_has_bf16: bool) -> str:
+    """bf16-mixed where products in bf16 are native, else 32-true.
+
+    Args:
+        cuda_major: of the GPU's compute capability; 8 is Ampere, the first that has them.
+        cpu_has_bf16: whether it has AVX512-BF16 or AMX; without, bf16 is slower than fp32.
+    """
+    native = {"cuda": cuda_major >= 8, "cpu": cpu_has_bf16}
+    return "bf16-mixed" if native.get(accelerator, False) else "32-true"
 
 
 def set_threads(n_local: int) -> int:
@@ -97,7 +106,7 @@ def _product_s(threads: int) -> float:
     torch.set_num_threads(threads)
     left, right = torch.randn(2048, 512), torch.randn(512, 512)
     times_s = []
-    for _ in range(15):
+    for _ in range(5):
         start_s = time.perf_counter()
         left @ right
         times_s.append(time.perf_counter() - start_s)

@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import SumMetric
 
-from gptrain.lit.finite import check_finite
+from gptrain.lit.finite import FiniteCheck
+from gptrain.lit.heap import trim_heap
+from gptrain.lit.tied import share_gradient, tied_embedding
 from gptrain.loss import IGNORED, chunked_next_token_loss, next_token_loss
 from gptrain.parallel import clip_grad_norm
 
 # B batch, T time, D d_model, V vocabulary
 
-CHUNK_TOKENS = {"cpu": 256}  # fastest of 128, 256, 512 on a CPU, see gptrain.loss
+CHUNK_TOKENS = {"cpu": 128}  # as fast as 256 and 508 on a CPU, for less memory: gptrain.loss
 MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
+LARGE_BYTES = 2**26  # of a head: its step takes a hundred times longer than trimming
 
 
 class LanguageModel(pl.LightningModule):
@@ -50,9 +53,10 @@ class LanguageModel(pl.LightningModule):
         self.in_chunks = (
             hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
         )
+        self.tied = tied_embedding(net) if self.in_chunks else None
         self.make_optimizer = make_optimizer
         self.schedule = schedule
-        self.on_nonfinite = on_nonfinite
+        self.check_finite = FiniteCheck(on_nonfinite)
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # Sums: MeanMetric(nan_strategy="disable") leaves out its weights (torchmetrics 1.9).
         self.eval_nats, self.eval_tokens, self.eval_bytes = (
@@ -75,12 +79,21 @@ class LanguageModel(pl.LightningModule):
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Next-token cross entropy in nats, over the targets that are not IGNORED."""
         if self.in_chunks:
-            hidden, head = self.net.hidden(tokens), self.net.head.weight  # (B, T, D), (V, D)
+            hidden, head = self.hidden_and_head(tokens)
+            if torch.is_grad_enabled() and is_large(head):
+                trim_heap()  # the head's gradient and logits come on top of all activations
             chunk_tokens = CHUNK_TOKENS.get(tokens.device.type, MANY_TOKENS)
             return chunked_next_token_loss(
                 hidden, head, targets, chunk_tokens=chunk_tokens, reduction=reduction
             )
         return next_token_loss(self.net(tokens), targets, reduction=reduction)
+
+    def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the chunked loss takes: (B, T, D) and (V, D)."""
+        if self.tied is None or tokens.device.type != "cpu":
+            return self.net.hidden(tokens), self.net.head.weight
+        with share_gradient(self.tied) as shared:
+            return self.net.hidden(tokens), shared.head
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch  # (B, T), (B, T)
@@ -93,6 +106,12 @@ class LanguageModel(pl.LightningModule):
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self._evaluate(*batch)
+
+    def on_validation_start(self) -> None:
+        self.check_finite.settle()
+
+    def on_train_end(self) -> None:
+        self.check_finite.settle()
 
     def on_validation_epoch_end(self) -> None:
         self._log_evaluation("val")
@@ -130,7 +149,7 @@ class LanguageModel(pl.LightningModule):
         """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out."""
         max_norm = math.inf if gradient_clip_val is None else float(gradient_clip_val)
         self.grad_norm = self.clip(max_norm)
-        check_finite(self, optimizer, self.on_nonfinite)
+        self.check_finite(self, optimizer)
 
     def clip(self, max_norm: float) -> Tensor:
         """Global norm of the gradients, clipped in place; a spread net's strategy puts its own."""
@@ -153,6 +172,7 @@ class LanguageModel(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Stores the bare net's keys, so that a checkpoint loads into the net without us."""
+        self.check_finite.settle()
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {key.removeprefix("net."): value for key, value in state.items()}
 
@@ -181,3 +201,8 @@ class LanguageModel(pl.LightningModule):
         # Lightning's own logging counts one too low.
         self.log_dict(metrics, logger=False, add_dataloader_idx=False)
         self.tell({name: float(value) for name, value in metrics.items()})
+
+
+def is_large(head: Tensor) -> bool:
+    """Whether, on a CPU, a step takes long enough to trim the heap in it."""
+    return head.device.type == "cpu" and head.nbytes > LARGE_BYTES

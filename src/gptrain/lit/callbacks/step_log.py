@@ -61,6 +61,7 @@ class StepLog(Callback):
         elif step % self.every_n_steps:
             module.step_losses.clear()
             return
+        module.check_finite.settle()
         tokens, _ = batch
         loss = module.take_train_loss()
         if trainer.world_size > 1:

@@ -1,0 +1,42 @@
+"""trainer.precision=auto takes what the device computes natively, and the run says what that is."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptrain.config.machine import Machine, native_precision, precision_for
+
+AMPERE, TURING = 8, 7
+
+
+@pytest.mark.parametrize(
+    "accelerator, cuda_major, cpu_has_bf16, precision",
+    [
+        ("cuda", AMPERE, False, "bf16-mixed"),
+        ("cuda", AMPERE + 1, False, "bf16-mixed"),
+        ("cuda", TURING, True, "32-true"),  # it emulates bf16, whatever its host can do
+        ("cpu", 0, True, "bf16-mixed"),
+        ("cpu", 0, False, "32-true"),
+        ("mps", 0, True, "32-true"),
+        ("tpu", 0, True, "32-true"),
+    ],
+)
+def test_bf16_is_taken_where_it_is_native(accelerator, cuda_major, cpu_has_bf16, precision):
+    assert precision_for(accelerator, cuda_major, cpu_has_bf16) == precision
+
+
+def test_a_run_says_what_was_chosen(train):
+    run = train("trainer.precision=auto", "trainer.max_steps=1")
+    assert run.code == 0, run.err
+    assert f"precision {native_precision(Machine('cpu', 1, 1))}" in run.out
+
+
+def test_a_step_in_bf16_on_any_cpu_is_that_of_fp32_rounded(train):
+    """8 bits of mantissa: 0.4 % of a product, less of a mean over 64 tokens."""
+    one, two = (
+        train("trainer.max_steps=2", f"trainer.precision={precision}", name=precision)
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=4e-3)
+    weights = two.state(2)["state_dict"].values()
+    assert {str(weight.dtype) for weight in weights} == {"torch.float32"}

@@ -1,0 +1,117 @@
+"""What a step that is not logged does besides computing: nearly nothing, counted on a real run."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gptrain.lit import LanguageModel, finite
+from gptrain.lit.loggers import CSVLogger
+
+N_STEPS, LOGGED_EVERY = 9, 4
+LOGGED = (4, 8, 9)  # the last step, too
+ACCUMULATED = 2
+TOKENS, V = 32 * 16, 256  # of a micro-batch: two chunks of the loss
+
+
+@dataclass
+class Seen:
+    """One optimizer step, up to the beginning of the next one."""
+
+    reads: int = 0  # of a tensor on the host: item(), float(), bool()
+    largest: int = 0  # elements of the largest tensor that was made
+    logged: int = 0  # calls of a logger
+    collector_was_on: bool = False
+
+
+@dataclass
+class Watch(TorchDispatchMode):
+    """Attributes what torch does to the optimizer step that is being taken."""
+
+    steps: list[Seen] = field(default_factory=list)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **(kwargs or {}))
+        if self.steps:
+            now = self.steps[-1]
+            now.reads += op is torch.ops.aten._local_scalar_dense.default
+            sizes = [leaf.numel() for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+            now.largest = max([now.largest, *sizes])
+        return result
+
+
+@pytest.fixture
+def watched(train, monkeypatch):
+    """Trains and tells what was seen of each step: steps[0] is the first one's."""
+
+    def run(*overrides: str) -> list[Seen]:
+        watch, training_step, log = Watch(), LanguageModel.training_step, CSVLogger.log_metrics
+
+        def step(self, batch, batch_idx):
+            if batch_idx % ACCUMULATED == 0:
+                watch.steps.append(Seen())
+            watch.steps[-1].collector_was_on |= gc.isenabled()
+            return training_step(self, batch, batch_idx)
+
+        def log_metrics(self, *args, **kwargs):
+            watch.steps[-1].logged += 1
+            return log(self, *args, **kwargs)
+
+        monkeypatch.setattr(LanguageModel, "training_step", step)
+        monkeypatch.setattr(CSVLogger, "log_metrics", log_metrics)
+        with watch:
+            done = train(
+                f"trainer.max_steps={N_STEPS}",
+                f"trainer.log_every_n_steps={LOGGED_EVERY}",
+                f"trainer.accumulate_grad_batches={ACCUMULATED}",
+                "data.batch_size=32",
+                "trainer.limit_val_batches=0",
+                "logger=csv",
+                *overrides,
+            )
+        assert done.code == 0, done.err
+        assert len(watch.steps) == N_STEPS
+        return watch.steps
+
+    return run
+
+
+def forget(check: finite.FiniteCheck) -> None:
+    """settle() without its read."""
+    check.asked = None
+
+
+def between(steps: list[Seen]) -> list[Seen]:
+    """The steps that are not logged."""
+    return [seen for number, seen in enumerate(steps, start=1) if number not in LOGGED]
+
+
+def test_a_step_reads_the_norm_of_its_gradients_and_nothing_else(watched):
+    assert [seen.reads for seen in between(watched())] == [1] * (N_STEPS - len(LOGGED))
+
+
+def test_where_the_flag_is_read_a_step_later_nothing_is_read_of_the_step_itself(
+    watched, monkeypatch
+):
+    """What settle() reads was copied to the host a step ago: left out here."""
+    monkeypatch.setattr(finite, "is_read_later", lambda norm, opt: finite.is_fused_adam(opt))
+    monkeypatch.setattr(finite.FiniteCheck, "settle", forget)
+    assert [seen.reads for seen in between(watched())] == [0] * (N_STEPS - len(LOGGED))
+
+
+def test_no_logger_is_called_and_no_garbage_collected(watched):
+    steps = watched()
+    assert [n for n, seen in enumerate(steps, start=1) if seen.logged] == list(LOGGED)
+    assert not any(seen.collector_was_on for seen in steps)
+
+
+def test_the_logits_of_a_batch_never_exist_at_once(watched):
+    assert max(seen.largest for seen in watched()) < TOKENS * V
