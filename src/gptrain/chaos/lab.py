@@ -78,8 +78,8 @@ class Attempt:
         """What status.json says."""
         return read_status(self.run_dir) or {}
 
-    def orphans(self, timeout_s: float = 10.0) -> list[int]:
-        """Processes of its session that are still there after the timeout."""
+    def orphans(self, timeout_s: float = 10.0) -> list[str]:
+        """Processes of its session that are still there after the timeout, each with its state."""
         give_up = time.monotonic() + timeout_s
         while (left := list(session(self.pid))) and time.monotonic() < give_up:
             time.sleep(0.05)
@@ -196,13 +196,14 @@ def become_run(
         os._exit(code)
 
 
-def session(leader: int) -> Iterator[int]:
-    """Live processes of a session."""
+def session(leader: int) -> Iterator[str]:
+    """Live processes of a session: number, name, state and what each waits for in the kernel."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             try:
-                fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
+                name, _, rest = Path(entry.path, "stat").read_text().rpartition(")")
+                fields, waits = rest.split(), Path(entry.path, "wchan").read_text()
             except OSError:
                 continue
             if int(fields[3]) == leader and fields[0] not in "ZX":
-                yield int(entry.name)
+                yield f"{name}) {fields[0]} {waits}"
