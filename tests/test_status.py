@@ -42,6 +42,13 @@ def test_the_first_rank_that_fails_tells(tmp_path):
     assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
 
 
+def test_a_rank_that_fails_when_another_is_done_is_heard(tmp_path):
+    assert write_status(tmp_path, cause="done", exit_code=0, rank=0)
+    assert write_status(tmp_path, cause="error", exit_code=70, rank=1, message="in its last hook")
+    assert not write_status(tmp_path, cause="done", exit_code=0, rank=0)
+    assert read_status(tmp_path)["message"] == "in its last hook"
+
+
 def test_a_new_attempt_tells_anew_and_the_supervisor_has_the_last_word(tmp_path):
     write_status(tmp_path, cause="preempted", exit_code=75)
     clear_status(tmp_path)

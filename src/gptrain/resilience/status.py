@@ -36,6 +36,8 @@ def write_status(
 ) -> bool:
     """Whether this became the run's status: False if another rank was first.
 
+    A rank that fails once another has said that the run is done has the word all the same.
+
     Args:
         cause: one word for machines: done, preempted, hang, nonfinite, killed, error …
         checkpoint: the newest good one.   resume: the command that goes on from it.
@@ -57,6 +59,7 @@ def write_status(
         "pid": os.getpid(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
+    replace = replace or (exit_code != 0 and (read_status(run_dir) or {}).get("exit_code") == 0)
     if replace:
         fileops.replace(path, to_json(status))
         return True
