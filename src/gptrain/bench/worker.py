@@ -178,7 +178,7 @@ class WithLoss(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from gptrain.loss import chunked_next_token_loss
 
-        chunk_tokens = 128 if tokens.device.type == "cpu" else 4096
+        chunk_tokens = 256 if tokens.device.type == "cpu" else 4096
         hidden = self.net.hidden(tokens)
         return chunked_next_token_loss(
             hidden, self.net.head.weight, targets, chunk_tokens=chunk_tokens

@@ -20,7 +20,7 @@ from gptrain.parallel import clip_grad_norm
 
 # B batch, T time, D d_model, V vocabulary
 
-CHUNK_TOKENS = {"cpu": 128}  # as fast as 256 and 508 on a CPU, for less memory: gptrain.loss
+CHUNK_TOKENS = {"cpu": 256}  # of a CPU: 128 reads the head twice as often, 512 takes 50 MB more
 MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
 LARGE_BYTES = 2**26  # of a head: its step takes a hundred times longer than trimming
 
