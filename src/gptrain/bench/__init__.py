@@ -3,7 +3,7 @@
     python -m gptrain.bench size=simple_gpt                    the tutorial's size
     python -m gptrain.bench size=tiny --json                   what a loop adds to a 1 ms step
     python -m gptrain.bench size=cpu trainer.devices=2         and one process beside two
-    python -m gptrain.bench steps=50 "loops=[ours,ours_saving]"  what a checkpoint costs
+    python -m gptrain.bench steps=10 "loops=[ours,ours_saving]"  a checkpoint every 10 steps
     python -m gptrain.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
 
 Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gptrain.bench.turns import Turns, peak_resident_bytes
 
 Spec = dict[str, Any]
-SAVE_EVERY = 50  # steps of ours_saving
+SAVE_EVERY = 10  # steps of ours_saving
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 
 def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
-    """Ours with a checkpoint every 50 steps, in the middle of a turn of 50."""
+    """Ours with a checkpoint every 10 steps, in the middle of a turn of as many."""
     from gptrain.resilience.lock import RunLock
 
     turns.left = SAVE_EVERY // 2  # the first turn
