@@ -19,7 +19,7 @@ class Vote:
 
     def any(self, mine: bool) -> bool | None:
         """Whether any rank said yes when it was asked last; None if it was not asked yet."""
-        if not dist.is_initialized():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return mine
         if self._group is None:
             of_hosts = dist.get_backend() == "gloo"
