@@ -82,6 +82,13 @@ def operations_of_a_save(shim, store) -> int:
     return shim.count
 
 
+def begin_with_one(store, shim) -> None:
+    """Leaves the checkpoint of step 1 alone, and no fault armed."""
+    shim.arm(-1, None)
+    shutil.rmtree(store.folder)
+    save(store, 1)
+
+
 # Whole
 
 
@@ -136,9 +143,7 @@ def test_a_step_saved_twice_holds_the_second_save(store):
 def test_killed_at_any_operation_the_loader_finds_the_old_or_the_new(store, shim, again):
     n_operations = operations_of_a_save(shim, store) + 5 * again
     for at in range(1, n_operations + 2):
-        shutil.rmtree(store.folder)
-        shim.arm(-1, None)
-        save(store, 1)
+        begin_with_one(store, shim)
         save(store, 2)
         shim.arm(at, Killed)
         with contextlib.suppress(Killed):
@@ -157,9 +162,7 @@ def test_killed_at_any_operation_the_loader_finds_the_old_or_the_new(store, shim
 def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(store, shim, number):
     n_operations = operations_of_a_save(shim, store)
     for at in range(1, n_operations + 1):
-        shutil.rmtree(store.folder)
-        shim.arm(-1, None)
-        save(store, 1)
+        begin_with_one(store, shim)
         shim.arm(at, number)
         with pytest.raises(SaveFailed) as failed:
             save(store, 2)
@@ -459,9 +462,7 @@ def test_the_next_save_waits_for_the_one_in_the_background(store):
 def test_whatever_fails_in_the_background_the_loader_finds_the_old_or_the_new(store, shim, fault):
     n_operations = operations_of_a_save(shim, store)
     for at in range(1, n_operations + 1):
-        shutil.rmtree(store.folder)
-        shim.arm(-1, None)
-        save(store, 1)
+        begin_with_one(store, shim)
         shim.arm(at, fault)
         error = None
         try:

@@ -13,6 +13,12 @@ from gptrain.optim import constant
 V = 61
 
 
+@pytest.fixture(autouse=True)
+def as_if_large(monkeypatch):
+    """A small table is left alone: the one node costs more time than it saves memory."""
+    monkeypatch.setattr("gptrain.lit.module.LARGE_BYTES", 0)
+
+
 class Untied(SimpleGPT):
     """With a head of its own."""
 

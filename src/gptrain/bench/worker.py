@@ -178,11 +178,7 @@ class WithLoss(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from gptrain.loss import chunked_next_token_loss
 
-        chunk_tokens = 256 if tokens.device.type == "cpu" else 4096
-        hidden = self.net.hidden(tokens)
-        return chunked_next_token_loss(
-            hidden, self.net.head.weight, targets, chunk_tokens=chunk_tokens
-        )
+        return chunked_next_token_loss(self.net.hidden(tokens), self.net.head.weight, targets)
 
 
 def make_optimizer(spec: Spec, net: nn.Module) -> tuple:

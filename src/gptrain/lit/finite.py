@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class FiniteCheck:
             if optimizer.found_inf.is_cuda:
                 copied = torch.cuda.current_stream().record_event()
             self.asked = trainer, step, losses, host, copied
-        elif not torch.isfinite(module.grad_norm):
+        elif not math.isfinite(module.grad_norm):
             self.leave_out(trainer, step, losses)
             optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
 

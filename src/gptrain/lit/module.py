@@ -20,8 +20,6 @@ from gptrain.parallel import clip_grad_norm
 
 # B batch, T time, D d_model, V vocabulary
 
-CHUNK_TOKENS = {"cpu": 256}  # of a CPU: 128 reads the head twice as often, 512 takes 50 MB more
-MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
 LARGE_BYTES = 2**26  # of a head: its step takes a hundred times longer than trimming
 
 
@@ -82,15 +80,12 @@ class LanguageModel(pl.LightningModule):
             hidden, head = self.hidden_and_head(tokens)
             if torch.is_grad_enabled() and is_large(head):
                 trim_heap()  # the head's gradient and logits come on top of all activations
-            chunk_tokens = CHUNK_TOKENS.get(tokens.device.type, MANY_TOKENS)
-            return chunked_next_token_loss(
-                hidden, head, targets, chunk_tokens=chunk_tokens, reduction=reduction
-            )
+            return chunked_next_token_loss(hidden, head, targets, reduction=reduction)
         return next_token_loss(self.net(tokens), targets, reduction=reduction)
 
     def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What the chunked loss takes: (B, T, D) and (V, D)."""
-        if self.tied is None or tokens.device.type != "cpu":
+        if self.tied is None or not is_large(self.net.head.weight):
             return self.net.hidden(tokens), self.net.head.weight
         with share_gradient(self.tied) as shared:
             return self.net.hidden(tokens), shared.head
@@ -204,5 +199,5 @@ class LanguageModel(pl.LightningModule):
 
 
 def is_large(head: Tensor) -> bool:
-    """Whether, on a CPU, a step takes long enough to trim the heap in it."""
+    """Whether, on a CPU, saving its memory is worth a tenth of a millisecond or more."""
     return head.device.type == "cpu" and head.nbytes > LARGE_BYTES

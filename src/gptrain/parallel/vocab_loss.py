@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-IGNORED = -100  # targets that do not count, as in F.cross_entropy
+from gptrain.loss import IGNORED, check_reduction, count_targets, tokens_of_a_chunk
 
 
 def vocab_parallel_loss(
@@ -18,20 +18,22 @@ def vocab_parallel_loss(
     head_weight: Tensor,
     targets: Tensor,
     *,
-    chunk_tokens: int = 256,
+    chunk_tokens: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
     """Cross entropy (nats) of whole hidden (..., D) under a head split by rows, alike on all ranks.
 
     Args:
         head_weight: DTensor (V, D), split by torch.chunk along V over its one mesh axis.
-        reduction: "mean" over the targets that count, or "sum".
+        chunk_tokens, reduction: as in chunked_next_token_loss.
     """
+    check_reduction(reduction)
+    chunk_tokens = tokens_of_a_chunk(hidden.device) if chunk_tokens is None else chunk_tokens
     mesh = head_weight.device_mesh
     start = mesh.get_local_rank() * -(-head_weight.shape[0] // mesh.size())
     weight = head_weight.to_local()
     targets = targets.flatten()
-    n_counted = (targets != IGNORED).sum().clamp(min=1) if reduction == "mean" else 1
+    n_counted = count_targets(targets) if reduction == "mean" else 1
     hidden, group = hidden.flatten(0, -2), mesh.get_group()  # (N, D)
     forms_gradients = torch.is_grad_enabled()  # inside a Function it is always off
     return _VocabParallelLoss.apply(

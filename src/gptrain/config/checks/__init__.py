@@ -58,11 +58,10 @@ def find_problems(cfg: DictConfig, cheap: bool = False) -> list[Problem]:
         cheap: only what needs no torch and reads no file, because the run is refused anyway.
     """
     run = Run.of(cfg)
-    for look in (*CONFIG, *PLACE) if run.schema.runs_here else (*CONFIG, check_known_world):
+    runs_here = run.schema.runs_here
+    for look in (*CONFIG, *PLACE) if runs_here else (*CONFIG, check_known_world):
         look(run)
-    if (
-        run.schema.runs_here and not cheap and not run.failed
-    ):  # importing torch and reading files is worth it now
+    if runs_here and not cheap and not run.failed:  # torch and reading files are worth it now
         from gptrain.config.checks.machine import check_machine
         from gptrain.config.checks.objects import check_objects
 
