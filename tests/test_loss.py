@@ -174,7 +174,29 @@ def test_no_tensor_is_as_large_as_the_logits(autocast):
     chunked = largest(
         lambda: chunked_next_token_loss(hidden, weight, targets, chunk_tokens=chunk_tokens)
     )
-    assert chunked == chunk_tokens * 112  # 100 in whole cache lines of 16
+    assert chunked == chunk_tokens * 128  # 100 in whole WIDTHs of 64
+
+
+class Products(TorchDispatchMode):
+    """The sizes of all matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.sizes |= {size for factor in args[:2] for size in factor.shape}
+        return op(*args, **(kwargs or {}))
+
+
+def test_products_in_16_bit_are_as_wide_as_a_gpu_multiplies_fast():
+    n_tokens, d, v = 24, 32, 50257 % 1000
+    hidden = torch.randn(n_tokens, d, requires_grad=True)
+    weight = torch.randn(v, d, requires_grad=True)
+    with Products() as seen, torch.autocast("cpu", torch.bfloat16):
+        chunked_next_token_loss(hidden, weight, torch.randint(v, (n_tokens,))).backward()
+    assert seen.sizes == {n_tokens, d, 320} and weight.grad.shape == (v, d)
 
 
 def test_evaluation_forms_no_gradients():

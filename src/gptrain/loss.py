@@ -1,15 +1,16 @@
 """Next-token cross entropy, from logits or, without ever holding them whole, from hidden states."""
 
-# N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab
-
-import math
+# N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab, W V in whole WIDTHs
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LINE = 16  # fp32 numbers of a cache line: rows that begin on one make a CPU's product 1.4 x faster
+# Rows of logits begin at a multiple of so many numbers: on a CPU, where they then begin on cache
+# lines, products are 1.4 x faster; a GPU has no 16-bit kernels of full speed for other widths
+# (NVIDIA's guide to matrix multiplication; nanoGPT's 50304 for 50257).
+WIDTH = 64
 IGNORED = -100  # a target that counts for nothing: F.cross_entropy's own default
 CHUNK_TOKENS = {"cpu": 256}  # 128 reads the head twice as often, 512 takes 50 MB more
 MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
@@ -86,30 +87,30 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
 
         with torch.autocast(device, enabled=False):
-            weight_cast = weight.to(matmul_dtype)
+            weight_cast = cast_and_widen(weight, matmul_dtype)  # (W, D)
             total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-            n_rows, width = min(chunk_tokens, len(targets)), math.ceil(len(weight) / LINE) * LINE
+            n_rows, width = min(chunk_tokens, len(targets)), round_up(len(weight), WIDTH)
             memory = hidden.new_empty(n_rows, width, dtype=sum_dtype)  # of one chunk, for all
             for start in range(0, len(targets), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 hidden_cast = hidden[rows].to(matmul_dtype)  # (C, D)
-                logits = memory[: len(hidden_cast), : len(weight)]  # (C, V)
+                wide = memory[: len(hidden_cast), : len(weight_cast)]  # (C, W), zero beyond V
                 if matmul_dtype == sum_dtype:
-                    torch.mm(hidden_cast, weight_cast.T, out=logits)
+                    torch.mm(hidden_cast, weight_cast.T, out=wide)
                 else:
-                    logits.copy_(hidden_cast @ weight_cast.T)
-                losses, grad_logits = cross_entropy_in_place(
-                    logits, targets[rows], scale, wants_hidden or wants_weight
+                    wide.copy_(hidden_cast @ weight_cast.T)
+                losses = cross_entropy_in_place(
+                    wide[:, : len(weight)], targets[rows], scale, wants_hidden or wants_weight
                 )
                 total += losses.sum()
                 if wants_hidden or wants_weight:
-                    grad_logits = grad_logits.to(matmul_dtype)
+                    grad_logits = wide.to(matmul_dtype)
                 if wants_hidden:
                     grad_hidden[rows] = grad_logits @ weight_cast  # (C, D)
                 if wants_weight and matmul_dtype == sum_dtype:
                     grad_weight.addmm_(grad_logits.T, hidden_cast)  # (V, D)
                 elif wants_weight:
-                    grad_weight += grad_logits.T @ hidden_cast
+                    grad_weight += (grad_logits.T @ hidden_cast)[: len(weight)]
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
@@ -130,8 +131,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def cross_entropy_in_place(
     logits: Tensor, targets: Tensor, scale: Tensor | float, wants_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Losses (C, 1) of logits (C, V), and scale * d(sum of them)/d(logits), in logits' memory.
+) -> Tensor:
+    """Losses (C, 1) of logits (C, V), whose memory then holds scale * d(sum of them)/d(logits).
 
     One exponential and few passes over the logits: 1.6 times faster than logsumexp followed by a
     softmax. Ignored rows have loss 0 and gradient 0.
@@ -143,11 +144,26 @@ def cross_entropy_in_place(
     target_logits = logits.gather(1, targets)  # (C, 1)
     exps = logits.exp_()
     sums = exps.sum(dim=-1, keepdim=True)  # (C, 1)
-    losses = (sums.log() - target_logits).where(counts, 0.0)
-    if not wants_gradient:
-        return losses, None
-    row_scale = (counts * scale).to(exps.dtype)  # (C, 1)
-    return losses, exps.mul_(row_scale / sums).scatter_add_(1, targets, -row_scale)
+    if wants_gradient:
+        row_scale = (counts * scale).to(exps.dtype)  # (C, 1)
+        exps.mul_(row_scale / sums).scatter_add_(1, targets, -row_scale)
+    return (sums.log() - target_logits).where(counts, 0.0)
+
+
+def cast_and_widen(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight (V, D) in dtype: of 16 bit it has rows of zeros up to a multiple of WIDTH.
+
+    Their logits are 0 and nobody's. In fp32 it is weight itself: a copy would cost its memory.
+    """
+    if dtype == torch.promote_types(dtype, torch.float32):
+        return weight.to(dtype)
+    wide = weight.new_zeros(round_up(len(weight), WIDTH), weight.shape[1], dtype=dtype)
+    wide[: len(weight)] = weight
+    return wide
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def tokens_of_a_chunk(device: torch.device) -> int:

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptrain.loss import IGNORED, check_reduction, count_targets, tokens_of_a_chunk
+from gptrain.loss import (
+    IGNORED,
+    cast_and_widen,
+    check_reduction,
+    count_targets,
+    tokens_of_a_chunk,
+)
 
 
 def vocab_parallel_loss(
@@ -50,7 +56,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         dtype = weight.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        w = weight.to(dtype)
+        w = cast_and_widen(weight, dtype)  # (w, D), rows of zeros beyond v
         needs_hidden, needs_weight = (
             forms_gradients and needed for needed in ctx.needs_input_grad[:2]
         )
@@ -61,9 +67,10 @@ class _VocabParallelLoss(torch.autograd.Function):
             rows = slice(first, first + chunk_tokens)
             h, counted = hidden[rows].to(dtype), targets[rows] != IGNORED
             column = targets[rows] - start
-            here = counted & (column >= 0) & (column < w.shape[0])
+            here = counted & (column >= 0) & (column < len(weight))
             column = column.masked_fill(~here, 0)[:, None]
-            logits = (h @ w.T).float()  # (n, v)
+            wide = (h @ w.T).float()
+            logits = wide[:, : len(weight)]  # (n, v)
             highest = logits.amax(-1)
             dist.all_reduce(highest, dist.ReduceOp.MAX, group)
             logits -= highest[:, None]
@@ -75,11 +82,11 @@ class _VocabParallelLoss(torch.autograd.Function):
                 scale = (counted / n_counted)[:, None]
                 logits *= scale / sums[1, :, None]
                 logits.scatter_add_(-1, column, -(scale * here[:, None]))
-                grad_logits = logits.to(dtype)
+                grad_logits = wide.to(dtype)
                 if needs_hidden:
                     grad_hidden[rows] = grad_logits @ w
                 if needs_weight:
-                    grad_weight += grad_logits.T @ h
+                    grad_weight += (grad_logits.T @ h)[: len(weight)]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return total / n_counted
