@@ -56,6 +56,7 @@ def chunked_next_token_loss(
     torch 2.13.0, November 2026, median ratio of processor time of 7 interleaved runs, and peak
     memory over inputs:
         F.cross_entropy(F.linear(...))                      1.00 (1.9 s)   306 MB
+        the same under torch.compile                        0.93           195 MB
         F.linear_cross_entropy (2.13 on), default           0.99           312 MB
         F.linear_cross_entropy, LinearCrossEntropyOptions() 4.8            291 MB
         this, chunk_tokens=128, 256, 508                    0.76           103, 154, 205 MB

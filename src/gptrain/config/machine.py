@@ -104,7 +104,7 @@ def set_threads(n_local: int) -> int:
 def _product_s(threads: int) -> float:
     """Median time of a product of the size that a small net's layers have, in seconds."""
     torch.set_num_threads(threads)
-    left, right = torch.randn(2048, 512), torch.randn(512, 512)
+    left, right = torch.randn(1024, 512), torch.randn(512, 512)
     times_s = []
     for _ in range(5):
         start_s = time.perf_counter()
