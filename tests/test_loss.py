@@ -84,6 +84,18 @@ def test_under_bf16_autocast_it_is_as_close_to_the_exact_loss_as_the_plain_one()
         assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
 
 
+def test_in_fp16_no_gradient_vanishes_for_the_number_of_tokens():
+    """A probability over a batch's tokens, 1 / (3000 * 4096), is about fp16's smallest number."""
+    n_tokens, v = 4096, 3000
+    weight = torch.zeros(v, 1, requires_grad=True)  # all tokens equally probable
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_next_token_loss(
+            torch.ones(n_tokens, 1), weight, torch.zeros(n_tokens, dtype=torch.int64)
+        )
+    loss.backward()
+    torch.testing.assert_close(weight.grad[1:], torch.full((v - 1, 1), 1 / v), rtol=2**-9, atol=0)
+
+
 def test_bf16_weights_get_bf16_gradients_and_an_fp32_loss():
     hidden, weight, targets = problem(torch.bfloat16)
     loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4)

@@ -68,14 +68,16 @@ def chunked_next_token_loss(
         raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
     hidden = hidden.flatten(0, -2)  # (N, D)
     targets = targets.flatten()  # (N,)
-    scale = 1.0 if reduction == "sum" else 1.0 / count_targets(targets)
     forms_gradients = torch.is_grad_enabled()  # inside a Function it is always off
-    return _ChunkedLoss.apply(hidden, head_weight, targets, scale, chunk_tokens, forms_gradients)
+    total = _ChunkedLoss.apply(hidden, head_weight, targets, chunk_tokens, forms_gradients)
+    # Divided here, the gradients of the logits were formed between -1 and 1: divided by the number
+    # of tokens first, they would vanish in fp16, which is before a loss scaler can help.
+    return total if reduction == "sum" else total / count_targets(targets)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, scale, chunk_tokens, forms_gradients):
+    def forward(ctx, hidden, weight, targets, chunk_tokens, forms_gradients):
         device = hidden.device.type
         matmul_dtype = hidden.dtype
         if torch.is_autocast_enabled(device):
@@ -101,7 +103,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 else:
                     wide.copy_(hidden_cast @ weight_cast.T)
                 losses = cross_entropy_in_place(
-                    wide[:, : len(weight)], targets[rows], scale, wants_hidden or wants_weight
+                    wide[:, : len(weight)], targets[rows], wants_hidden or wants_weight
                 )
                 total += losses.sum()
                 if wants_hidden or wants_weight:
@@ -115,7 +117,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        return total * scale
+        return total
 
     @staticmethod
     @once_differentiable
@@ -127,13 +129,11 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_hidden.mul_(grad_loss)
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
-def cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, scale: Tensor | float, wants_gradient: bool
-) -> Tensor:
-    """Losses (C, 1) of logits (C, V), whose memory then holds scale * d(sum of them)/d(logits).
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, wants_gradient: bool) -> Tensor:
+    """Losses (C, 1) of logits (C, V), whose memory then holds d(sum of them)/d(logits).
 
     One exponential and few passes over the logits: 1.6 times faster than logsumexp followed by a
     softmax. Ignored rows have loss 0 and gradient 0.
@@ -146,8 +146,7 @@ def cross_entropy_in_place(
     exps = logits.exp_()
     sums = exps.sum(dim=-1, keepdim=True)  # (C, 1)
     if wants_gradient:
-        row_scale = (counts * scale).to(exps.dtype)  # (C, 1)
-        exps.mul_(row_scale / sums).scatter_add_(1, targets, -row_scale)
+        exps.mul_(counts / sums).scatter_add_(1, targets, -counts.to(exps.dtype))
     return (sums.log() - target_logits).where(counts, 0.0)
 
 

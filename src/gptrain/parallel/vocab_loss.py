@@ -39,19 +39,17 @@ def vocab_parallel_loss(
     start = mesh.get_local_rank() * -(-head_weight.shape[0] // mesh.size())
     weight = head_weight.to_local()
     targets = targets.flatten()
-    n_counted = count_targets(targets) if reduction == "mean" else 1
     hidden, group = hidden.flatten(0, -2), mesh.get_group()  # (N, D)
     forms_gradients = torch.is_grad_enabled()  # inside a Function it is always off
-    return _VocabParallelLoss.apply(
-        hidden, weight, targets, start, n_counted, chunk_tokens, group, forms_gradients
+    total = _VocabParallelLoss.apply(
+        hidden, weight, targets, start, chunk_tokens, group, forms_gradients
     )
+    return total if reduction == "sum" else total / count_targets(targets)
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, targets, start, n_counted, chunk_tokens, group, forms_gradients
-    ):
+    def forward(ctx, hidden, weight, targets, start, chunk_tokens, group, forms_gradients):
         device = hidden.device.type
         dtype = weight.dtype
         if torch.is_autocast_enabled(device):
@@ -79,9 +77,8 @@ class _VocabParallelLoss(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             total += ((sums[1].log() - sums[0]) * counted).sum()
             if needs_hidden or needs_weight:
-                scale = (counted / n_counted)[:, None]
-                logits *= scale / sums[1, :, None]
-                logits.scatter_add_(-1, column, -(scale * here[:, None]))
+                logits *= (counted / sums[1])[:, None]
+                logits.scatter_add_(-1, column, -here.float()[:, None])
                 grad_logits = wide.to(dtype)
                 if needs_hidden:
                     grad_hidden[rows] = grad_logits @ w
@@ -89,7 +86,7 @@ class _VocabParallelLoss(torch.autograd.Function):
                     grad_weight += (grad_logits.T @ h)[: len(weight)]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        return total / n_counted
+        return total
 
     @staticmethod
     def backward(ctx, grad):
@@ -98,4 +95,4 @@ class _VocabParallelLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
