@@ -153,17 +153,20 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient():
         loss.backward()
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operation's output has, and how many products ran."""
+class Watch(TorchDispatchMode):
+    """Records the most elements of any operation's output, and which products ran."""
 
     def __init__(self):
         super().__init__()
         self.numel = 0
         self.n_matmuls = 0
+        self.factor_sizes: set[int] = set()  # rows and columns of all that mm multiplies
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.n_matmuls += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.factor_sizes |= {size for factor in args for size in factor.shape}
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.numel = max(self.numel, tensor.numel())
@@ -178,7 +181,7 @@ def test_no_tensor_is_as_large_as_the_logits(autocast):
     targets = torch.randint(v, (n_tokens,))
 
     def largest(loss) -> int:
-        with LargestTensor() as seen, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with Watch() as seen, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss().backward()
         return seen.numel
 
@@ -189,31 +192,18 @@ def test_no_tensor_is_as_large_as_the_logits(autocast):
     assert chunked == chunk_tokens * 128  # 100 in whole WIDTHs of 64
 
 
-class Products(TorchDispatchMode):
-    """The sizes of all matrices that are multiplied."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes: set[int] = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.sizes |= {size for factor in args[:2] for size in factor.shape}
-        return op(*args, **(kwargs or {}))
-
-
 def test_products_in_16_bit_are_as_wide_as_a_gpu_multiplies_fast():
     n_tokens, d, v = 24, 32, 50257 % 1000
     hidden = torch.randn(n_tokens, d, requires_grad=True)
     weight = torch.randn(v, d, requires_grad=True)
-    with Products() as seen, torch.autocast("cpu", torch.bfloat16):
+    with Watch() as seen, torch.autocast("cpu", torch.bfloat16):
         chunked_next_token_loss(hidden, weight, torch.randint(v, (n_tokens,))).backward()
-    assert seen.sizes == {n_tokens, d, 320} and weight.grad.shape == (v, d)
+    assert seen.factor_sizes == {n_tokens, d, 320} and weight.grad.shape == (v, d)
 
 
 def test_evaluation_forms_no_gradients():
     hidden, weight, targets = problem()
-    with torch.no_grad(), LargestTensor() as seen:
+    with torch.no_grad(), Watch() as seen:
         loss = chunked_next_token_loss(hidden, weight, targets, chunk_tokens=7)
     assert seen.n_matmuls == 3  # one for each chunk
     assert not loss.requires_grad

@@ -30,7 +30,7 @@ def ends(
     if ended != code:
         return f"exit {ended} instead of {code}: {attempt.text()[-500:]}"
     if left := attempt.orphans():
-        return f"processes left: {left}"
+        return left
     status = attempt.status()
     if cause is not None and status.get("cause") != cause:
         return f"status.json says {status.get('cause')}, not {cause}"

@@ -74,7 +74,7 @@ def calls_alone(lab: Lab, reference: dict, draw: random.Random) -> str | None:
     if attempt.wait(25) not in (70, 76):
         return f"exit {attempt.wait()}: {attempt.text()[-500:]}"
     if left := attempt.orphans():
-        return f"processes left: {left}"
+        return left
     return goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
 
 

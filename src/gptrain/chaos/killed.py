@@ -37,7 +37,7 @@ def killed_group(
     attempt = lab.start(lab.new("killed-group"), fault=fault, background=background)
     attempt.wait()
     if left := attempt.orphans():
-        return f"processes left: {left}"
+        return left
     redo = 2 * EVERY if background else EVERY
     return goes_on_as_if_nothing(lab, attempt.run_dir, reference, redo)
 
@@ -52,7 +52,7 @@ def killed_launcher(lab: Lab, reference: dict, draw: random.Random) -> str | Non
     attempt = lab.start(lab.new("killed-launcher"), fault=fault)
     attempt.wait()
     if left := attempt.orphans():
-        return f"orphans: {left}"
+        return left
     return goes_on_as_if_nothing(lab, attempt.run_dir, reference, EVERY)
 
 

@@ -78,12 +78,12 @@ class Attempt:
         """What status.json says."""
         return read_status(self.run_dir) or {}
 
-    def orphans(self, timeout_s: float = 10.0) -> list[str]:
-        """Processes of its session that are still there after the timeout, each with its state."""
+    def orphans(self, timeout_s: float = 10.0) -> str | None:
+        """What to say of its session's processes that are still there after the timeout."""
         give_up = time.monotonic() + timeout_s
         while (left := list(session(self.pid))) and time.monotonic() < give_up:
             time.sleep(0.05)
-        return left
+        return f"processes left: {left}" if left else None
 
 
 class Lab:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gptrain.lit.strategies.ranks import Ranks
-from gptrain.loss import count_targets
+from gptrain.loss import count_targets, reduce_total
 from gptrain.parallel.fsdp import set_gradient_sync
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.pipeline import Pipeline
@@ -122,7 +122,7 @@ class Piped(Spread):
             n_counted = count_targets(targets)
             return self.pipeline.forward_backward(tokens, targets, n_counted, scale)
         total = self.pipeline.evaluate(tokens, targets)
-        return total if reduction == "sum" else total / count_targets(targets)
+        return reduce_total(total, targets, reduction)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Nothing: `loss` has done it."""
