@@ -15,6 +15,7 @@ from gptrain.data import ByteTokenizer
 from gptrain.export.files import byte_level_tokenizer, write_json
 from gptrain.export.verb import Dtype, ExportConfig, Format, export, write_net
 from gptrain.models import SimpleGPT
+from gptrain.resilience.manifest import DamagedCheckpoint
 from gptrain.weights import load_weights
 
 # vocabulary, width, heads, layers, positions; prime and even vocabularies, one head and many
@@ -139,6 +140,20 @@ def test_old_files_of_gpt2_with_bare_names_and_masks_are_read(tmp_path):
     load_weights(net, tmp_path)
     tokens = tokens_for(size)
     torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_in_several_files_are_read_and_a_missing_one_is_told(tmp_path):
+    size = SIZES[1]
+    gpt2, net = theirs(*size), ours(*size)
+    gpt2.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1
+    load_weights(net, tmp_path)
+    tokens = tokens_for(size)
+    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
+    files[-1].unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"names {files[-1].name}, which is not there"):
+        load_weights(net, tmp_path)
 
 
 @pytest.mark.parametrize(

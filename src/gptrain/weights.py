@@ -27,6 +27,7 @@ from gptrain.resume import CHECKPOINTS, choose_checkpoint
 log = logging.getLogger(__name__)
 STATE_NAME = "state.ckpt"  # of a full checkpoint
 SAFETENSORS = "model.safetensors"
+INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 SHOWN = 4  # misfits told one by one; a net of another width has one for each tensor
 
 
@@ -43,7 +44,7 @@ def load_weights(
     Args:
         source: a run folder (its best checkpoint by `monitor`, or its newest where none was
             measured), a checkpoint's folder or file, a folder in the layout of Hugging Face's
-            GPT-2, or a safetensors file of the net's own names.
+            GPT-2 (in one file or several), or a safetensors file of the net's own names.
         aliases: as in `gptrain.parallel.state`.   is_stage: net is a part of what source holds.
 
     Raises:
@@ -60,9 +61,10 @@ def load_weights(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load_sharded(net, None, [], reader, aliases=aliases)
         return path
-    tensors = read_safetensors(path) if path.suffix == ".safetensors" else _read_state(path)
+    from_others = path.suffix == ".safetensors" or path.name == INDEX
+    tensors = read_safetensors(path) if from_others else _read_state(path)
     config = path.parent / "config.json"
-    if path.name == SAFETENSORS and config.exists():
+    if path.name in (SAFETENSORS, INDEX) and config.exists():
         tensors = _from_gpt2(net, config, tensors)
     tensors = _untied(net, tensors)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -105,8 +107,9 @@ def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | 
         return CheckpointStore(source.parent).verify(source)
     if source.is_file():
         return source
-    if (source / SAFETENSORS).exists():
-        return source / SAFETENSORS
+    for name in (SAFETENSORS, INDEX):
+        if (source / name).exists():
+            return source / name
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
     raise FileNotFoundError(
@@ -115,17 +118,31 @@ def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | 
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, mapped from it.
+    """The tensors of a safetensors file, or of all files that an index names, mapped from them.
 
     Raises: DamagedCheckpoint.
     """
     from safetensors import SafetensorError  # an extra: only these files need it
     from safetensors.torch import load_file as load_safetensors
 
+    if path.name == INDEX:
+        return {k: v for part in _indexed(path) for k, v in read_safetensors(part).items()}
     try:
         return load_safetensors(path)
     except SafetensorError as error:
         raise DamagedCheckpoint(path, f"not a safetensors file ({error})") from error
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        parts = sorted({index.parent / name for name in names})
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(index, f"not an index of safetensors files ({error})") from error
+    for part in parts:
+        if not part.is_file():
+            raise DamagedCheckpoint(index, f"names {part.name}, which is not there")
+    return parts
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:

@@ -16,7 +16,7 @@ def check_extras(run: Run) -> None:
     source = run.get("init_from")
     if source is not None:
         found = Path(source).expanduser()
-        if found.suffix == ".safetensors" or (found / "model.safetensors").exists():
+        if found.suffix == ".safetensors" or any(found.glob("model.safetensors*")):
             _need(run, "init_from", "safetensors", "export")
     if run.has("format"):  # the verb that exports
         _need(run, "format", "safetensors", "export")
