@@ -16,6 +16,7 @@ from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.strategies import spread_net
 from gptrain.models import SimpleGPT
+from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.state import whole_net_state
 from gptrain.plan import degrees
 from gptrain.resilience.store import CheckpointStore
@@ -105,7 +106,12 @@ def fit(
         make_net, options, split, torch.device(device), precision=precision, **made_of
     )
     torch.manual_seed(1 + rank)
-    module = LanguageModel(net, lambda net: torch.optim.AdamW(net.parameters(), 1e-3), constant)
+    module = LanguageModel(
+        net,
+        lambda net: torch.optim.AdamW(net.parameters(), 1e-3),
+        constant,
+        compiles_loss=compiles_loss(made_of.get("compile", "none"), device),
+    )
     data = TextDataModule(
         DummyTextDataset(500, SEQ_LEN, V, seed=3),
         DummyTextDataset(21, SEQ_LEN, V, seed=4),  # no multiple of the ranks

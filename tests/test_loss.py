@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptrain.loss import chunked_next_token_loss, next_token_loss
+from gptrain.loss import chunked_next_token_loss, cross_entropy_to_compile, next_token_loss
 
 B, T, D, V = 3, 7, 16, 53
 
@@ -82,6 +82,29 @@ def test_under_bf16_autocast_it_is_as_close_to_the_exact_loss_as_the_plain_one()
     for truth, ours, theirs in zip(exact, chunked_grads, plain_grads, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
+
+
+def test_compiled_it_computes_the_same_also_in_a_short_last_chunk():
+    hidden, weight, targets = problem(torch.float32)
+
+    def results(compiles: bool):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = chunked_next_token_loss(
+                hidden, weight, targets, chunk_tokens=12, compiles=compiles
+            )
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    torch.testing.assert_close(results(True), results(False), rtol=2**-8, atol=2**-12)  # bf16's
+
+
+def test_what_is_compiled_equals_torchs_and_leaves_out_columns_beyond_the_vocabulary():
+    _, _, targets = problem()
+    targets = targets.flatten()
+    logits = torch.randn(B * T, V + 11, dtype=torch.float64, requires_grad=True)
+    expected = F.cross_entropy(logits[:, :V], targets, reduction="none")
+    losses, gradient = cross_entropy_to_compile(logits.detach(), targets, V, True)
+    torch.testing.assert_close(losses[:, 0], expected.detach())
+    torch.testing.assert_close(gradient, *torch.autograd.grad(expected.sum(), logits))
 
 
 def test_in_fp16_no_gradient_vanishes_for_the_number_of_tokens():

@@ -32,6 +32,7 @@ from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import spread_net
 from gptrain.lit.trainer import NoProfiler, leave_signals_to_us, trim_step
+from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.unfit import Unfit
 from gptrain.plan import Degrees, degrees
@@ -119,6 +120,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         build_schedule(cfg, lengths.n_steps),
         token_bytes=bytes_of_tokens(val),
         on_nonfinite=cfg.on_nonfinite,
+        compiles_loss=compiles_loss(cfg.model.compile, machine.accelerator),
     )
     datamodule = TextDataModule(
         train,

@@ -170,15 +170,18 @@ class WithLoss(nn.Module):
     def __init__(self, spec: Spec):
         super().__init__()
         from gptrain.models import SimpleGPT
-        from gptrain.parallel.activation import apply_compile
+        from gptrain.parallel.activation import apply_compile, compiles_loss
 
         self.net = SimpleGPT(**spec["model"])
         apply_compile(self.net, spec["compile"])
+        self.compiles_loss = compiles_loss(spec["compile"], spec["device"])
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from gptrain.loss import chunked_next_token_loss
 
-        return chunked_next_token_loss(self.net.hidden(tokens), self.net.head.weight, targets)
+        return chunked_next_token_loss(
+            self.net.hidden(tokens), self.net.head.weight, targets, compiles=self.compiles_loss
+        )
 
 
 def make_optimizer(spec: Spec, net: nn.Module) -> tuple:

@@ -35,6 +35,7 @@ class LanguageModel(pl.LightningModule):
         schedule: optimizer step -> factor on the learning rate.
         token_bytes: (V,) bytes of text that each token stands for; opens `val/bits_per_byte`.
         on_nonfinite: "stop" ends the run at a loss that is not finite, "skip" leaves the step out.
+        compiles_loss: compile the softmax of the chunked loss.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LanguageModel(pl.LightningModule):
         schedule: Callable[[int], float],
         token_bytes: Tensor | None = None,
         on_nonfinite: str = "stop",
+        compiles_loss: bool = False,
     ):
         super().__init__()
         self.net = net
@@ -55,6 +57,7 @@ class LanguageModel(pl.LightningModule):
         self.make_optimizer = make_optimizer
         self.schedule = schedule
         self.check_finite = FiniteCheck(on_nonfinite)
+        self.compiles_loss = compiles_loss
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         # Sums: MeanMetric(nan_strategy="disable") leaves out its weights (torchmetrics 1.9).
         self.eval_nats, self.eval_tokens, self.eval_bytes = (
@@ -80,7 +83,9 @@ class LanguageModel(pl.LightningModule):
             hidden, head = self.hidden_and_head(tokens)
             if torch.is_grad_enabled() and is_large(head):
                 trim_heap()  # the head's gradient and logits come on top of all activations
-            return chunked_next_token_loss(hidden, head, targets, reduction=reduction)
+            return chunked_next_token_loss(
+                hidden, head, targets, reduction=reduction, compiles=self.compiles_loss
+            )
         return next_token_loss(self.net(tokens), targets, reduction=reduction)
 
     def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.lit.strategies.ranks import Replicated, Single
 from gptrain.loss import chunked_next_token_loss, next_token_loss
-from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.activation import (
+    apply_activation_checkpointing,
+    apply_compile,
+    compiles_loss,
+)
 from gptrain.parallel.ddp import comm_hook
 from gptrain.parallel.group import start_group_of_one
 from gptrain.parallel.materialize import build_spread
@@ -92,7 +96,7 @@ def _spread(name, make_net, options, split, device, compile, activation_checkpoi
             f"activation_checkpointing=none",
         )
     if "pipeline" in name:
-        return _piped(make_net, finish, options, split, device)
+        return _piped(make_net, finish, options, split, device, compiles_loss(compile, device.type))
     return _sharded(make_net, finish, options, split, device, name, precision)
 
 
@@ -138,7 +142,7 @@ def _sharded(make_net, finish, options, split, device, name, precision):
     return net, Sharded(mesh, is_fsdp=is_fsdp, is_tensor=is_tensor, syncs_each=syncs_each)
 
 
-def _piped(make_net, finish, options, split, device):
+def _piped(make_net, finish, options, split, device, compiles):
     from gptrain.lit.strategies.spread import Piped
     from gptrain.parallel.mesh import build_mesh
     from gptrain.parallel.pipeline import Pipeline
@@ -150,7 +154,9 @@ def _piped(make_net, finish, options, split, device):
         def loss_sum(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             if net.head.bias is not None:
                 return next_token_loss(net.head(hidden), targets, reduction="sum")
-            return chunked_next_token_loss(hidden, net.head.weight, targets, reduction="sum")
+            return chunked_next_token_loss(
+                hidden, net.head.weight, targets, reduction="sum", compiles=compiles
+            )
 
         pipeline = Pipeline(
             net,
