@@ -19,12 +19,12 @@ from gptrain.launch.restarts import note_start
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import check_data, differences, find_checkpoint, identity
 
-register()
 RUN = "a" * 32
 
 
 @cache
 def composed() -> DictConfig:
+    register()  # another test of this process may have registered the schema of an export
     return compose_command(["model=gpt_nano", "trainer=cpu"])
 
 

@@ -1,8 +1,11 @@
 """Ends of a run other than being done, each told by an exception that every rank raises alike."""
 
 
-class Preempted(Exception):
+class Preempted(BaseException):
     """The run was asked to stop, saved itself and left; the same command goes on with it.
+
+    No Exception, as KeyboardInterrupt is none: a signal's handler may raise it inside any library,
+    whose `except Exception` would make another error of it (Hydra: "Error locating target").
 
     Attributes:
         step: optimizer steps that are done and saved; None where there was nothing to save.

@@ -38,7 +38,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._previous: dict[signal.Signals, object] = {}
         self._wake_up: tuple[int, int] | None = None  # previous descriptor, ours
 
