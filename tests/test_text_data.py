@@ -372,25 +372,24 @@ def test_two_processes_at_once_end_alike(corpus, tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_damaged_cache_is_named_and_can_be_repaired(tmp_path):
+def test_a_damaged_cache_is_named_and_made_again(tmp_path):
     source, cache = make_corpus(tmp_path / "corpus"), tmp_path / "cache"
     prepared = prepare_text(source, "bytes", cache)
     good = prepared.train_file.read_bytes()
 
-    def assert_refused(message):
-        with pytest.raises(DataError, match=message):
-            prepare_text(source, "bytes", cache)
-        assert prepare_text(source, "bytes", cache, repair=True) == prepared
+    def assert_made_again(message):
+        with pytest.warns(UserWarning, match=f"{message}: prepared again"):
+            assert prepare_text(source, "bytes", cache) == prepared
         assert prepared.train_file.read_bytes() == good
 
     prepared.train_file.write_bytes(b"\x07" + good[1:])
-    assert_refused(r"train\.bin: sha256 differs from manifest\.json; prepare it again")
+    assert_made_again(r"train\.bin: sha256 differs from manifest\.json")
     prepared.train_file.write_bytes(good[:-2])
-    assert_refused(r"train\.bin: \d+ bytes, \d+ in manifest\.json")
+    assert_made_again(r"train\.bin: \d+ bytes, \d+ in manifest\.json")
     (prepared.folder / "manifest.json").unlink()
-    assert_refused(r"holds no manifest\.json")
+    assert_made_again(r"holds no manifest\.json")
     (prepared.folder / "manifest.json").write_text("{")
-    assert_refused(r"manifest\.json: damaged")
+    assert_made_again(r"manifest\.json: damaged")
     assert len(folders(cache)) == 1
 
 

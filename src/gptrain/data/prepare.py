@@ -41,12 +41,12 @@ def prepare_text(
     val_fraction: float = 0.05,
     pattern: str = "*",
     vocab_size: int | None = None,
-    repair: bool = False,
 ) -> PreparedText:
     """The train and validation tokens of a corpus, from the cache or made now.
 
     The corpus is hashed when one of its files has changed, tokenized when the hash, the
-    tokenizer or the split has. Memory is constant. Processes that do this at once end alike.
+    tokenizer or the split has; a damaged cache is made again, with a warning. Memory is constant.
+    Processes that do this at once end alike.
 
     Args:
         path: a UTF-8 file, a folder with all below it, a list of them; None: the standard
@@ -55,9 +55,8 @@ def prepare_text(
         pattern: that names of files within folders must match.
         vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them; no
             tokenizer may have more.
-        repair: make a damaged cache folder again, where else it is a DataError.
-    Raises: FileNotFoundError; DataError for no text, or for a damaged cache; OSError if the disk
-        is full or not to be written to, with nothing left behind.
+    Raises: FileNotFoundError; DataError for no text; OSError if the disk is full or not to be
+        written to, with nothing left behind.
     """
     cache_dir = Path(cache_dir)
     identity = _identity(tokenizer, vocab_size)
@@ -76,9 +75,8 @@ def prepare_text(
     if folder.exists():
         try:
             return PreparedText.load(folder).check()
-        except DataError:
-            if not repair:
-                raise
+        except DataError as error:
+            warnings.warn(f"{error}: prepared again", stacklevel=2)
         remove_folder(folder)
     with fresh_folder(folder) as draft:
         _write(draft, texts, tokenizer, identity, val_fraction, vocab_size)

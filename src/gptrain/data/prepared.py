@@ -48,10 +48,7 @@ class PreparedText:
             file = folder / name
             size_bytes = file.stat().st_size if file.exists() else 0
             if size_bytes != told["size_bytes"]:
-                raise DataError(
-                    f"{file}: {size_bytes} bytes, {told['size_bytes']} in {MANIFEST};"
-                    " prepare it again"
-                )
+                raise DataError(f"{file}: {size_bytes} bytes, {told['size_bytes']} in {MANIFEST}")
         train, val = manifest["files"]["train.bin"], manifest["files"]["val.bin"]
         return cls(
             folder=folder,
@@ -95,7 +92,7 @@ class PreparedText:
             if file.stat().st_mtime_ns == told["mtime_ns"]:
                 continue
             if _sha256(file) != told["sha256"]:
-                raise DataError(f"{file}: sha256 differs from {MANIFEST}; prepare it again")
+                raise DataError(f"{file}: sha256 differs from {MANIFEST}")
             with suppress(OSError):  # a cache that may only be read is hashed at every start
                 os.utime(file, ns=(told["mtime_ns"], told["mtime_ns"]))
         return self
@@ -106,9 +103,9 @@ def _read_manifest(folder: Path) -> dict:
     try:
         return json.loads(file.read_text())
     except FileNotFoundError:
-        raise DataError(f"{folder}: holds no {MANIFEST}; prepare it again") from None
+        raise DataError(f"{folder}: holds no {MANIFEST}") from None
     except ValueError:
-        raise DataError(f"{file}: damaged; prepare it again") from None
+        raise DataError(f"{file}: damaged") from None
 
 
 def _sha256(file: Path) -> str:
