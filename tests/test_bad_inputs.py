@@ -288,7 +288,7 @@ HABITS = {
     "debug=profiler": "profiler=torch",
     "train=False": "task=test",
     "test=False": "task=fit",
-    "logger=many_loggers": "logger=csv",
+    "logger=many_loggers": "logger=[csv,tensorboard]",
     "optimized_metric=val/loss": "objective",
     "task_name=mine": "name=mine",
     "paths.output_dir=/x": "output_dir=/x",

@@ -29,3 +29,15 @@ def test_a_size_that_is_not_known_is_one_line_and_nothing_is_written(command, tm
     assert run.returncode == 2
     assert run.stderr.startswith("error: size=huge") and run.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_another_optimizer_than_the_others_is_no_comparison(command, tmp_path):
+    run = command("-m", "gptrain.bench", "size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
+    assert run.returncode == 2
+    assert "optimizer._target_=gptrain.optim.Muon: the loops beside ours have" in run.stderr
+
+
+@pytest.mark.parametrize("verb, word", [("bench", "rounds"), ("export", "format")])
+def test_help_is_about_the_verb(command, verb, word):
+    run = command("-m", f"gptrain.{verb}", "--help")
+    assert run.returncode == 0 and f"python -m gptrain.{verb}" in run.stdout and word in run.stdout

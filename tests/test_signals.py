@@ -174,9 +174,9 @@ def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
 
 
 def test_a_library_on_the_way_cannot_make_another_error_of_it(tmp_path):
-    with Guard(tmp_path, tmp_path / "beats", rank=0, timeout_s=60) as guard:
-        with pytest.raises(Preempted), guard.nothing_to_save():
-            try:  # as Hydra imports the class of a dataset
-                os.kill(os.getpid(), signal.SIGTERM)
-            except Exception as error:
-                raise ImportError("error locating target") from error
+    guard = Guard(tmp_path, tmp_path / "beats", rank=0, timeout_s=60)
+    with guard, pytest.raises(Preempted), guard.nothing_to_save():
+        try:  # as Hydra imports the class of a dataset
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise ImportError("error locating target") from error

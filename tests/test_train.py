@@ -85,6 +85,38 @@ def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, task, 
     assert again.metrics[metric] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
 
 
+def test_data_that_cannot_be_used_end_a_run_with_their_own_code(train, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
+    run = train("data=text", f"data.path={tmp_path / 'latin.txt'}")
+    assert run.code == 65 and "no UTF-8 text in 1 files" in run.err
+    assert json.loads((run.folder / "status.json").read_text())["cause"] == "data"
+
+
+def test_a_run_that_time_ended_is_saved_where_it_stopped(train):
+    run = train(
+        "trainer.max_time=00:00:00:01", "trainer.max_steps=-1", "trainer.max_epochs=-1",
+        "trainer.limit_val_batches=0", "scheduler=constant",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["checkpoint"].endswith(f"checkpoints/step-{result['steps']:08d}")
+    again = train(f"from_run={run.folder}", "task=validate", name="again")
+    assert again.code == 0 and "val/loss" in again.metrics, again.err
+
+
+def test_a_sanity_check_leaves_no_trace_in_what_is_saved_and_logged(train):
+    options = (
+        "checkpoint=every_n_steps", "checkpoint.every_n_steps=2", "model.dropout=0.1", "logger=csv",
+    )  # fmt: skip
+    plain = train(*options, name="plain")
+    checked = train(*options, "trainer.num_sanity_val_steps=2", name="checked")
+    assert checked.code == 0, checked.err
+    for ours, plains in zip(checked.state(2)["rng"], plain.state(2)["rng"], strict=True):
+        assert torch.equal(ours["torch"], plains["torch"])
+    assert checked.state(4)["logged"] == plain.state(4)["logged"]
+    assert "\n0," not in (checked.folder / "metrics.csv").read_text()
+
+
 def test_a_run_that_failed_says_why_in_its_status(train):
     run = train("optimizer.lr=1e30", "trainer.gradient_clip_val=null", "trainer.max_steps=20")
     assert run.code == 79

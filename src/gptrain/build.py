@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_method
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -41,6 +41,7 @@ from gptrain.recipe import (
     build_net,
     build_optimizer,
     build_schedule,
+    build_target,
     peak_lr,
     plan_lengths,
 )
@@ -56,6 +57,7 @@ TRAINER_KEYS = {
     "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "val_check_interval",
     "check_val_every_n_epoch",
 }  # fmt: skip
+SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
@@ -167,7 +169,7 @@ def spread(
 def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:
     """Train, validation and test set, prepared where that is needed; None: no test set is given."""
     parts = ("train", "val", "test")
-    return [instantiate(cfg.data[part]) if part in cfg.data else None for part in parts]
+    return [build_target(cfg.data[part]) if part in cfg.data else None for part in parts]
 
 
 def first_batches(
@@ -190,9 +192,9 @@ def bytes_of_tokens(dataset: torch.utils.data.Dataset) -> torch.Tensor | None:
 
 
 def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
-    """Lightning's name of it, "auto" decided."""
-    precision = cfg.trainer.precision
-    return native_precision(machine) if precision == "auto" else precision
+    """Lightning's one name of it, "auto" decided."""
+    precision = str(cfg.trainer.precision)
+    return native_precision(machine) if precision == "auto" else SPELT_OUT.get(precision, precision)
 
 
 def build_trainer(
@@ -211,8 +213,8 @@ def build_trainer(
     options = OmegaConf.to_container(_without(cfg.trainer, TRAINER_KEYS), resolve=True)
     make = get_method(options.pop("_target_"))
     fast = bool(cfg.trainer.fast_dev_run)
-    loggers = [] if fast else [instantiate(node) for node in cfg.logger.values()]
-    callbacks = [instantiate(node) for node in cfg.callbacks.values() if node]
+    loggers = [] if fast else [build_target(node) for node in cfg.logger.values()]
+    callbacks = [build_target(node) for node in cfg.callbacks.values() if node]
     trainer = make(
         **options,
         accelerator=machine.accelerator,
@@ -227,7 +229,7 @@ def build_trainer(
         callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard, train)],
         logger=loggers,
         plugins=[StoreIO()],
-        profiler=instantiate(cfg.profiler) if cfg.profiler else NoProfiler(),
+        profiler=build_target(cfg.profiler) if cfg.profiler else NoProfiler(),
         use_distributed_sampler=False,
         enable_checkpointing=False,
         default_root_dir=cfg.run_dir,

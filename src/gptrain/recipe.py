@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -34,10 +35,21 @@ class Lengths:
     validate_every: int
 
 
+def build_target(node: DictConfig) -> Any:
+    """What a node's `_target_` makes; raises what that raises, without Hydra's exception around it.
+
+    Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
+    """
+    try:
+        return instantiate(node)
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
+
+
 def build_net(cfg: DictConfig) -> nn.Module:
     """The net of the model group, with initial weights that depend on torch's seed alone."""
     keys = [key for key in cfg.model if key not in MODEL_KEYS]
-    return instantiate(OmegaConf.masked_copy(cfg.model, keys))
+    return build_target(OmegaConf.masked_copy(cfg.model, keys))
 
 
 def plan_lengths(

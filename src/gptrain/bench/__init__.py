@@ -6,6 +6,11 @@
     python -m gptrain.bench steps=10 "loops=[ours,ours_saving]"  a checkpoint every 10 steps
     python -m gptrain.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
 
+    size    tiny, cpu, simple_gpt, gpt2: model and batch; every key of train.py changes them
+    rounds  turns of each loop              steps  of a turn
+    loops   [tutorial, bare, accelerate, ours, ours_saving]
+    --json  the result on stdout; it is in result.json of the run's folder anyway
+
 Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what
 else happens on the machine meets all of them alike. Ratios are taken within a round; only they
 carry over to another machine.

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import Result, summarize, table
 from gptrain.bench.turns import Contestant
@@ -33,6 +34,10 @@ SIZES = {
 }
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
 OWN_KEYS = ("rounds", "steps", "loops", "json", "size")
+COMPARED = {
+    "data.train._target_": "gptrain.data.DummyTextDataset",
+    "optimizer._target_": "torch.optim.AdamW",
+}
 # A run without what the other loops do not do either.
 FIXED = (
     "checkpoint=none",
@@ -64,7 +69,7 @@ def main() -> None:
     preset = SIZES[size].split()
     typed = {word.partition("=")[0] for word in words}
     sys.argv[1:] = ["name=bench", *(w for w in preset if w.partition("=")[0] not in typed), *words]
-    config.main(bench, schema=BenchConfig)
+    config.main(bench, schema=BenchConfig, usage=package.__doc__)
 
 
 def bench(cfg: DictConfig) -> None:
@@ -104,6 +109,9 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
     if missing:
         wrong = f"has no {', '.join(missing)}: the loops beside it need the sizes of a SimpleGPT"
         raise ConfigError([Problem("model", cfg.model.get("_target_"), wrong)])
+    for key, known in COMPARED.items():
+        if (target := OmegaConf.select(cfg, key)) != known:
+            raise ConfigError([Problem(key, target, "the loops beside ours have", allowed=known)])
     words = HydraConfig.get().overrides.task
     mine = [word for word in words if word.partition("=")[0].lstrip("+") not in OWN_KEYS]
     options = OmegaConf.to_container(cfg.optimizer, resolve=True)
@@ -118,7 +126,7 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
         "compile": cfg.model.compile,
         "batch_size": cfg.data.batch_size,
         "seq_len": cfg.data.seq_len,
-        "num_samples": cfg.data.get("num_samples", 10000),
+        "num_samples": cfg.data.num_samples,
         "optimizer": {key: options[key] for key in ("lr", "betas", "eps", "weight_decay", "fused")},
         "clip": cfg.trainer.gradient_clip_val,
         "precision": precision,

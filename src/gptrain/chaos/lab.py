@@ -64,6 +64,8 @@ class Attempt:
         """Its exit code, negative for a signal; at the timeout it is killed, and that is -1000."""
         while not self.has_ended():
             if time.monotonic() > self.started_s + timeout_s:
+                with self.log.open("a") as log:
+                    print("killed at the timeout:", *session(self.pid), sep="\n", file=log)
                 os.killpg(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
                 self.code = -1000

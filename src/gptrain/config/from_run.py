@@ -94,4 +94,5 @@ def _find_refused(old: list[Override], compose: Callable[[list[str]], object]) -
 def _reason(error: Exception) -> str:
     if isinstance(error.__cause__ or error, ConfigAttributeError | ConfigKeyError):
         return "a key that no longer exists"
-    return f"which is refused now: {str(error).splitlines()[0]}"
+    said = str(error).strip() or type(error).__name__
+    return f"which is refused now: {said.splitlines()[0]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
 import os
 import sys
@@ -26,13 +25,12 @@ from gptrain.config.problems import (
     BAD_CONFIG,
     DONE,
     FAILED,
-    FOLDER_UNUSABLE,
     INTERRUPTED,
-    IO_ERROR,
     PREEMPTED,
     ConfigError,
     JobFailed,
     Problem,
+    code_of,
 )
 from gptrain.config.process import this_process
 from gptrain.config.schema import RunConfig, register
@@ -49,7 +47,12 @@ class SweepStopped(BaseException):
     """Ends a sweep at once; Hydra, which keeps exceptions of jobs, lets it pass."""
 
 
-def main(job: Job, config_name: str = "train", schema: type[RunConfig] = RunConfig) -> None:
+def main(
+    job: Job,
+    config_name: str = "train",
+    schema: type[RunConfig] = RunConfig,
+    usage: str | None = None,
+) -> None:
     """Runs `job` under Hydra, once or once per job of a sweep, and exits with its code.
 
     A wrong command is answered before Hydra makes a folder: it is composed and checked here
@@ -57,22 +60,27 @@ def main(job: Job, config_name: str = "train", schema: type[RunConfig] = RunConf
 
     Args:
         schema: of the run; a verb's own keys are in a class that inherits from it.
+        usage: what --help prints; None: that of a training run.
     """
-    code = run_command(job, sys.argv[1:], config_name, schema)
+    code = run_command(job, sys.argv[1:], config_name, schema, usage)
     if code == BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
     sys.exit(code)
 
 
 def run_command(
-    job: Job, words: list[str], config_name: str = "train", schema: type[RunConfig] = RunConfig
+    job: Job,
+    words: list[str],
+    config_name: str = "train",
+    schema: type[RunConfig] = RunConfig,
+    usage: str | None = None,
 ) -> int:
     """The exit code of a command line, after it has run or was refused."""
     register(schema)
     try:
         args = parse_command(words)
         if args.help:
-            print(help_text())
+            print(usage or help_text())
             return DONE
         composer = composer_of(args, config_name)
         if args.cfg or args.info or args.shell_completion or args.hydra_help:
@@ -182,10 +190,7 @@ def _end_of(error: BaseException, debug: bool, told: list[str] = ()) -> Outcome:
     if isinstance(error, SystemExit):
         code = error.code or DONE if not isinstance(error.code, str) else FAILED
         return Outcome([], code, f"exit {code}" if code else "done")
-    code = FAILED
-    if isinstance(error, OSError) and error.errno is not None:
-        unusable = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-        code = FOLDER_UNUSABLE if error.errno in unusable else IO_ERROR
+    code = code_of(error) if isinstance(error, OSError) else FAILED
     _tell([Problem("", None, f"{type(error).__name__}: {said}", attempt="debug=true").line])
     return Outcome([], code, said)
 

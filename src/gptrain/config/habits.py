@@ -32,7 +32,7 @@ HABITS: dict[tuple[str, str | None], str] = {
     ("paths.data_dir", None): "data.path={value}",
     ("paths", None): "output_dir=<folder>",
     ("hydra.launcher", None): "hydra/launcher=basic",
-    ("logger", "many_loggers"): "logger=tensorboard, logger=csv, or logger=none",
+    ("logger", "many_loggers"): "logger=[csv,tensorboard]",
     ("callbacks", "early_stopping"): "callbacks=default",
     ("callbacks", "model_checkpoint"): "checkpoint=default",
     ("callbacks.model_checkpoint", None): "checkpoint.monitor=val/loss",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 DONE = 0
@@ -17,6 +18,8 @@ NON_FINITE = 79
 INTERRUPTED = 130
 
 
+UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 LONGEST_VALUE = 200  # characters of a value that are shown
 
 
@@ -60,6 +63,13 @@ def show(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def code_of(error: OSError) -> int:
+    """The exit code of what the file system refused."""
+    if error.errno is None:
+        return FAILED
+    return FOLDER_UNUSABLE if error.errno in UNUSABLE else IO_ERROR
 
 
 class ConfigError(Exception):

@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig
 from torch import nn
 
 from gptrain import config
+from gptrain import export as package
 from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.config.schema import RunConfig
 from gptrain.data.errors import DataError
@@ -32,7 +33,7 @@ class ExportConfig(RunConfig):
 
 def main() -> None:
     """The command line."""
-    config.main(export, schema=ExportConfig)
+    config.main(export, schema=ExportConfig, usage=package.__doc__)
 
 
 def export(cfg: DictConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shlex
 import sys
 import traceback
@@ -18,7 +17,6 @@ from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.ends import FolderFull, NonFinite, Preempted
 from gptrain.resilience.store import CheckpointStore
 
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 # Of gloo and nccl, about a rank that is gone.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, on a CPU and on a GPU
@@ -60,11 +58,11 @@ def classify(error: BaseException, doing: str = "") -> Ending:
     if isinstance(error, DataError):
         return Ending(problems.BAD_DATA, "data", f"error: {error}")
     if isinstance(error, SaveFailed):
-        unwritable = error.errno in UNWRITABLE
-        code = problems.FOLDER_UNUSABLE if unwritable else problems.IO_ERROR
-        return Ending(code, "disk", f"error: {error}")
+        return Ending(problems.code_of(error), "disk", f"error: {error}")
     if isinstance(error, FolderFull):
         return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {error}")
+    if isinstance(error, OSError) and error.errno in problems.DISK:
+        return Ending(problems.code_of(error), "disk", f"error: {line}")
     if isinstance(error, KeyboardInterrupt):
         return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
     if isinstance(error, RuntimeError) and any(words in str(error) for words in TIMED_OUT):
@@ -97,9 +95,7 @@ def first_line(text: object) -> str:
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The newest checkpoint's folder, not verified: for words, not for loading."""
-    store = CheckpointStore(Path(run_dir) / "checkpoints")
-    steps = store.steps()
-    return store.folder / f"step-{steps[-1]:08d}" if steps else None
+    return CheckpointStore(Path(run_dir) / "checkpoints").newest()
 
 
 def resume_command(cfg: DictConfig) -> str:

@@ -114,10 +114,13 @@ class LanguageModel(pl.LightningModule):
         self.check_finite.settle()
 
     def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
+        if not self.trainer.sanity_checking:  # a few batches, before the first step
+            self._log_evaluation("val")
+        self._reset_evaluation()
 
     def on_test_epoch_end(self) -> None:
         self._log_evaluation("test")
+        self._reset_evaluation()
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = self.make_optimizer(self.net)
@@ -195,12 +198,14 @@ class LanguageModel(pl.LightningModule):
         metrics = {f"{prefix}/loss": loss, f"{prefix}/perplexity": loss.exp()}
         if self.token_bytes is not None:
             metrics[f"{prefix}/bits_per_byte"] = nats / self.eval_bytes.compute() / math.log(2)
-        for metric in (self.eval_nats, self.eval_tokens, self.eval_bytes):
-            metric.reset()
         # For callbacks that monitor; to the loggers it goes at the step it belongs to, which
         # Lightning's own logging counts one too low.
         self.log_dict(metrics, logger=False, add_dataloader_idx=False)
         self.tell({name: float(value) for name, value in metrics.items()})
+
+    def _reset_evaluation(self) -> None:
+        for metric in (self.eval_nats, self.eval_tokens, self.eval_bytes):
+            metric.reset()
 
 
 def is_large(head: Tensor) -> bool:

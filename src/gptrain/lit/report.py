@@ -109,9 +109,9 @@ class Report:
 
 
 def best_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """The checkpoint with the lowest monitored metric, if this run keeps any."""
+    """The checkpoint with the lowest monitored metric, the newest where none was measured."""
     for part in trainer.callbacks:
         if isinstance(part, Checkpoints):
             found = part.store.best(part.monitor, "min")
-            return None if found is None else found.path
+            return part.store.newest() if found is None else found.path
     return None

@@ -153,6 +153,11 @@ class CheckpointStore:
         names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
+    def newest(self) -> Path | None:
+        """The newest checkpoint's folder, not verified: for words, not for loading."""
+        steps = self.steps()
+        return self.folder / folder_name(steps[-1]) if steps else None
+
     def verify(self, path: Path) -> Checkpoint:
         """The checkpoint, read from disk and found whole. Raises: DamagedCheckpoint."""
         manifest = verify(path, run_id=self.run_id, progress=self.progress)

@@ -6,6 +6,8 @@ from gptrain.config.checks.keys import answer_unknown, known_keys
 from gptrain.config.checks.run import Run
 
 DUMMY = "gptrain.data.DummyTextDataset"
+LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "max_tokens")  # of a run, each in steps
+DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 
 
 def check_arithmetic(run: Run) -> None:
@@ -107,14 +109,25 @@ def _length(run: Run) -> None:
         told = {key, key.split(".")[0]} & run.wrong
         return not told and run.get(key) in (None, -1)
 
-    keys = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time", "max_tokens")
     if run.get("task") == "fit" and not run.get("trainer.fast_dev_run"):
-        if all(unlimited(key) for key in keys):
+        has_no_length = all(unlimited(key) for key in LENGTHS)
+        if has_no_length and unlimited("trainer.max_time"):
             run.error(
                 "",
                 "no stop condition: set one of trainer.max_steps, trainer.max_epochs, "
                 "trainer.max_time",
                 attempt="trainer.max_epochs=3",
+            )
+        elif (
+            has_no_length
+            and run.get("scheduler._target_") in DECAYING
+            and run.get("scheduler.total_steps") is None
+        ):
+            run.error(
+                "scheduler.total_steps",
+                "this schedule decays over a run whose length in steps trainer.max_time hides",
+                value="null",
+                attempt="scheduler=warmup_constant, or scheduler.total_steps=<steps>",
             )
         if run.get("trainer.limit_train_batches") == 0:
             run.error(

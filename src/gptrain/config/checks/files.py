@@ -194,7 +194,7 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
     named = run.get("ckpt_path")
     if named is None or named in ("last", "best"):
         return
-    from gptrain.resilience.manifest import DamagedCheckpoint
+    from gptrain.resilience.manifest import DamagedCheckpoint, folder_name
     from gptrain.resilience.safe_load import UnsafeCheckpoint, load_file
     from gptrain.resilience.store import CheckpointStore
     from gptrain.resume import checkpoint_folder, count_sequences, differences
@@ -209,7 +209,7 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
             return
         found = store.verify(path)
     except (DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
-        others = [step for step in store.steps() if store.folder / f"step-{step:08d}" != path]
+        others = [step for step in store.steps() if store.folder / folder_name(step) != path]
         attempt = "ckpt_path=last" if others else ""
         run.error("ckpt_path", _reason(error, path), attempt=attempt, code=BAD_DATA)
         return

@@ -50,7 +50,7 @@ SUPPLIED = {"optimizer": 1, "scheduler": 1}  # positional arguments that our cod
 OF_HYDRA = {"_target_", "_args_", "_recursive_", "_convert_", "_partial_"}
 # Shipped ones, right by a test: not imported here, where a parent of ranks has no use for them.
 SHIPPED = {
-    "gptrain.lit.callbacks.ProgressBar": set(),
+    "gptrain.lit.callbacks.SampleText": {"prompt", "n_tokens"},
     "gptrain.lit.loggers.TensorBoardLogger": {"save_dir"},
     "gptrain.lit.loggers.CSVLogger": {"save_dir"},
 }

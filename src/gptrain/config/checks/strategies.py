@@ -211,5 +211,6 @@ def _checkpoint(run: Run) -> None:
             "no effect under checkpoint=none",
             attempt="checkpoint=every_n_steps",
         )
-    if run.get("checkpoint.name") == "every_n_steps" and not run.has("checkpoint.every_n_steps"):
-        run.error("checkpoint.every_n_steps", "required under checkpoint=every_n_steps")
+    every, is_sound = "checkpoint.every_n_steps", "checkpoint.every_n_steps" not in run.wrong
+    if run.get("checkpoint.name") == "every_n_steps" and run.get(every) is None and is_sound:
+        run.error(every, "required under checkpoint=every_n_steps", value="null")

@@ -119,7 +119,7 @@ RULES: dict[str, Rule] = {
     "trainer.max_time": Either("00:12:00:00", True, duration, "DD:HH:MM:SS, or null"),
     "trainer.accumulate_grad_batches": count(1, 1),
     "trainer.gradient_clip_val": Number(1.0, True, low=0, above=True),
-    "trainer.gradient_clip_algorithm": Word("norm", True, ("norm", "value")),
+    "trainer.gradient_clip_algorithm": Word("norm", True, ("norm",)),
     "trainer.fast_dev_run": Either(
         True, False, fast_dev_run, "true, false, or a whole number of batches"
     ),

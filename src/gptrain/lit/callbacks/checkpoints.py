@@ -130,7 +130,7 @@ class Checkpoints(Callback):
             self.save(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: LanguageModel) -> None:
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._before_validation = capture()
             # Lightning's x axis of what is logged in a validation; it counts the step later.
             trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
@@ -145,6 +145,8 @@ class Checkpoints(Callback):
         self.metrics = {}
 
     def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
+        if trainer.global_step > (self.saved or (0,))[0]:
+            self.save(trainer, at_once=True)  # trainer.max_time ended it between two saves
         self._finish(trainer)
 
     def save(self, trainer: Trainer, validated: bool = False, at_once: bool = False) -> None:
