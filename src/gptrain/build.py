@@ -28,6 +28,7 @@ from gptrain.lit.callbacks import (
     Stragglers,
 )
 from gptrain.lit.checkpoint_io import StoreIO
+from gptrain.lit.environment import Ranks
 from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import spread_net
@@ -212,7 +213,7 @@ def build_trainer(
     """
     options = OmegaConf.to_container(_without(cfg.trainer, TRAINER_KEYS), resolve=True)
     make = get_method(options.pop("_target_"))
-    fast = bool(cfg.trainer.fast_dev_run)
+    process, fast = this_process(), bool(cfg.trainer.fast_dev_run)
     loggers = [] if fast else [build_target(node) for node in cfg.logger.values()]
     callbacks = [build_target(node) for node in cfg.callbacks.values() if node]
     trainer = make(
@@ -228,7 +229,10 @@ def build_trainer(
         check_val_every_n_epoch=None,
         callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard, train)],
         logger=loggers,
-        plugins=[StoreIO()],
+        plugins=[
+            StoreIO(),
+            Ranks(process.rank, process.local_rank, process.world_size, machine.n_local),
+        ],
         profiler=build_target(cfg.profiler) if cfg.profiler else NoProfiler(),
         use_distributed_sampler=False,
         enable_checkpointing=False,

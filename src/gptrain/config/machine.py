@@ -48,9 +48,8 @@ class Machine:
 def find_machine(cfg: DictConfig) -> Machine:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
-    return Machine(
-        accelerator, count_local(cfg.trainer.devices, accelerator), cfg.trainer.num_nodes
-    )
+    n_nodes = cfg.trainer.num_nodes
+    return Machine(accelerator, count_local(cfg.trainer.devices, accelerator, n_nodes), n_nodes)
 
 
 def accelerator_of(asked: str) -> str | None:
@@ -119,7 +118,7 @@ def _gpu_kind() -> str:
     return "mps" if torch.backends.mps.is_available() else ""
 
 
-def count_local(devices: object, accelerator: str) -> int:
+def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:
     """Ranks on this node, of a number, a list of device numbers, "auto" or -1."""
     if isinstance(devices, list | ListConfig):
         return len(devices)
@@ -128,6 +127,6 @@ def count_local(devices: object, accelerator: str) -> int:
     if str(devices) in ("auto", "-1"):
         process = this_process()
         if process.is_rank:
-            return int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
+            return int(os.environ.get("LOCAL_WORLD_SIZE") or process.world_size // n_nodes)
         return torch.cuda.device_count() if accelerator == "cuda" else 1
     return int(str(devices))

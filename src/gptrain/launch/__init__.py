@@ -37,6 +37,10 @@ def run(train: Callable, cfg: DictConfig) -> dict[str, float]:
             from gptrain.launch.torchrun import meet_at_a_file
 
             meet_at_a_file()
+        if process.launcher == "slurm":
+            from gptrain.launch.slurm import meet
+
+            meet()
         if process.rank > 0:  # rank 0 holds the folder, and tells where to start
             return _in_this_process(train, cfg, stop)
         with _held_folder(cfg) as lock:

@@ -13,6 +13,7 @@ NOISE = (
     "You're resuming from a checkpoint that ended before the epoch ended",  # our order resumes
     "does not have many workers",  # batches are one gather from a memory map
     "GPU available but not used",
+    "`srun` command is available on your system but is not used",  # our supervisor starts ranks
 )
 
 

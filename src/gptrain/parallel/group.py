@@ -21,7 +21,7 @@ def start_group(
     """Joins the job's ranks; does nothing where they have been joined already.
 
     Ranks that our own supervisor started meet at a file, and gloo talks over loopback, so that a
-    run on one node opens no port that others could reach; torchrun and SLURM bring an address.
+    run on one node opens no port that others could reach; ranks of several nodes have MASTER_ADDR.
     """
     if dist.is_initialized() or world_size == 1:
         return

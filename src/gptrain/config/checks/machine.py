@@ -40,7 +40,7 @@ def check_machine(run: Run) -> None:
             "this torch is built without MPI",
             attempt="strategy.backend=null: nccl on GPU, gloo on CPU",
         )
-    n_local = count_local(run.get("trainer.devices"), kind)
+    n_local = count_local(run.get("trainer.devices"), kind, run.get("trainer.num_nodes", 1))
     if kind == "cuda":
         check_visible(run, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     elif kind == "mps" and n_local > 1:

@@ -60,6 +60,9 @@ def _check_launcher(run: Run, process: Process) -> None:
     if process.launcher == "gptrain":
         return
     n_local = count_devices(given)
+    if n_local is None and "trainer.devices" not in run.wrong and n_nodes:
+        each = os.environ.get("LOCAL_WORLD_SIZE")  # auto: what the launcher started on each
+        n_local = int(each or process.world_size // n_nodes)
     if n_local and n_nodes and n_local * n_nodes != process.world_size:
         each = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size // n_nodes))
         nodes = max(1, process.world_size // max(1, each))
@@ -70,6 +73,20 @@ def _check_launcher(run: Run, process: Process) -> None:
             f"={process.world_size}",
             attempt=f"trainer.devices={each}"
             + (f" trainer.num_nodes={nodes}" if nodes != n_nodes else ""),
+        )
+    step_nodes = os.environ.get("SLURM_STEP_NUM_NODES")
+    if process.launcher == "slurm" and step_nodes and n_nodes and int(step_nodes) != n_nodes:
+        run.error(
+            "trainer.num_nodes",
+            f"srun started this step on {step_nodes} nodes",
+            attempt=f"trainer.num_nodes={step_nodes}",
+        )
+    if process.launcher == "torchrun" and n_nodes and n_nodes > 1 and "run_dir" in run.derived:
+        run.error(
+            "run_dir",
+            "each node would name its folder by its own clock",
+            value=None,
+            attempt="run_dir=<a folder that all nodes see>",
         )
     if not 0 <= process.rank < process.world_size:
         run.error("", f"RANK={process.rank} is not below WORLD_SIZE={process.world_size}")

@@ -1,0 +1,90 @@
+"""Tasks of srun as ranks. Run with real daemons by hand; here what is read of SLURM's words."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gptrain.config.process import Process, this_process
+from gptrain.launch.slurm import first_host, meet
+from gptrain.lit.environment import Ranks
+from gptrain.parallel.group import STORE_VARIABLE
+
+TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task
+    "SLURM_JOB_ID": "40015", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1", "SLURM_NTASKS": "4",
+}  # fmt: skip
+
+
+@pytest.fixture
+def task(monkeypatch):
+    """Puts this process into such a step, with these changes."""
+
+    def put(**changes: str) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STORE_VARIABLE)
+        for name in names:
+            monkeypatch.setenv(name, "")  # so that it is put back
+            monkeypatch.delenv(name)
+        for name, value in {**TASK, **changes}.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("login1", "login1"),
+        ("a,b", "a"),
+        ("gpu[003-007,9],login1", "gpu003"),
+        ("r[1-2]n[03,05]", "r1n03"),
+        ("node-12,node-13", "node-12"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkeypatch):
+
+    task()
+    assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4)
+    meet()
+    assert os.environ["MASTER_ADDR"] == "gpu003" and os.environ["MASTER_PORT"] == "20015"
+    assert STORE_VARIABLE not in os.environ
+
+
+def test_tasks_of_one_node_meet_at_a_file_of_their_step(task):
+
+    task(SLURM_STEP_NUM_NODES="1")
+    meet()
+    first = os.environ.pop(STORE_VARIABLE)
+    assert "MASTER_ADDR" not in os.environ
+    task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="1")
+    meet()
+    assert os.environ[STORE_VARIABLE] != first
+
+
+def test_an_address_of_the_job_script_is_obeyed(task, monkeypatch):
+
+    task()
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    meet()
+    assert os.environ["MASTER_ADDR"] == "head"
+
+
+def test_lightning_is_told_the_same_rank():
+    ranks = Ranks(rank=3, local_rank=1, world_size=4, n_local=2)
+    assert (ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (3, 1, 1)
+    ranks.set_global_rank(0)
+    assert (ranks.global_rank(), ranks.world_size()) == (3, 4)
+
+
+def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):
+    from command_line import refused
+
+    task()
+    (line,) = refused("trainer.devices=4", "trainer.accelerator=cpu")
+    assert line.startswith("error: trainer.num_nodes=1: srun started this step on 2 nodes")
