@@ -21,7 +21,6 @@ class Machine:
         accelerator: Lightning's name: cpu, cuda, mps, tpu.
         n_local: ranks on this node.
         n_nodes: nodes of the job.
-        local_batch_threads: OpenMP threads that each rank may use.
     """
 
     accelerator: str

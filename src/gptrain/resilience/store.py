@@ -44,14 +44,15 @@ class CheckpointStore:
     Args:
         run_id: written into every manifest; a checkpoint of another run is refused. None takes
             checkpoints of any run and cannot write.
-        progress: called while bytes are written or verified, for a heartbeat.
+        progress: a heartbeat's `beat`: called bare while bytes are written or verified, and with
+            `phase` and `allow_s` by who has to wait for a save.
     """
 
     def __init__(
         self,
         folder: str | Path,
         run_id: str | None = None,
-        progress: Callable[[], None] | None = None,
+        progress: Callable[..., None] | None = None,
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
         self._verified: set[str] = set()  # seals of the manifests whose files this process has read

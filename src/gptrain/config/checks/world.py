@@ -13,7 +13,7 @@ from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch
 
 
 def check_known_world(run: Run) -> None:
-    """The same, where the config or a launcher already says how many ranks there are."""
+    """As check_world, where the config or a launcher already says how many ranks there are."""
     n_local, n_nodes = count_devices(run.get("trainer.devices")), run.get("trainer.num_nodes")
     try:
         process = this_process()
