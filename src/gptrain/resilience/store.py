@@ -191,13 +191,12 @@ class CheckpointStore:
             raise NoGoodCheckpoint(self.folder, damaged)
         return None
 
-    def best(self, monitor: str, mode: str) -> Checkpoint | None:
-        """The whole checkpoint with the lowest (mode min) or highest (max) metric, None if none.
+    def best(self, monitor: str) -> Checkpoint | None:
+        """The whole checkpoint with the lowest metric, None if none has it.
 
         Of equal ones the earliest. Checkpoints saved before the metric was measured do not count.
         Files that this process has read are not read again.
         """
-        sign = {"min": 1, "max": -1}[mode]
         scored = []
         for step in self.steps():
             path = self.folder / folder_name(step)
@@ -206,7 +205,7 @@ class CheckpointStore:
             except DamagedCheckpoint:
                 continue
             if value is not None:
-                scored.append((sign * value, step, path))
+                scored.append((value, step, path))
         for _, _, path in sorted(scored):
             try:
                 return self._known_good(path)
