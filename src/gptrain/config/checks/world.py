@@ -115,7 +115,7 @@ def plan_degrees(run: Run, world_size: int) -> Degrees | None:
         )
         return None
     stages = split.pipeline * per_rank
-    if sizes["pipeline_parallel_size"] is None and layers and stages > max(layers, 1) > 0:
+    if sizes["pipeline_parallel_size"] is None and layers and stages > layers:
         run.error(
             "strategy.pipeline_parallel_size",
             f"{stages} stages, but model.n_layers={layers}: each holds at least one",
