@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from gptrain.loss import chunked_next_token_loss
 from gptrain.models import SimpleGPT
-from gptrain.parallel.fsdp import apply_fsdp, set_gradient_sync
+from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.materialize import build_spread
 from gptrain.parallel.mesh import build_mesh
@@ -110,7 +110,8 @@ class Sharded(OneProcess):
         total = torch.zeros(())
         for micro_step in range(ACCUMULATE):
             if self.is_fsdp:
-                set_gradient_sync(self.net, self.syncs_each or micro_step == ACCUMULATE - 1)
+                syncs = self.syncs_each or micro_step == ACCUMULATE - 1
+                self.net.set_requires_gradient_sync(syncs)
             tokens, targets = make_batch(step, micro_step)
             mine = slice(self.data_rank, None, self.n_data)
             loss = self.loss(tokens[mine], targets[mine])

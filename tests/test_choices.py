@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from gptrain.config import register
 
 CONF = ROOT / "conf"
-SWEEP_ONLY = {"hparams_search"}
 REQUIRED = {"tokens": ("data.train_path=train.bin", "data.val_path=val.bin")}
 CHOICES = [
     (path.parent.name, path.stem)

@@ -25,15 +25,15 @@ def epoch_of(n_samples, seed=0, epoch=0):
     return SampleOrder(n_samples, seed).index(epoch, np.arange(n_samples))
 
 
+def batches_of(order, n_epochs, **split):
+    """A run of whole epochs."""
+    per_epoch = TrainBatches(order, **split).steps_per_epoch
+    return TrainBatches(order, n_steps=n_epochs * per_epoch, **split)
+
+
 def run_of(order, n_epochs, **split):
     """All micro-batches of a run from its beginning, as a list."""
-    consumed = [0]
-    batches = TrainBatches(order, position=lambda: consumed[0], **split)
-    seen = []
-    for _ in range(n_epochs):
-        seen += list(batches)
-        consumed[0] = len(seen)
-    return seen
+    return list(batches_of(order, n_epochs, **split))
 
 
 # ---- the permutation
@@ -104,7 +104,7 @@ def test_a_step_has_the_same_samples_however_it_is_split(n_samples, splits, seed
     order = SampleOrder(n_samples, seed)
     steps = [set() for _ in range(n_samples // 24)]
     ranks = [
-        list(TrainBatches(order, batch_size, accumulate, rank, world_size))
+        list(TrainBatches(order, batch_size, accumulate, rank, world_size, len(steps)))
         for rank in range(world_size)
     ]
     for micro_step, batches in enumerate(zip(*ranks, strict=True)):
@@ -117,7 +117,7 @@ def test_a_step_has_the_same_samples_however_it_is_split(n_samples, splits, seed
 
 
 def test_no_sample_is_seen_twice_in_an_epoch_and_few_are_left_out():
-    ranks = [list(TrainBatches(SampleOrder(103, 1), 5, 2, rank, 2)) for rank in range(2)]
+    ranks = [list(TrainBatches(SampleOrder(103, 1), 5, 2, rank, 2, 5)) for rank in range(2)]
     seen = [sample for rank in ranks for batch in rank for sample in batch]
     assert len(seen) == len(set(seen)) == 100
     assert [len(rank) for rank in ranks] == [10, 10]
@@ -141,34 +141,41 @@ def test_a_run_resumes_exactly_where_it_stopped(n_samples, world_size, accumulat
     split = dict(batch_size=2, accumulate=accumulate, rank=rank, world_size=world_size)
     whole = run_of(order, 3, **split)
     stop = int(where * (len(whole) - 1))
-    consumed = [stop]
-    batches = TrainBatches(order, position=lambda: consumed[0], **split)
-    resumed = []
-    while len(resumed) < len(whole) - stop:
-        resumed += list(batches)
-        consumed[0] = stop + len(resumed)
-    assert resumed == whole[stop:]
+    batches = batches_of(order, 3, **split)
+    batches.start = stop
+    assert list(batches) == whole[stop:]
 
 
 def test_a_resume_at_the_end_of_an_epoch_begins_the_next():
     order = SampleOrder(40, seed=0)
-    per_epoch = len(TrainBatches(order, 4))
-    resumed = list(TrainBatches(order, 4, position=lambda: per_epoch))
-    assert resumed == run_of(order, 2, batch_size=4)[per_epoch:]
-    assert resumed != run_of(order, 1, batch_size=4)
+    batches = batches_of(order, 2, batch_size=4)
+    batches.start = batches.steps_per_epoch
+    assert list(batches) == order.index(1, np.arange(40)).reshape(10, 4).tolist()
 
 
-def test_the_position_is_read_when_the_iterator_is_made():
-    consumed = [3]
-    iterator = iter(TrainBatches(SampleOrder(40, 0), 4, position=lambda: consumed[0]))
-    consumed[0] = 7
+def test_the_start_is_read_when_the_iterator_is_made():
+    batches = batches_of(SampleOrder(40, 0), 1, batch_size=4)
+    batches.start = 3
+    iterator = iter(batches)
+    batches.start = 7
     assert next(iterator) == run_of(SampleOrder(40, 0), 1, batch_size=4)[3]
 
 
-def test_blocks_of_samples_have_no_seams():
+def test_a_run_ends_after_its_steps_and_without_a_number_of_steps_never():
+    whole = run_of(SampleOrder(40, 0), 3, batch_size=2, accumulate=2)
+    batches = TrainBatches(SampleOrder(40, 0), 2, 2, n_steps=13)  # an epoch is of 10
+    assert len(batches) == 26 and list(batches) == whole[:26]
+    endless = TrainBatches(SampleOrder(40, 0), 2, 2)
+    assert list(itertools.islice(endless, 60)) == whole
+    batches.start = 26
+    assert list(batches) == []
+
+
+def test_blocks_of_samples_and_epochs_have_no_seams():
     order = SampleOrder(20_000, seed=3)  # more than one block of 4096
-    samples = np.concatenate(list(TrainBatches(order, 7)))
-    assert np.array_equal(samples, order.index(0, np.arange(len(samples))))
+    samples = np.concatenate(run_of(order, 2, batch_size=7))
+    epochs = [order.index(epoch, np.arange(20_000 // 7 * 7)) for epoch in (0, 1)]
+    assert np.array_equal(samples, np.concatenate(epochs))
 
 
 def test_the_samples_of_any_step_can_be_named():
@@ -188,9 +195,7 @@ def test_the_samples_of_any_step_can_be_named():
 def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     data = [(torch.zeros(2), torch.zeros(2))] * 40
     module = TextDataModule(data, data, batch_size=2, n_steps=5, world_size=2, ranks_per_sample=2)
-    first, second = (
-        module.batches.epoch.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1)
-    )
+    first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
     assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
 
 

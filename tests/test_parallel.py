@@ -1,5 +1,6 @@
 """Every strategy computes what one process computes: the leaf alone, and whole runs."""
 
+import inspect
 import multiprocessing
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parent))
 import in_ranks
+import parallel_cases
+import strategy_cases
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,18 @@ def check(folder, case, world_size):
         path = folder / f"{case.__name__}.{rank}"
         result = path.read_text() if path.exists() else "not run: a case before it failed"
         assert result == "passed", f"rank {rank}: {result}"
+
+
+@pytest.mark.parametrize("module", [parallel_cases, strategy_cases])
+def test_no_case_is_forgotten(module):
+    written = {
+        function
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__
+        and not name.startswith("_")
+        and not inspect.signature(function).parameters
+    }
+    assert written == {case for cases in module.CASES.values() for case in cases}
 
 
 @pytest.mark.parametrize("case", in_ranks.CASES[2], ids=lambda case: case.__name__)

@@ -243,12 +243,12 @@ def test_every_generator_goes_on_bit_by_bit_after_a_safe_load(tmp_path):
     torch.save(rng.capture(), tmp_path / "rng")
     expected = [draw_from_all() for _ in range(3)]
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
-    assert rng.restore(load_file(tmp_path / "rng")) == []
+    rng.restore(load_file(tmp_path / "rng"))
     assert [draw_from_all() for _ in range(3)] == expected
 
 
-def test_a_generator_this_machine_does_not_have_is_named():
-    assert rng.restore(rng.capture() | {"abacus": torch.zeros(1)}) == ["abacus"]
+def test_a_generator_this_machine_does_not_have_is_passed_over():
+    rng.restore(rng.capture() | {"abacus": torch.zeros(1)})
 
 
 def test_no_warning_is_needed_to_capture():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gptrain import build
 from gptrain.lit import LanguageModel, finite
+from gptrain.lit.callbacks import CollectGarbage
 from gptrain.lit.loggers import CSVLogger
 
 N_STEPS, LOGGED_EVERY = 9, 4
@@ -27,6 +30,7 @@ class Seen:
     largest: int = 0  # elements of the largest tensor that was made
     logged: int = 0  # calls of a logger
     collector_was_on: bool = False
+    collections: int = 0  # of garbage
 
 
 @dataclass
@@ -54,6 +58,7 @@ def watched(train, monkeypatch):
 
     def run(*overrides: str) -> list[Seen]:
         watch, training_step, log = Watch(), LanguageModel.training_step, CSVLogger.log_metrics
+        collect_garbage = gc.collect
 
         def step(self, batch, batch_idx):
             if batch_idx % ACCUMULATED == 0:
@@ -65,8 +70,14 @@ def watched(train, monkeypatch):
             watch.steps[-1].logged += 1
             return log(self, *args, **kwargs)
 
+        def collect(*generation):
+            if watch.steps:
+                watch.steps[-1].collections += 1
+            return collect_garbage(*generation)
+
         monkeypatch.setattr(LanguageModel, "training_step", step)
         monkeypatch.setattr(CSVLogger, "log_metrics", log_metrics)
+        monkeypatch.setattr(gc, "collect", collect)
         with watch:
             done = train(
                 f"trainer.max_steps={N_STEPS}",
@@ -111,6 +122,12 @@ def test_no_logger_is_called_and_no_garbage_collected(watched):
     steps = watched()
     assert [n for n, seen in enumerate(steps, start=1) if seen.logged] == list(LOGGED)
     assert not any(seen.collector_was_on for seen in steps)
+
+
+def test_garbage_is_collected_once_a_step_however_many_micro_batches_it_has(watched, monkeypatch):
+    monkeypatch.setattr(build, "CollectGarbage", partial(CollectGarbage, every_n_steps=4))
+    collections = [seen.collections for seen in watched()]
+    assert collections[:-1] == [0, 0, 0, 1, 0, 0, 0, 1]  # after the last one the run ends
 
 
 def test_the_logits_of_a_batch_never_exist_at_once(watched):

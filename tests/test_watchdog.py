@@ -17,12 +17,14 @@ TIMEOUT_S = 0.6
 RANK = """
 import os, sys, time
 from gptrain.resilience.heartbeat import Heartbeat
+from gptrain.resilience import watchdog
 from gptrain.resilience.watchdog import Watchdog, die_with_parent
+watchdog.GRACE_S = 0.5
 run_dir, rank, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if what == "orphan":
     die_with_parent(os.getppid())
 heartbeat = Heartbeat(run_dir + "/lives", rank)
-dog = Watchdog(heartbeat, run_dir, timeout_s=0.6, grace_s=0.5, poll_s=0.1,
+dog = Watchdog(heartbeat, run_dir, timeout_s=0.6, poll_s=0.1,
                parent_pid=os.getppid() if what == "poll" else None).start()
 print("ready", flush=True)
 if what == "lock":

@@ -27,7 +27,14 @@ SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long a run is, in optimizer steps; n_steps is None where only max_time ends it."""
+    """How long a run is.
+
+    Attributes:
+        batch: the batch arithmetic of one step.
+        step_tokens: positions that a step trains on, over all ranks.
+        n_steps: optimizer steps of the run; None where only max_time ends it.
+        validate_every: optimizer steps between two validations, at most n_steps.
+    """
 
     batch: BatchPlan
     step_tokens: int

@@ -142,7 +142,7 @@ def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoi
     Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
     """
     store, damaged = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS), []
-    if which == "best" and (best := store.best(monitor, "min")) is not None:
+    if which == "best" and (best := store.best(monitor)) is not None:
         return best
     for step in reversed(store.steps()):
         try:
@@ -173,7 +173,7 @@ def _named(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | None:
         store.clean()
         return store.newest_good()
     if cfg.ckpt_path == "best":
-        found = store.best(cfg.checkpoint.monitor, "min")
+        found = store.best(cfg.checkpoint.monitor)
         if found is None:
             raise _not_found(cfg, f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}")
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
-from gptrain.parallel.state import NO_ALIASES, load_sharded, load_whole_net_state
+from gptrain.parallel.state import NO_ALIASES, load_sharded_net, load_whole_net_state
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -57,9 +56,7 @@ def load_weights(
     if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
         reader = SafeFileSystemReader(path)
         _check_fit(net, _stored_shapes(reader), path, aliases, is_stage)
-        with warnings.catch_warnings():  # one process alone is what is meant
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load_sharded(net, None, [], reader, aliases=aliases)
+        load_sharded_net(net, reader, aliases=aliases)
         return path
     from_others = path.suffix == ".safetensors" or path.name == INDEX
     tensors = read_safetensors(path) if from_others else _read_state(path)

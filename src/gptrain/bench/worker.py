@@ -202,12 +202,11 @@ def batches(spec: Spec, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]
     dataset = DummyTextDataset(spec["num_samples"], spec["seq_len"], spec["model"]["vocab_size"])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     order = SampleOrder(len(dataset), 0)
-    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size, position=lambda: 0)
+    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size)
     is_cuda = device.type == "cuda"
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=is_cuda)
-    while True:
-        for tokens, targets in loader:
-            yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    for tokens, targets in loader:
+        yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 def autocast(spec: Spec, device: torch.device) -> torch.autocast | nullcontext:

@@ -32,6 +32,7 @@ from gptrain.config.schema import PROJECT, register
 from gptrain.resilience.status import read_status
 
 EVERY = 5  # steps between two checkpoints
+LEAVING_S = 10.0  # what a run started may take to end after it
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
     "trainer=cpu trainer.devices=2 trainer.max_epochs=-1 model=gpt_nano model.n_layers=2 "
@@ -80,9 +81,9 @@ class Attempt:
         """What status.json says."""
         return read_status(self.run_dir) or {}
 
-    def orphans(self, timeout_s: float = 10.0) -> str | None:
-        """What to say of its session's processes that are still there after the timeout."""
-        give_up = time.monotonic() + timeout_s
+    def orphans(self) -> str | None:
+        """What to say of its session's processes that are still there after LEAVING_S."""
+        give_up = time.monotonic() + LEAVING_S
         while (left := list(session(self.pid))) and time.monotonic() < give_up:
             time.sleep(0.05)
         return f"processes left: {left}" if left else None

@@ -68,12 +68,12 @@ def parse_command(words: list[str]) -> argparse.Namespace:
     return args
 
 
-def composer_of(args: argparse.Namespace, config_name: str = "train") -> Composer:
+def composer_of(args: argparse.Namespace) -> Composer:
     """The composer for Hydra's flags --config-name, --config-path and --config-dir.
 
     Raises: ConfigError for a folder that does not exist.
     """
-    composer = Composer(args.config_name or config_name)
+    composer = Composer(args.config_name or "train")
     if args.config_path is not None:
         composer.config_path = composer.resolve(args.config_path)
     composer.config_dir = args.config_dir

@@ -47,12 +47,7 @@ class SweepStopped(BaseException):
     """Ends a sweep at once; Hydra, which keeps exceptions of jobs, lets it pass."""
 
 
-def main(
-    job: Job,
-    config_name: str = "train",
-    schema: type[RunConfig] = RunConfig,
-    usage: str | None = None,
-) -> None:
+def main(job: Job, schema: type[RunConfig] = RunConfig, usage: str | None = None) -> None:
     """Runs `job` under Hydra, once or once per job of a sweep, and exits with its code.
 
     A wrong command is answered before Hydra makes a folder: it is composed and checked here
@@ -62,18 +57,14 @@ def main(
         schema: of the run; a verb's own keys are in a class that inherits from it.
         usage: what --help prints; None: that of a training run.
     """
-    code = run_command(job, sys.argv[1:], config_name, schema, usage)
+    code = run_command(job, sys.argv[1:], schema, usage)
     if code == BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
     sys.exit(code)
 
 
 def run_command(
-    job: Job,
-    words: list[str],
-    config_name: str = "train",
-    schema: type[RunConfig] = RunConfig,
-    usage: str | None = None,
+    job: Job, words: list[str], schema: type[RunConfig] = RunConfig, usage: str | None = None
 ) -> int:
     """The exit code of a command line, after it has run or was refused."""
     register(schema)
@@ -82,7 +73,7 @@ def run_command(
         if args.help:
             print(usage or help_text())
             return DONE
-        composer = composer_of(args, config_name)
+        composer = composer_of(args)
         if args.cfg or args.info or args.shell_completion or args.hydra_help:
             return _show(args, composer)
         answer = examine(args, composer)
@@ -96,12 +87,12 @@ def run_command(
     return _run(job, args, answer, composer)
 
 
-def compose_command(overrides: list[str], config_name: str = "train") -> DictConfig:
+def compose_command(overrides: list[str]) -> DictConfig:
     """The config that these overrides compose, those of from_run first, without Hydra's node.
 
     Raises: what Hydra raises.
     """
-    composer = Composer(config_name)
+    composer = Composer()
     cfg = composer.compose_all(expand(overrides, composer.compose_all))
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]

@@ -21,7 +21,6 @@ class Machine:
         accelerator: Lightning's name: cpu, cuda, mps, tpu.
         n_local: ranks on this node.
         n_nodes: nodes of the job.
-        local_batch_threads: OpenMP threads that each rank may use.
     """
 
     accelerator: str
@@ -57,7 +56,7 @@ def accelerator_of(asked: str) -> str | None:
     if asked == "auto":
         return _gpu_kind() or "cpu"
     if asked == "gpu":
-        return _gpu_kind() or None
+        return _gpu_kind()
     if asked in ("cuda", "mps"):
         return asked if _gpu_kind() == asked else None
     if asked == "tpu":
@@ -83,21 +82,20 @@ def precision_for(accelerator: str, cuda_major: int, cpu_has_bf16: bool) -> str:
     return "bf16-mixed" if native.get(accelerator, False) else "32-true"
 
 
-def set_threads(n_local: int) -> int:
-    """Gives this rank its share of the cores and returns it, in threads.
+def set_threads(n_local: int) -> None:
+    """Gives this rank its share of the cores, in threads.
 
     On cores that other work uses too, two OpenMP threads can be several times slower than one,
     because each waits for the other; so a share of several is tried on a small product first, and
     given up where it does not pay. OMP_NUM_THREADS, where set, is obeyed.
     """
     if "OMP_NUM_THREADS" in os.environ:
-        return torch.get_num_threads()
+        return
     share = max(1, len(os.sched_getaffinity(0)) // n_local)
     torch.set_num_threads(share)
     if share > 1 and _product_s(share) > 0.9 * _product_s(1):
         share = 1
     torch.set_num_threads(share)
-    return share
 
 
 def _product_s(threads: int) -> float:
@@ -112,10 +110,10 @@ def _product_s(threads: int) -> float:
     return sorted(times_s)[len(times_s) // 2]
 
 
-def _gpu_kind() -> str:
+def _gpu_kind() -> str | None:
     if torch.cuda.is_available():
         return "cuda"
-    return "mps" if torch.backends.mps.is_available() else ""
+    return "mps" if torch.backends.mps.is_available() else None
 
 
 def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:

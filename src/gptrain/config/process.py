@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_START_S = time.time()  # of this process, nearly
+
 
 @dataclass(frozen=True)
 class Process:
@@ -64,9 +66,6 @@ def run_stamp() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s)) + (
         f"-{int(started_s * 1000) % 1000:03d}"
     )
-
-
-_START_S = time.time()
 
 
 def parent_start_s() -> float:

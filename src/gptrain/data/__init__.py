@@ -26,8 +26,6 @@ _HOME = {
     "find_token_files": "token_files",
     "open_token_file": "token_files",
     "count_windows": "token_files",
-    "count_samples": "token_files",
-    "scan_tokens": "token_files",
     "ByteTokenizer": "tokenizers",
     "JsonTokenizer": "tokenizers",
     "load_tokenizer": "tokenizers",

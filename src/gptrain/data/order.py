@@ -8,7 +8,7 @@ global batch.
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from gptrain.data.mix import mix64, stream, stream_key
 
 IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
+_ENDLESS = 2**40  # micro-batches: more than any run takes
 _BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
 
 
@@ -61,17 +62,20 @@ class SampleOrder:
 
 
 class TrainBatches:
-    """A batch sampler: this rank's micro-batches, from any position of the run.
+    """A batch sampler: this rank's micro-batches of a run, epoch after epoch, from `start`.
 
     Step s of an epoch takes exactly the positions [s G, (s+1) G) of its permutation; micro-step
     m of rank r takes B of them at s G + (m W + r) B. So a step's samples depend on G alone, not
     on how they are dealt. The last N mod G of an epoch's order, other samples each time, are
     left out on all ranks alike.
 
+    Attributes:
+        start: micro-batches that each rank has consumed before, where the next iterator begins;
+            0 for a fresh run.
+
     Args:
         order: the permutations.   accumulate: micro-batches per optimizer step, A.
-        position: micro-batches that each rank has consumed in the whole run, asked for each
-            time an iterator is made; 0 for a fresh run.
+        n_steps: optimizer steps of the whole run; None: no end.
     Raises: DataError if one step needs more samples than there are.
     """
 
@@ -82,7 +86,7 @@ class TrainBatches:
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        position: Callable[[], int] = lambda: 0,
+        n_steps: int | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
@@ -91,22 +95,28 @@ class TrainBatches:
         if self.steps_per_epoch == 0:
             raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
         self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
-        self.rank, self.world_size, self.position = rank, world_size, position
+        self.rank, self.world_size = rank, world_size
+        self.n_batches = _ENDLESS if n_steps is None else n_steps * accumulate
+        self.start = 0
 
     def __len__(self) -> int:
-        """Micro-batches in a whole epoch, equal on all ranks."""
-        return self.accumulate * self.steps_per_epoch
+        """Micro-batches of the whole run, equal on all ranks."""
+        return self.n_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From `position()` to the end of the epoch that it lies in."""
-        return self._batches(*divmod(self.position(), len(self)))  # asked now, not at first next
+        """From `start`, as it is now, to the end of the run."""
+        return self._batches(self.start)
 
-    def _batches(self, epoch: int, first: int) -> Iterator[list[int]]:
+    def _batches(self, done: int) -> Iterator[list[int]]:
+        per_epoch = self.accumulate * self.steps_per_epoch
         per_block = max(1, _BLOCK // self.batch_size)
-        for start in range(first, len(self), per_block):
-            micro_steps = np.arange(start, min(start + per_block, len(self)))
+        while done < self.n_batches:
+            epoch, first = divmod(done, per_epoch)
+            n_batches = min(per_block, per_epoch - first, self.n_batches - done)
+            micro_steps = np.arange(first, first + n_batches)
             positions = self._positions(micro_steps * self.world_size + self.rank)
             yield from self.order.index(epoch, positions).tolist()
+            done += n_batches
 
     def step_samples(self, step: int) -> np.ndarray:
         """All samples of optimizer step `step`, counted over the whole run: (A, W, B).

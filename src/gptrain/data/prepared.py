@@ -22,7 +22,6 @@ class PreparedText:
     """The token files of a corpus and what is known of them.
 
     Attributes:
-        train_bytes, val_bytes: bytes of text that are targets in all.
         unigram_entropy: of the validation text, nats per byte: the loss of a model that knows
             how often each byte comes, and nothing else.
     """
@@ -30,10 +29,6 @@ class PreparedText:
     folder: Path
     vocab_size: int
     dtype: str
-    train_tokens: int
-    val_tokens: int
-    train_bytes: int
-    val_bytes: int
     unigram_entropy: float
 
     @classmethod
@@ -49,16 +44,11 @@ class PreparedText:
             size_bytes = file.stat().st_size if file.exists() else 0
             if size_bytes != told["size_bytes"]:
                 raise DataError(f"{file}: {size_bytes} bytes, {told['size_bytes']} in {MANIFEST}")
-        train, val = manifest["files"]["train.bin"], manifest["files"]["val.bin"]
         return cls(
             folder=folder,
             vocab_size=manifest["vocab_size"],
             dtype=manifest["dtype"],
-            train_tokens=train["tokens"],
-            val_tokens=val["tokens"],
-            train_bytes=train["text_bytes"],
-            val_bytes=val["text_bytes"],
-            unigram_entropy=val["unigram_entropy"],
+            unigram_entropy=manifest["files"]["val.bin"]["unigram_entropy"],
         )
 
     @property

@@ -1,7 +1,7 @@
 """Ready token files, known by their headers: raw uint16/uint32, or as llm.c writes them.
 
 A raw file (nanoGPT's train.bin) is nothing but tokens. llm.c puts 256 int32 in front of them:
-magic, version, count, zeros. Nothing here reads a file whole but `scan_tokens`, in blocks.
+magic, version, count, zeros. Nothing here reads a file whole.
 """
 
 import glob
@@ -19,7 +19,6 @@ HEADER_BYTES = 1024  # 256 int32
 # magic: (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
 _HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _DTYPES = ("uint16", "uint32")
-_SCAN_TOKENS = 2**20  # per block of a full scan: a few MiB
 _SAMPLE_BLOCKS, _SAMPLE_TOKENS = 16, 2**14  # looked at when opened: all of a file below 512 KiB
 
 
@@ -96,34 +95,10 @@ def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
     return -(-n_targets // seq_len) if keep_tail else n_targets // seq_len
 
 
-def count_samples(
-    path: str | os.PathLike | Sequence[str | os.PathLike],
-    seq_len: int,
-    dtype: str | None = None,
-    keep_tail: bool = False,
-) -> int:
-    """Length of the data set that `TokenDataset` would be, from headers and sizes alone."""
-    files = [open_token_file(file, dtype) for file in find_token_files(path)]
-    return sum(count_windows(file.n_tokens, seq_len, keep_tail) for file in files)
-
-
-def scan_tokens(file: TokenFile, vocab_size: int) -> int:
-    """The largest token of a file, every one looked at, in constant memory.
-
-    Raises: DataError that names the first token >= vocab_size and its place.
-    """
-    tokens, largest = file.map(), 0
-    for start in range(0, file.n_tokens, _SCAN_TOKENS):
-        block = tokens[start : start + _SCAN_TOKENS]
-        check_tokens(block, vocab_size, file.path, start)
-        largest = max(largest, int(block.max()))
-    return largest
-
-
 def sample_tokens(file: TokenFile, vocab_size: int) -> None:
     """Looks at blocks from end to end of a file: finds a wrong vocabulary or dtype, cheaply.
 
-    Raises: DataError as `scan_tokens`.
+    Raises: DataError that names the first token >= vocab_size in them and its place.
     """
     for start, block in sampled_blocks(file):
         check_tokens(block, vocab_size, file.path, start)

@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
 from gptrain.resilience.signals import hold_back, ignore_in_worker
 
-ENDLESS = 2**40  # micro-batches: more than any run takes
-
 
 class TextDataModule(pl.LightningDataModule):
     """Serves any dataset of `(tokens (T,), targets (T,))`.
@@ -52,7 +50,7 @@ class TextDataModule(pl.LightningDataModule):
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.ranks_per_sample = ranks_per_sample
         self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.batches = RunBatches(
+        self.batches = TrainBatches(
             SampleOrder(len(train), seed), batch_size, accumulate, rank, world_size, n_steps
         )
 
@@ -68,7 +66,7 @@ class TextDataModule(pl.LightningDataModule):
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """The samples of one optimizer step, of all ranks or of one rank of the job."""
-        samples = self.batches.epoch.step_samples(step)  # (accumulate, ranks, batch)
+        samples = self.batches.step_samples(step)  # (accumulate, ranks, batch)
         if rank is not None:
             samples = samples[:, rank // self.ranks_per_sample % self.world_size]
         return samples.ravel().tolist()
@@ -100,38 +98,3 @@ class Loader(DataLoader):
     def _get_iterator(self) -> Iterator:
         with hold_back():
             return super()._get_iterator()
-
-
-class RunBatches:
-    """A batch sampler: this rank's micro-batches of a whole run, epoch after epoch, from `start`.
-
-    Args:
-        n_steps: optimizer steps of the run; None: no end.
-    """
-
-    def __init__(
-        self,
-        order: SampleOrder,
-        batch_size: int,
-        accumulate: int,
-        rank: int,
-        world_size: int,
-        n_steps: int | None,
-    ):
-        self.start = self.next = 0
-        self.epoch = TrainBatches(
-            order, batch_size, accumulate, rank, world_size, position=lambda: self.next
-        )
-        self.n_batches = ENDLESS if n_steps is None else n_steps * accumulate
-
-    def __len__(self) -> int:
-        return self.n_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.next = self.start
-        while self.next < self.n_batches:
-            for batch in self.epoch:
-                yield batch
-                self.next += 1
-                if self.next == self.n_batches:
-                    return

@@ -112,6 +112,6 @@ def best_checkpoint(trainer: pl.Trainer) -> Path | None:
     """The checkpoint with the lowest monitored metric, the newest where none was measured."""
     for part in trainer.callbacks:
         if isinstance(part, Checkpoints):
-            found = part.store.best(part.monitor, "min")
+            found = part.store.best(part.monitor)
             return part.store.newest() if found is None else found.path
     return None

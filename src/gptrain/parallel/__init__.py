@@ -1,4 +1,4 @@
-"""How a net is spread over processes. torch.distributed only; no lightning, nothing of gptrain.
+"""How a net is spread over processes. torch.distributed and our `loss`; no lightning.
 
 Each `apply_*` changes a net in place and leaves its parameter names as they were, so that a state
 dict has the bare net's keys under every strategy. What a net must offer is told in

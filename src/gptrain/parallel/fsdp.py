@@ -64,11 +64,6 @@ def apply_fsdp(
         register_fsdp_forward_method(net, "hidden")
 
 
-def set_gradient_sync(net: nn.Module, enabled: bool) -> None:
-    """Reduce gradients in the next backward pass, or add them up locally until one that does."""
-    net.set_requires_gradient_sync(enabled)
-
-
 def reshard(net: nn.Module) -> None:
     """Put shards back in the place of gathered weights, which an evaluation leaves there."""
     for module in net.modules():

@@ -47,7 +47,7 @@ def start_group_of_one(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float = 86400.0) -> T:
+def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float) -> T:
     """What `make` returns, called on rank 0 first: it may leave files that the others then find.
 
     The others wait at the store, not in a collective: preparing a corpus may outlast the timeout
@@ -71,9 +71,3 @@ def from_rank_0(value: T) -> T:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
-
-
-def stop_group() -> None:
-    """Leaves the job's ranks."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

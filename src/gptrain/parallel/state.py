@@ -123,22 +123,11 @@ def sharded_state(
     return state
 
 
-def load_sharded(
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    groups: list[State],
-    reader: dcp.StorageReader,
-    *,
-    aliases: Mapping[str, str] = NO_ALIASES,
+def load_sharded_net(
+    net: nn.Module, reader: dcp.StorageReader, *, aliases: Mapping[str, str] = NO_ALIASES
 ) -> None:
-    """Read a sharded checkpoint, of whatever slicing, into net and optimizer. Collective.
-
-    Args:
-        groups: the `named_groups` that were saved beside it.
-    """
+    """Read a sharded checkpoint, of whatever slicing, into net. Collective."""
     _read(sharded_state(net, None, aliases=aliases), reader)
-    if optimizer is not None:
-        load_sharded_optimizer(net, optimizer, groups, reader, aliases=aliases)
 
 
 def load_sharded_optimizer(
@@ -149,7 +138,11 @@ def load_sharded_optimizer(
     *,
     aliases: Mapping[str, str] = NO_ALIASES,
 ) -> None:
-    """As load_sharded, the optimizer alone. Collective."""
+    """As load_sharded_net, into optimizer. Collective.
+
+    Args:
+        groups: the `named_groups` that were saved beside it.
+    """
     stored = reader.read_metadata().state_dict_metadata
     state: dict[str, Tensor] = {}
     values: dict[str, State] = {name: {} for name, _ in _named_parameters(net)}

@@ -52,19 +52,14 @@ def plan_batch(
     return BatchPlan(batch_size, data_parallel_size, global_batch_size // micro)
 
 
-def run_steps(
-    steps_per_epoch: int, max_epochs: int | None, max_steps: int, limit_steps: int | None = None
-) -> int | None:
+def run_steps(steps_per_epoch: int, max_epochs: int | None, max_steps: int) -> int | None:
     """Optimizer steps of the whole run; None where only a time ends it.
 
     Args:
-        steps_per_epoch: of the data, before any limit.
+        steps_per_epoch: after any limit.
         max_epochs: None or -1: no limit by epochs.
         max_steps: -1: no limit by steps.
-        limit_steps: steps per epoch at most (trainer.limit_train_batches).
     """
-    if limit_steps is not None:
-        steps_per_epoch = min(steps_per_epoch, limit_steps)
     by_epochs = math.inf if max_epochs in (None, -1) else max_epochs * steps_per_epoch
     by_steps = math.inf if max_steps == -1 else max_steps
     steps = min(by_epochs, by_steps)

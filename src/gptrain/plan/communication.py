@@ -26,13 +26,9 @@ def ring_all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
     return 2 * ring_gather_bytes(n_bytes, n_ranks)
 
 
-def ddp_bytes(n_parameters: int, n_ranks: int, *, gradient_bytes: int = FP32_BYTES) -> float:
-    """One all-reduce of all gradients, on the last micro-step: 2 (n-1)/n P.
-
-    Args:
-        gradient_bytes: per gradient on the wire: 2 with comm_hook bf16 or fp16.
-    """
-    return ring_all_reduce_bytes(n_parameters * gradient_bytes, n_ranks)
+def ddp_bytes(n_parameters: int, n_ranks: int) -> float:
+    """One all-reduce of all gradients, on the last micro-step: 2 (n-1)/n P."""
+    return ring_all_reduce_bytes(n_parameters * FP32_BYTES, n_ranks)
 
 
 def fsdp_bytes(
@@ -42,8 +38,6 @@ def fsdp_bytes(
     accumulate: int = 1,
     reshard_after_forward: bool = True,
     accumulate_shards: bool = False,
-    parameter_bytes: int = FP32_BYTES,
-    gradient_bytes: int = FP32_BYTES,
     n_tensor_ranks: int = 1,
 ) -> float:
     """Weights gathered in every pass of every micro-step, gradients reduce-scattered in the last.
@@ -54,14 +48,13 @@ def fsdp_bytes(
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
 
     Args:
-        parameter_bytes: 2 under bf16-mixed.
         n_tensor_ranks: that have cut most parameters before.
     """
     blocks, root = shape.tensor_parallel_parameters(n_tensor_ranks)
     passes = 2 if reshard_after_forward else 1
-    gathered = accumulate * (passes * blocks + root) * parameter_bytes
-    reduced = (accumulate if accumulate_shards else 1) * (blocks + root) * gradient_bytes
-    return ring_gather_bytes(gathered + reduced, n_ranks)
+    gathered = accumulate * (passes * blocks + root)
+    reduced = (accumulate if accumulate_shards else 1) * (blocks + root)
+    return ring_gather_bytes((gathered + reduced) * FP32_BYTES, n_ranks)
 
 
 def tensor_parallel_bytes(

@@ -54,11 +54,11 @@ class SaveFailed(OSError):
 class NoSpace(SaveFailed):
     """There is less room than a save needs; found out before anything was written."""
 
-    def __init__(self, path: str | Path, needed: int, free: int, rank: int = 0) -> None:
-        super().__init__(errno.ENOSPC, path, needed, free, rank)
+    def __init__(self, path: str | Path, needed: int, free: int) -> None:
+        super().__init__(errno.ENOSPC, path, needed, free)
 
     def __reduce__(self) -> tuple:
-        return type(self), (str(self.path), self.needed, self.free, self.rank)
+        return type(self), (str(self.path), self.needed, self.free)
 
 
 class Draft:

@@ -30,6 +30,7 @@ class NonFinite(Exception):
     Attributes:
         step: the optimizer step that was not taken, counted from 0.
         rank: the first rank whose own loss was not finite, None where only gradients were.
+        samples: those that the step had read: that rank's, or all.
     """
 
     def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:

@@ -142,8 +142,8 @@ def _is_plausible(holder: dict) -> bool:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # alive, and another user's
+        pass
     return True
 
 

@@ -75,7 +75,6 @@ def manifest_bytes(
             "step": step,
             "kind": kind,
             "world_size": world_size,
-            "config_hash": hash_config(config),
             "metrics": metrics,
             "files": dict(sorted(files.items())),
             "config": config,
@@ -160,11 +159,6 @@ def difference(path: Path, expected: dict, progress: Callable[[], None] | None) 
 def folder_name(step: int) -> str:
     """`step-00000500`; the digits keep a listing in order."""
     return f"step-{step:08d}"
-
-
-def hash_config(config: dict) -> str:
-    """SHA-256 of a configuration, whatever the order of its keys."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def _raise_first(path: Path, differences: Iterable[str | None]) -> None:

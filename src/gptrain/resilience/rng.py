@@ -37,9 +37,8 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any]) -> list[str]:
-    """Put a captured state back; names the generators of it that this process does not have."""
-    missing = []
+def restore(state: dict[str, Any]) -> None:
+    """Put a captured state back, of the generators that this process has."""
     for name, saved in state.items():
         if name == "python":
             numbers = tuple(saved["numbers"].tolist())
@@ -53,9 +52,6 @@ def restore(state: dict[str, Any]) -> list[str]:
             )
         elif name == _device_in_use():
             torch.get_device_module(name).set_rng_state(saved)
-        else:
-            missing.append(name)
-    return missing
 
 
 def _device_in_use() -> str | None:

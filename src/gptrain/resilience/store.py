@@ -44,14 +44,15 @@ class CheckpointStore:
     Args:
         run_id: written into every manifest; a checkpoint of another run is refused. None takes
             checkpoints of any run and cannot write.
-        progress: called while bytes are written or verified, for a heartbeat.
+        progress: a heartbeat's `beat`: called bare while bytes are written or verified, and with
+            `phase` and `allow_s` by who has to wait for a save.
     """
 
     def __init__(
         self,
         folder: str | Path,
         run_id: str | None = None,
-        progress: Callable[[], None] | None = None,
+        progress: Callable[..., None] | None = None,
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
         self._verified: set[str] = set()  # seals of the manifests whose files this process has read
@@ -190,13 +191,12 @@ class CheckpointStore:
             raise NoGoodCheckpoint(self.folder, damaged)
         return None
 
-    def best(self, monitor: str, mode: str) -> Checkpoint | None:
-        """The whole checkpoint with the lowest (mode min) or highest (max) metric, None if none.
+    def best(self, monitor: str) -> Checkpoint | None:
+        """The whole checkpoint with the lowest metric, None if none has it.
 
         Of equal ones the earliest. Checkpoints saved before the metric was measured do not count.
         Files that this process has read are not read again.
         """
-        sign = {"min": 1, "max": -1}[mode]
         scored = []
         for step in self.steps():
             path = self.folder / folder_name(step)
@@ -205,7 +205,7 @@ class CheckpointStore:
             except DamagedCheckpoint:
                 continue
             if value is not None:
-                scored.append((sign * value, step, path))
+                scored.append((value, step, path))
         for _, _, path in sorted(scored):
             try:
                 return self._known_good(path)

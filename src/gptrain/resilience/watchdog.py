@@ -25,6 +25,7 @@ from gptrain.resilience.status import STATUS_NAME, read_status, write_status
 
 EXIT_HANG = 76
 EXIT_FAILURE = 70
+GRACE_S = 5.0  # for a rank to end by itself after another has failed
 _NOT_FAILURES = (0, 75)  # done, preempted: the others end by themselves
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MAX_GAP_S = 2.0  # more between two looks means that this process was stopped: not its waiting
@@ -50,7 +51,6 @@ class Watchdog:
     Args:
         timeout_s: how long the main thread may go without a beat.
         parent_pid: the supervisor that must live; None where nobody started us (a shell may go).
-        grace_s: time to end by itself after a rank has failed.
         about: what to add to the status of a hang: checkpoint, resume.
     """
 
@@ -61,13 +61,12 @@ class Watchdog:
         *,
         timeout_s: float,
         parent_pid: int | None = None,
-        grace_s: float = 5.0,
         poll_s: float = 0.5,
         about: Callable[[], dict] = dict,
     ) -> None:
         self.heartbeat, self.run_dir = heartbeat, Path(run_dir)
         self.timeout_s, self.parent_pid = timeout_s, parent_pid
-        self.grace_s, self.poll_s, self.about = grace_s, poll_s, about
+        self.poll_s, self.about = poll_s, about
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._seen_status = self._status_mark()  # an earlier attempt's is not news
@@ -112,7 +111,7 @@ class Watchdog:
         reason = f"rank {status['rank']} has failed ({status['cause']})"
         if status["exit_code"] == EXIT_HANG:
             self._leave(reason, EXIT_HANG, stacks=True)
-        if not self._done.wait(self.grace_s):
+        if not self._done.wait(GRACE_S):
             self._leave(reason, status["exit_code"])
 
     def _hang(self, beats: int, silent_s: float) -> None:

@@ -144,9 +144,12 @@ def host_bytes() -> int | None:
     """Memory of this machine, or what its control group leaves; None where neither is told."""
     try:
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except (OSError, ValueError):
-        return found if "found" in locals() else None
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return found
     return min(found, int(limit)) if limit.isdigit() else found
 
 

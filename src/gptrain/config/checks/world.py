@@ -13,7 +13,7 @@ from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch
 
 
 def check_known_world(run: Run) -> None:
-    """The same, where the config or a launcher already says how many ranks there are."""
+    """As check_world, where the config or a launcher already says how many ranks there are."""
     n_local, n_nodes = count_devices(run.get("trainer.devices")), run.get("trainer.num_nodes")
     try:
         process = this_process()
@@ -115,7 +115,7 @@ def plan_degrees(run: Run, world_size: int) -> Degrees | None:
         )
         return None
     stages = split.pipeline * per_rank
-    if sizes["pipeline_parallel_size"] is None and layers and stages > max(layers, 1) > 0:
+    if sizes["pipeline_parallel_size"] is None and layers and stages > layers:
         run.error(
             "strategy.pipeline_parallel_size",
             f"{stages} stages, but model.n_layers={layers}: each holds at least one",

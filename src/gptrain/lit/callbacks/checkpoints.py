@@ -196,7 +196,7 @@ class Checkpoints(Callback):
 
     def _prune(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
-            best = self.store.best(self.monitor, "min")
+            best = self.store.best(self.monitor)
             self.store.prune(self.keep, protect=[best.path] if best else [])
 
     def _is_validated(self, trainer: Trainer, step: int) -> bool:

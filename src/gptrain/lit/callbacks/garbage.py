@@ -31,6 +31,8 @@ class CollectGarbage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
         if trainer.global_step % self.every_n_steps == 0:
             gc.collect()
 

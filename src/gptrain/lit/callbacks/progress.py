@@ -15,8 +15,8 @@ LINES_IN_A_FILE = 20  # of the bar, where the output is no terminal
 class ProgressBar(TQDMProgressBar):
     """Lightning's bar, without its epochs: a run is one pass."""
 
-    def __init__(self, refresh_rate: int = 1):
-        super().__init__(refresh_rate=refresh_rate)
+    def __init__(self):
+        super().__init__()
         tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore that a killed rank leaks
 
     def on_train_start(self, trainer, *_: Any) -> None:

@@ -17,8 +17,10 @@ class SampleText(Callback):
     """Prints a continuation of `prompt` at the end of the run, where the data has a tokenizer.
 
     Args:
+        prompt: what is continued, of one token at least.
         n_tokens: how many are generated.
         temperature: below 1 the likelier tokens are preferred.
+        seed: of what is drawn, apart from the run's own random numbers.
     """
 
     def __init__(self, prompt: str, n_tokens: int = 256, temperature: float = 0.7, seed: int = 0):

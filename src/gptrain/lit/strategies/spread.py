@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gptrain.lit.strategies.ranks import Ranks
 from gptrain.loss import count_targets, reduce_total
-from gptrain.parallel.fsdp import set_gradient_sync
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.tensor import partial_parameters
@@ -90,18 +89,18 @@ class Sharded(Spread):
         """Gradients are added up locally until an optimizer step's last micro-step."""
         waits = self.is_fsdp and not self.syncs_each
         if waits:
-            set_gradient_sync(self.net, False)
+            self.net.set_requires_gradient_sync(False)
         yield
         if waits:
-            set_gradient_sync(self.net, True)
+            self.net.set_requires_gradient_sync(True)
 
 
 class Piped(Spread):
     """Pipeline parallelism, with or without data parallelism.
 
     Forward and backward passes of a micro-step are one run of the schedule, inside training_step:
-    Lightning's own backward finds nothing to do, and gradients are cleared after a step, not before
-    the backward pass of the next.
+    Lightning's own backward finds nothing to do, and gradients that were cleared just before it
+    would be lost: the module clears them after a step.
     """
 
     runs_whole_net = False  # no rank can, not even with the others' help
@@ -110,10 +109,6 @@ class Piped(Spread):
         super().__init__()
         self.pipeline = pipeline
         self.aliases, self.stages = pipeline.aliases, pipeline.group
-
-    def connect(self, model: pl.LightningModule) -> None:
-        super().connect(model)
-        model.optimizer_zero_grad = lambda *_: None
 
     def loss(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Loss of this pipeline's samples on all its ranks; in training, gradients besides."""
@@ -127,11 +122,6 @@ class Piped(Spread):
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Nothing: `loss` has done it."""
         return closure_loss
-
-    def optimizer_step(self, optimizer, closure: Callable[[], Any], model=None, **kwargs) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        optimizer.zero_grad()
-        return output
 
     def clip(self, max_norm: float) -> Tensor:
         """Global norm of the gradients over all stages, clipped in place."""

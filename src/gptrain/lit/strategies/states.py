@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gptrain.parallel.state import (
-    load_sharded,
+    load_sharded_net,
     load_sharded_optimizer,
     load_whole_net_state,
     load_whole_optimizer_state,
@@ -77,7 +77,7 @@ class NamedStates:
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._reader() is not None:
-            load_sharded(self.net, None, [], self._reader(), aliases=self.aliases)
+            load_sharded_net(self.net, self._reader(), aliases=self.aliases)
         else:
             state = checkpoint["state_dict"]
             state = {name.removeprefix("net."): tensor for name, tensor in state.items()}
