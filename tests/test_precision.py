@@ -40,3 +40,29 @@ def test_a_step_in_bf16_on_any_cpu_is_that_of_fp32_rounded(train):
     assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=4e-3)
     weights = two.state(2)["state_dict"].values()
     assert {str(weight.dtype) for weight in weights} == {"torch.float32"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
+    """A fused AdamW takes the scale away itself, after clipping."""
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from gptrain.data import DummyTextDataset, collate
+    from gptrain.lit import LanguageModel
+    from gptrain.models import SimpleGPT
+
+    net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)
+    module = LanguageModel(
+        net, lambda net: torch.optim.AdamW(net.parameters(), fused=fused), lambda step: 1.0
+    )
+    data = torch.utils.data.DataLoader(DummyTextDataset(8, 9, 31), 8, collate_fn=collate)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=1, gradient_clip_val=0.5, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    assert 0.05 < module.grad_norm < 50

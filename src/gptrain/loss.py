@@ -178,6 +178,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.T, hidden_cast)  # (V, D)
                 elif wants_weight:
                     grad_weight += (grad_logits.T @ hidden_cast)[: len(weight)]
+                del grad_logits  # as large as the logits of the next chunk
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype

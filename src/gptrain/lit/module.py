@@ -86,7 +86,13 @@ class LanguageModel(pl.LightningModule):
             return chunked_next_token_loss(
                 hidden, head, targets, reduction=reduction, compiles=self.compiles_loss
             )
-        return next_token_loss(self.net(tokens), targets, reduction=reduction)
+        logits = self.net(tokens)
+        if logits.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"{type(self.net).__name__} made {tuple(logits.shape)} of tokens "
+                f"{tuple(tokens.shape)}; a net's forward returns logits (B, T, V)"
+            )
+        return next_token_loss(logits, targets, reduction=reduction)
 
     def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """What the chunked loss takes: (B, T, D) and (V, D)."""
@@ -149,7 +155,14 @@ class LanguageModel(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out."""
+        """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out.
+
+        Under 16-mixed Lightning leaves the scale of the loss in the gradients of an optimizer that
+        can take it away itself, a fused one: clipped like that, they would vanish.
+        """
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)
         max_norm = math.inf if gradient_clip_val is None else float(gradient_clip_val)
         self.grad_norm = self.clip(max_norm)
         self.check_finite(self, optimizer)
