@@ -159,15 +159,16 @@ def test_a_closure_runs_once_whatever_an_optimizer_does_with_it():
 def test_an_optimizer_of_torch_goes_on_exactly(train, tmp_path):
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     yaml = tmp_path / "conf" / "optimizer" / "adafactor.yaml"
-    yaml.write_text("# Less memory.\n_target_: torch.optim.Adafactor\nweight_decay: 0.1\n")
+    yaml.write_text("_target_: torch.optim.Adafactor\n")
     options = (*EXACT, "--config-dir", str(tmp_path / "conf"), "optimizer=adafactor",
-               "scheduler=constant")  # fmt: skip
+               "optimizer.lr=3e-2", "optimizer.weight_decay=0.1", "scheduler=constant")  # fmt: skip
     run = train("trainer.max_steps=6", *options)
     assert run.code == 0, run.err
     whole = run.losses()
     run.cut_back(3)
     groups = run.state(3)["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group["lr"] for group in groups] == [3e-2, 3e-2]
     again = train("trainer.max_steps=6", "ckpt_path=last", *options)
     assert again.code == 0, again.err
     assert again.losses() == whole

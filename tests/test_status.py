@@ -93,7 +93,9 @@ def test_an_unwritable_folder_is_an_error_and_not_a_lost_status(tmp_path):
 def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):
     for _ in range(2):  # a resumed run writes its result over the old one
         metrics = {"val/loss": 1.5, "test/loss": float("nan")}
-        write_result(tmp_path, metrics, steps=60, tokens=1920, seconds=2.5, checkpoint="best")
+        write_result(
+            tmp_path / "result.json", metrics, steps=60, tokens=1920, seconds=2.5, checkpoint="best"
+        )
     result = json.loads((tmp_path / "result.json").read_text(), parse_constant=pytest.fail)
     assert result["metrics"] == {"val/loss": 1.5, "test/loss": None}
     assert (result["steps"], result["tokens"], result["checkpoint"]) == (60, 1920, "best")

@@ -85,6 +85,25 @@ def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, task, 
     assert again.metrics[metric] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
 
 
+def test_an_evaluation_in_the_folder_of_a_run_leaves_its_record_alone(train):
+    run = train("logger=csv", "optimizer.lr=5e-4")
+    records = [run.folder / ".hydra" / "overrides.yaml", run.folder / "result.json"]
+    before = [path.read_text() for path in records]
+    again = train("logger=csv", "task=validate", "ckpt_path=best")
+    assert again.code == 0, again.err
+    assert [path.read_text() for path in records] == before
+    measured = json.loads((run.folder / "result-validate.json").read_text())["metrics"]["val/loss"]
+    assert measured == pytest.approx(run.metrics["val/loss"], rel=1e-6)
+    assert (run.folder / ".hydra" / "validate" / "overrides.yaml").exists()
+    rows = (run.folder / "metrics.csv").read_text().splitlines()
+    assert {row.partition(",")[0] for row in rows[1:]} == {"4"}  # the step that was evaluated
+
+
+def test_an_evaluation_without_a_checkpoint_to_take_is_refused(train):
+    run = train("task=validate", "ckpt_path=last")
+    assert run.code == 66 and "ckpt_path=last: no checkpoint in" in run.err
+
+
 def test_data_that_cannot_be_used_end_a_run_with_their_own_code(train, tmp_path):
     (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
     run = train("data=text", f"data.path={tmp_path / 'latin.txt'}")

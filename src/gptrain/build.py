@@ -291,6 +291,8 @@ def build_report(
     sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
     lr = peak_lr(cfg, batch)
     steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
+    if lengths.n_steps is not None and lengths.n_steps < cfg.trainer.max_steps:
+        steps += f" (trainer.max_epochs={cfg.trainer.max_epochs} ends it before trainer.max_steps)"
     steps += "" if cfg.max_tokens is None else f" of max_tokens {cfg.max_tokens:g}"
     lines = {
         "model": [told["net_name"], f"{told['n_parameters'] / 1e6:.1f} M parameters", *sizes],

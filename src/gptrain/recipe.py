@@ -150,7 +150,7 @@ def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any
     """A key of the optimizer group; where it is not given, the default of the class itself."""
     target = cfg.optimizer._target_
     taken = inspect.signature(get_method(target)).parameters
-    if key in cfg.optimizer:
+    if cfg.optimizer.get(key) is not None:
         if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
             wrong = f"{target} takes no {key}"
             raise ConfigError([Problem(f"optimizer.{key}", cfg.optimizer[key], wrong)])

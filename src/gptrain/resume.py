@@ -122,6 +122,8 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     except FileNotFoundError as error:
         problem = Problem("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND)
         raise ConfigError([problem]) from error
+    if found is None and cfg.task != "fit":
+        raise _not_found(cfg, f"no checkpoint in {store.folder}", "run_dir=<folder of the run>")
     if found is None:
         log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
         return None
@@ -175,11 +177,12 @@ def _named(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | None:
     if cfg.ckpt_path == "best":
         found = store.best(cfg.checkpoint.monitor)
         if found is None:
-            raise _not_found(cfg, f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}")
+            wrong = f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}"
+            raise _not_found(cfg, wrong, "ckpt_path=last, or run_dir=<folder of the run>")
         return found
     path = checkpoint_folder(cfg.ckpt_path)
     if not path.exists():
-        raise _not_found(cfg, "no such file or folder")
+        raise _not_found(cfg, "no such file or folder", "ckpt_path=last")
     return CheckpointStore(path.parent).verify(path)
 
 
@@ -189,10 +192,8 @@ def checkpoint_folder(path: str | Path) -> Path:
     return path.parent if path.is_file() and (path.parent / MANIFEST_NAME).exists() else path
 
 
-def _not_found(cfg: DictConfig, wrong: str) -> ConfigError:
-    problem = Problem(
-        "ckpt_path", cfg.ckpt_path, wrong, attempt="ckpt_path=last", code=INPUT_NOT_FOUND
-    )
+def _not_found(cfg: DictConfig, wrong: str, attempt: str) -> ConfigError:
+    problem = Problem("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
     return ConfigError([problem])
 
 

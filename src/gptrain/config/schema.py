@@ -91,7 +91,12 @@ class RunConfig:
     )
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(
-        default_factory=lambda: {"lr_scaling": "none", "reference_batch_size": 32}
+        default_factory=lambda: {
+            "lr": None,  # of these two null: the default of the class
+            "weight_decay": None,
+            "lr_scaling": "none",
+            "reference_batch_size": 32,
+        }
     )
     scheduler: dict[str, Any] = field(
         default_factory=lambda: {

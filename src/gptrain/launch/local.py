@@ -27,7 +27,7 @@ from gptrain.parallel.group import STORE_VARIABLE
 from gptrain.resilience.ends import Preempted
 from gptrain.resilience.heartbeat import StallWatch
 from gptrain.resilience.signals import StopFlag, hold_back
-from gptrain.resilience.status import read_status, write_status
+from gptrain.resilience.status import read_status, result_path, write_status
 
 log = logging.getLogger(__name__)
 POLL_S = 0.05
@@ -60,7 +60,7 @@ def supervise(
         log.warning("warning: started again, %d more times at most", left)
     if code != problems.DONE:
         raise problems.JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
-    result = Path(cfg.run_dir) / "result.json"
+    result = result_path(cfg.run_dir, cfg.task)
     return json.loads(result.read_text())["metrics"] if result.exists() else {}
 
 

@@ -105,8 +105,11 @@ def show(cfg: DictConfig, ending: Ending) -> None:
     if ending.trace:
         print(ending.trace, file=sys.stderr)
     if ending.code == problems.PREEMPTED:
-        log.info("%-9s %s", "stopped", ending.line)
-        log.info("%-9s %s", "next", resume_command(cfg))
+        for label, words in (("stopped", ending.line), ("next", resume_command(cfg))):
+            if log.isEnabledFor(logging.INFO):
+                log.info("%-9s %s", label, words)
+            else:  # another rank than 0, whose log is off, was the first to end
+                print(f"{label:9} {words}", flush=True)
     else:
         print(ending.line, file=sys.stderr, flush=True)
 

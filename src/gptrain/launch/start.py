@@ -14,7 +14,7 @@ from gptrain.launch.ending import newest_checkpoint
 from gptrain.launch.restarts import FRUITLESS_STARTS, is_restart, note_start
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.status import clear_status
-from gptrain.resume import find_checkpoint
+from gptrain.resume import CHECKPOINTS, find_checkpoint
 
 BEATS_NAME = ".beats"  # signs of life of ranks that torchrun or SLURM started
 
@@ -55,10 +55,13 @@ def choose_start(cfg: DictConfig, run_id: str, world_size: int, again: bool) -> 
 def keep_config(run_dir: str | Path, composed: DictConfig) -> None:
     """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
 
-    So a start that is refused leaves the record of the run that lives there alone.
+    So a start that is refused leaves the record of the run that lives there alone, and so does an
+    evaluation in the folder of a run that was trained: its own lies in .hydra/<task>.
     """
     folder, hydra = Path(run_dir) / ".hydra", HydraConfig.instance().cfg
-    folder.mkdir(exist_ok=True)
+    if composed.task != "fit" and (Path(run_dir) / CHECKPOINTS).is_dir():
+        folder /= composed.task
+    folder.mkdir(parents=True, exist_ok=True)
     records = {"config": composed, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(record), encoding="utf-8")

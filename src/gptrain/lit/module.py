@@ -65,6 +65,7 @@ class LanguageModel(pl.LightningModule):
         )
         self.step_losses: list[Tensor] = []  # one detached scalar per micro-step of this step
         self.grad_norm: Tensor | None = None  # before clipping, of the last step
+        self.learned_steps = 0  # of the checkpoint that is evaluated
         self.logged: dict[str, tuple[int, float]] = {}  # name -> its last point: step, value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -181,7 +182,7 @@ class LanguageModel(pl.LightningModule):
 
     def tell(self, metrics: dict[str, float]) -> None:
         """Logs points of this step with every logger."""
-        step = self.trainer.global_step
+        step = self.trainer.global_step or self.learned_steps
         self.logged |= {name: (step, value) for name, value in metrics.items()}
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -196,6 +197,7 @@ class LanguageModel(pl.LightningModule):
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {f"net.{key}": value for key, value in state.items()}
         if self.trainer.state.fn != "fit":
+            self.learned_steps = checkpoint["global_step"]
             checkpoint.pop("loops")  # of training; an evaluation begins at its first batch
 
     def _evaluate(self, tokens: Tensor, targets: Tensor) -> None:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.step_log import StepLog
 from gptrain.lit.module import LanguageModel
-from gptrain.resilience.status import write_result
+from gptrain.resilience.status import result_path, write_result
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Report:
         best = best_checkpoint(trainer)
         if not trainer.fast_dev_run:
             write_result(
-                self.run_dir,
+                result_path(self.run_dir, self.hyper_parameters["task"]),
                 metrics,
                 steps=steps,
                 tokens=steps * self.step_tokens,

@@ -94,8 +94,17 @@ def clear_status(run_dir: str | Path) -> None:
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
+def result_path(run_dir: str | Path, task: str) -> Path:
+    """Where a result lies: result.json; of an evaluation in a trained run's folder beside its own.
+
+    So what was trained there keeps its record: result-validate.json, result-test.json.
+    """
+    evaluates = task != "fit" and (Path(run_dir) / "checkpoints").is_dir()
+    return Path(run_dir) / (f"result-{task}.json" if evaluates else RESULT_NAME)
+
+
 def write_result(
-    run_dir: str | Path,
+    path: str | Path,
     metrics: dict[str, float],
     *,
     steps: int,
@@ -115,7 +124,7 @@ def write_result(
         "seconds": seconds,
         "checkpoint": None if checkpoint is None else str(checkpoint),
     }
-    fileops.replace(Path(run_dir) / RESULT_NAME, to_json(result))
+    fileops.replace(Path(path), to_json(result))
 
 
 def to_json(value: object) -> bytes:

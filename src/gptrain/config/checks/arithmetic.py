@@ -100,7 +100,7 @@ def _schedule(run: Run) -> None:
             f"must be <= scheduler.total_steps={total}",
             attempt=f"scheduler.warmup_steps={total // 10}",
         )
-    if run.get("optimizer.lr", 0) > 1:
+    if (run.get("optimizer.lr") or 0) > 1:
         run.warn("optimizer.lr", "above 1; rates of AdamW and Muon lie between 1e-5 and 1e-1")
 
 
