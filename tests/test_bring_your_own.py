@@ -10,8 +10,10 @@ import torch
 from omegaconf import OmegaConf
 
 import gptrain
+from gptrain.build import check_vocabulary
 from gptrain.config.front import compose_command, register
 from gptrain.config.problems import ConfigError
+from gptrain.lit import LanguageModel
 from gptrain.optim import call_closure_first
 from gptrain.plan import BatchPlan
 from gptrain.recipe import build_optimizer, build_schedule, peak_lr
@@ -216,3 +218,22 @@ def test_token_files_made_elsewhere_are_trained_on_and_gone_on_with_exactly(trai
     again = train("trainer.max_steps=6", "ckpt_path=last", *options)
     assert again.code == 0, again.err
     assert again.losses() == whole
+
+
+def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():
+    cfg = OmegaConf.create({"model": {"vocab_size": 5}})
+    check_vocabulary(cfg, torch.tensor([1, 4]), torch.tensor([4, -100]))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=5: data\.train has token 7") as error:
+        check_vocabulary(cfg, torch.tensor([1, 7]), torch.tensor([4, 2]))
+    assert error.value.code == 65
+
+
+def test_a_net_of_another_contract_is_told_by_its_shapes():
+    class Mean(torch.nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens).mean(1)
+
+    module = LanguageModel(Mean(9, 9), None, None)
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"Mean made \(2, 9\) of tokens \(2, 3\); .* \(B, T, V\)"):
+        module.loss(tokens, tokens)

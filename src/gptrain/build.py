@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
-from gptrain.config.problems import ConfigError, Problem
+from gptrain.config.problems import BAD_DATA, ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks import (
@@ -106,7 +106,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     beat(phase="build", allow_s=STARTING_S)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * split.data)
-    lengths = plan_lengths(cfg, len(train), len(train[0][0]), split.data)
+    tokens, targets = train[0]
+    check_vocabulary(cfg, tokens, targets)
+    lengths = plan_lengths(cfg, len(train), len(tokens), split.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
     checkpoint = None if start is None else Path(start)
@@ -171,6 +173,20 @@ def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:
     """Train, validation and test set, prepared where that is needed; None: no test set is given."""
     parts = ("train", "val", "test")
     return [build_target(cfg.data[part]) if part in cfg.data else None for part in parts]
+
+
+def check_vocabulary(cfg: DictConfig, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    """Raises ConfigError where a sample has tokens that the net has no embedding for.
+
+    On a GPU the first step would end in an assertion of the device that names nothing.
+    """
+    vocab_size, highest = cfg.model.get("vocab_size"), int(max(tokens.max(), targets.max()))
+    if vocab_size is not None and highest >= vocab_size:
+        wrong = f"data.train has token {highest} in its first sample"
+        attempt = f"model.vocab_size={highest + 1} or above"
+        raise ConfigError(
+            [Problem("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)]
+        )
 
 
 def first_batches(

@@ -69,7 +69,7 @@ class Guarded(Callback):
         self.stops.close()  # nobody leaves a collective behind
 
     def on_exception(self, trainer: Trainer, module: LanguageModel, exception: Exception) -> None:
-        if trainer.training:
+        if trainer.training and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             step, rank = trainer.global_step, trainer.global_rank
             samples = trainer.datamodule.step_samples(step, rank)
             self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
