@@ -102,9 +102,8 @@ def fit(
     options = SimpleNamespace(name=name, **(OPTIONS | options))
     split = degrees(name, n_ranks, options.tensor_parallel_size, options.pipeline_parallel_size)
     torch.manual_seed(seed)
-    net, strategy = spread_net(
-        make_net, options, split, torch.device(device), precision=precision, **made_of
-    )
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    net, strategy = spread_net(make_net, options, split, place, precision=precision, **made_of)
     torch.manual_seed(1 + rank)
     module = LanguageModel(
         net,
