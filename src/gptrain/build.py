@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +11,17 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_method
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
+from gptrain.config.machine import (
+    Machine,
+    find_machine,
+    native_precision,
+    set_threads,
+    share_cores,
+)
 from gptrain.config.problems import ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
@@ -83,6 +90,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
+        if machine.n_local > 1 and "OMP_NUM_THREADS" not in os.environ:
+            share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
     split = degrees(
@@ -219,7 +228,7 @@ def build_trainer(
     trainer = make(
         **options,
         accelerator=machine.accelerator,
-        devices=cfg.trainer.devices if machine.accelerator == "cuda" else machine.n_local,
+        devices=hand_devices(strategy, machine),
         num_nodes=machine.n_nodes,
         precision=resolve_precision(cfg, machine),
         strategy=strategy,
@@ -239,6 +248,19 @@ def build_trainer(
         default_root_dir=cfg.run_dir,
     )
     return leave_signals_to_us(trainer)
+
+
+def hand_devices(strategy: Strategy, machine: Machine) -> int:
+    """Gives the strategy its GPUs; returns what the Trainer is then to be told.
+
+    Left to parse trainer.devices, Lightning counts the GPUs that this process sees, which under a
+    launcher are more or fewer than the ranks of the node, and refuses.
+    """
+    if machine.accelerator != "cuda":
+        return machine.n_local
+    if isinstance(strategy, ParallelStrategy):
+        strategy.parallel_devices = [machine.device(i) for i in range(machine.n_local)]
+    return 1
 
 
 def build_callbacks(
