@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -70,6 +72,8 @@ PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
+_built: WeakSet[LanguageModel] = WeakSet()  # by the jobs of this process, and not yet collected
+
 
 @dataclass
 class Run:
@@ -85,6 +89,8 @@ class Run:
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
     quiet()
+    if _built:  # the job before left its net in cycles, which no small collection reaches
+        gc.collect()
     process, machine = this_process(), find_machine(cfg)
     if machine.accelerator == "cpu":
         set_threads(machine.n_local)
@@ -134,6 +140,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         on_nonfinite=cfg.on_nonfinite,
         compiles_loss=compiles_loss(cfg.model.compile, machine.accelerator),
     )
+    _built.add(module)
     datamodule = TextDataModule(
         train,
         val,
