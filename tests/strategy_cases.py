@@ -5,6 +5,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +17,8 @@ from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.strategies import spread_net
 from gptrain.models import SimpleGPT
+from gptrain.optim import Muon, muon_groups
+from gptrain.optim import muon as muon_file
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.state import whole_net_state
 from gptrain.plan import degrees
@@ -60,6 +63,14 @@ def make_net(dropout=0.0):
     return SimpleGPT(V, 32, n_heads=4, n_layers=4, max_seq_len=16, dropout=dropout)
 
 
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), 1e-3)
+
+
+def muon(net):
+    return Muon(muon_groups(net, 0.1), 1e-3, fused=False)
+
+
 def constant(step):
     return 1.0
 
@@ -87,6 +98,7 @@ def fit(
     n_steps=N_STEPS,
     *,
     make_net=make_net,
+    make_optimizer=adamw,
     n_ranks=None,
     ckpt_path=None,
     save_to=None,
@@ -102,13 +114,12 @@ def fit(
     options = SimpleNamespace(name=name, **(OPTIONS | options))
     split = degrees(name, n_ranks, options.tensor_parallel_size, options.pipeline_parallel_size)
     torch.manual_seed(seed)
-    net, strategy = spread_net(
-        make_net, options, split, torch.device(device), precision=precision, **made_of
-    )
+    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    net, strategy = spread_net(make_net, options, split, place, precision=precision, **made_of)
     torch.manual_seed(1 + rank)
     module = LanguageModel(
         net,
-        lambda net: torch.optim.AdamW(net.parameters(), 1e-3),
+        make_optimizer,
         constant,
         compiles_loss=compiles_loss(made_of.get("compile", "none"), device),
     )
@@ -171,6 +182,11 @@ def one_process(**options):
     return fit("single", n_ranks=1, **options)
 
 
+def _in_fp32():
+    """Muon's products, whatever the CPU has: in bf16 a last bit of fp32 may be one of 8."""
+    return patch.object(muon_file, "native_dtype", lambda device: torch.float32)
+
+
 def check_same_run(run, truth):
     assert_close(run.losses, truth.losses)
     assert_close(run.norms, truth.norms)
@@ -214,6 +230,12 @@ def pipeline_run_equals_one_process():
 
 def interleaved_pipeline_run_equals_one_process():
     check_equals_one_process("pipeline", schedule="interleaved_1f1b")
+
+
+def muon_of_cut_matrices_equals_one_process():
+    with _in_fp32():
+        for name in ("fsdp", "tensor_parallel"):
+            check_same_run(fit(name, make_optimizer=muon), TRUTH["muon"])
 
 
 def a_net_with_forward_alone_trains_under_ddp():
@@ -278,6 +300,11 @@ def ddp_by_pipeline_run_equals_one_process():
     check_equals_one_process("ddp_pipeline", microbatches=2)
 
 
+def muon_of_matrices_cut_twice_equals_one_process():
+    with _in_fp32():
+        check_same_run(fit("fsdp_tensor_parallel", make_optimizer=muon), TRUTH["muon"])
+
+
 def a_run_goes_on_from_one_mix_to_the_other():
     folder = Path(broadcast(tempfile.mkdtemp()))
     names = ["fsdp_tensor_parallel", "ddp_pipeline"]
@@ -296,6 +323,7 @@ CASES = {
         tensor_parallel_run_equals_one_process,
         pipeline_run_equals_one_process,
         interleaved_pipeline_run_equals_one_process,
+        muon_of_cut_matrices_equals_one_process,
         a_net_with_forward_alone_trains_under_ddp,
         other_strategies_name_what_such_a_net_lacks,
         dropout_makes_the_same_run_twice,
@@ -307,6 +335,7 @@ CASES = {
     4: [
         fsdp_by_tensor_parallel_run_equals_one_process,
         ddp_by_pipeline_run_equals_one_process,
+        muon_of_matrices_cut_twice_equals_one_process,
         a_run_goes_on_from_one_mix_to_the_other,
     ],
 }
@@ -316,4 +345,6 @@ def find_truths(folder):
     """Runs of one process, by each rank alone, before there is a group for metrics to join."""
     TRUTH["plain"] = one_process(save_to=folder)
     TRUTH["saved"] = folder / STEP_3
+    with _in_fp32():
+        TRUTH["muon"] = one_process(make_optimizer=muon)
     TRUTH["only_forward"] = one_process(make_net=OnlyForward)

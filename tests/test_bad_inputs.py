@@ -76,6 +76,15 @@ def test_more_gpus_than_visible_names_how_many_and_the_variable(devices, right):
         assert "only 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)" in problem.line
 
 
+def test_a_rank_may_see_its_own_gpu_alone():
+    for devices in ("4", "[0,2]"):
+        run = Run.of(compose_command([f"trainer.devices={devices}"]))
+        check_visible(run, visible=1, shown="3", is_rank=True)
+        assert not run.problems
+        check_visible(run, visible=1, shown="3", is_rank=False)
+        assert run.problems
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there():
     (line,) = refused("trainer.accelerator=gpu")

@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.lit.speed import measure_matmul
 from gptrain.loss import next_token_loss
 from gptrain.models import SimpleGPT
 from gptrain.plan.flops import gpt_matrix_weights, peak_flops_per_s, train_flops_per_token
@@ -42,6 +43,7 @@ def test_gpt2_costs_what_its_papers_say():
     "name, peak",
     [
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
@@ -54,3 +56,9 @@ def test_gpt2_costs_what_its_papers_say():
 )
 def test_a_device_is_known_by_the_name_its_driver_gives(name, peak):
     assert peak_flops_per_s(name) == peak
+
+
+def test_measuring_a_peak_leaves_the_runs_random_numbers_alone():
+    state = torch.get_rng_state()
+    assert measure_matmul(torch.device("cpu"), torch.float32, side=64, seconds=0) > 0
+    assert torch.equal(torch.get_rng_state(), state)

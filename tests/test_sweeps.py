@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
+
+from gptrain import build
 
 
 def jobs(folder):
@@ -17,6 +20,21 @@ def test_every_combination_runs_in_its_own_folder(train):
     sweep = train("-m", "optimizer.lr=1e-3,3e-4", "seed=1,2")
     assert sweep.code == 0, sweep.err
     assert jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
+
+
+def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):
+    nets, alive, make = [], [], build.build
+
+    def watched(cfg, guard):
+        run = make(cfg, guard)
+        alive.append(sum(net() is not None for net in nets))
+        nets.append(weakref.ref(run.module.net))
+        return run
+
+    monkeypatch.setattr(build, "build", watched)
+    sweep = train("-m", "seed=1,2,3", "trainer.max_steps=2")
+    assert sweep.code == 0, sweep.err
+    assert alive == [0, 0, 0]
 
 
 def test_a_failing_job_is_told_and_the_others_run(train):

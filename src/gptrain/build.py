@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_method
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from gptrain.config.machine import Machine, find_machine, native_precision, set_threads
+from gptrain.config.machine import (
+    Machine,
+    find_machine,
+    native_precision,
+    set_threads,
+    share_cores,
+)
 from gptrain.config.problems import BAD_DATA, ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
@@ -63,6 +72,8 @@ PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
+_built: WeakSet[LanguageModel] = WeakSet()  # by the jobs of this process, and not yet collected
+
 
 @dataclass
 class Run:
@@ -78,11 +89,15 @@ class Run:
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
     quiet()
+    if _built:  # the job before left its net in cycles, which no small collection reaches
+        gc.collect()
     process, machine = this_process(), find_machine(cfg)
     if machine.accelerator == "cpu":
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
+        if machine.n_local > 1 and "OMP_NUM_THREADS" not in os.environ:
+            share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
     split = degrees(
@@ -127,6 +142,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         on_nonfinite=cfg.on_nonfinite,
         compiles_loss=compiles_loss(cfg.model.compile, machine.accelerator),
     )
+    _built.add(module)
     datamodule = TextDataModule(
         train,
         val,
@@ -235,7 +251,7 @@ def build_trainer(
     trainer = make(
         **options,
         accelerator=machine.accelerator,
-        devices=cfg.trainer.devices if machine.accelerator == "cuda" else machine.n_local,
+        devices=hand_devices(strategy, machine),
         num_nodes=machine.n_nodes,
         precision=resolve_precision(cfg, machine),
         strategy=strategy,
@@ -255,6 +271,19 @@ def build_trainer(
         default_root_dir=cfg.run_dir,
     )
     return leave_signals_to_us(trainer)
+
+
+def hand_devices(strategy: Strategy, machine: Machine) -> int:
+    """Gives the strategy its GPUs; returns what the Trainer is then to be told.
+
+    Left to parse trainer.devices, Lightning counts the GPUs that this process sees, which under a
+    launcher are more or fewer than the ranks of the node, and refuses.
+    """
+    if machine.accelerator != "cuda":
+        return machine.n_local
+    if isinstance(strategy, ParallelStrategy):
+        strategy.parallel_devices = [machine.device(i) for i in range(machine.n_local)]
+    return 1
 
 
 def build_callbacks(

@@ -21,11 +21,13 @@ class Machine:
         accelerator: Lightning's name: cpu, cuda, mps, tpu.
         n_local: ranks on this node.
         n_nodes: nodes of the job.
+        gpu_numbers: of the local ranks, where trainer.devices lists them; else empty.
     """
 
     accelerator: str
     n_local: int
     n_nodes: int
+    gpu_numbers: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -38,17 +40,21 @@ class Machine:
         return "nccl" if self.accelerator == "cuda" else "gloo"
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of one local rank."""
+        """The device of one local rank, by the number that it has in this process."""
         if self.accelerator == "cuda":
-            return torch.device("cuda", local_rank)
+            if torch.cuda.device_count() == 1:  # `srun --gpus-per-task=1` shows each rank its own
+                return torch.device("cuda", 0)
+            numbers = self.gpu_numbers
+            return torch.device("cuda", numbers[local_rank] if numbers else local_rank)
         return torch.device(self.accelerator if self.accelerator == "mps" else "cpu")
 
 
 def find_machine(cfg: DictConfig) -> Machine:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
-    n_nodes = cfg.trainer.num_nodes
-    return Machine(accelerator, count_local(cfg.trainer.devices, accelerator, n_nodes), n_nodes)
+    devices, n_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+    n_local = count_local(devices, accelerator, n_nodes)
+    return Machine(accelerator, n_local, n_nodes, listed_numbers(devices))
 
 
 def accelerator_of(asked: str) -> str | None:
@@ -91,11 +97,17 @@ def set_threads(n_local: int) -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    share = max(1, len(os.sched_getaffinity(0)) // n_local)
-    torch.set_num_threads(share)
+    share = share_cores(n_local)
     if share > 1 and _product_s(share) > 0.9 * _product_s(1):
         share = 1
     torch.set_num_threads(share)
+
+
+def share_cores(n_local: int) -> int:
+    """This rank's threads: its share of the cores, untried. OMP_NUM_THREADS is not looked at."""
+    share = max(1, len(os.sched_getaffinity(0)) // n_local)
+    torch.set_num_threads(share)
+    return share
 
 
 def _product_s(threads: int) -> float:
@@ -118,13 +130,18 @@ def _gpu_kind() -> str | None:
 
 def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:
     """Ranks on this node, of a number, a list of device numbers, "auto" or -1."""
-    if isinstance(devices, list | ListConfig):
-        return len(devices)
-    if isinstance(devices, str) and "," in devices:
-        return len([part for part in devices.split(",") if part.strip()])
+    if numbers := listed_numbers(devices):
+        return len(numbers)
     if str(devices) in ("auto", "-1"):
         process = this_process()
         if process.is_rank:
             return int(os.environ.get("LOCAL_WORLD_SIZE") or process.world_size // n_nodes)
         return torch.cuda.device_count() if accelerator == "cuda" else 1
     return int(str(devices))
+
+
+def listed_numbers(devices: object) -> tuple[int, ...]:
+    """(1, 3) of [1,3] or "1,3", (3,) of "3,"; empty where nothing is listed."""
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part.strip()] if "," in devices else []
+    return tuple(map(int, devices)) if isinstance(devices, list | ListConfig) else ()

@@ -24,9 +24,9 @@ def sum_gradients(
     """
     if group.size() == 1:
         return
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
+    given = [p.grad for p in parameters if p.grad is not None]
+    for bucket in _buckets([_local(gradient) for gradient in given]):
+        flat = torch.cat([gradient.flatten() for gradient in bucket]).to(_reducing_device(given))
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor
@@ -66,14 +66,24 @@ def clip_grad_norm(
     for n_copies, alike in by_copies.items():
         norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32))
         squares += norms.square().sum() / n_copies
+    home = squares.device
+    squares = squares.to(_reducing_device([p.grad for p in with_gradient]))
     for group in (*axes, *groups):
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
-    norm = squares.sqrt()
+    norm = squares.sqrt().to(home)
     if max_norm is not None and gradients:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _reducing_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
+    # Offloaded gradients lie on the CPU, which the collectives of their mesh of GPUs do not read.
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            return gradient.device_mesh.device_type
+    return gradients[0].device if gradients else None
 
 
 def _n_copies(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> int:

@@ -37,6 +37,8 @@ def start_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
+        # NCCL then knows this rank's GPU; else barriers guess it by the rank, and warn.
+        device_id=device if backend == "nccl" else None,
     )
 
 

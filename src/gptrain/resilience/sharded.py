@@ -24,7 +24,13 @@ class ShardWriter(FileSystemWriter):
     """
 
     def __init__(self, draft: Draft) -> None:
-        super().__init__(draft.path, sync_files=False)  # the draft's files sync themselves
+        # Nothing is copied ahead: what is, _OverlappingCpuLoader of the writer's module leaves
+        # page-locked until the file is closed, a second copy of the whole state on the host.
+        super().__init__(
+            draft.path,
+            sync_files=False,  # the draft's files sync themselves
+            per_thread_copy_ahead=0,
+        )
         self.fs = _DraftFolder(draft)
 
     def storage_meta(self) -> None:

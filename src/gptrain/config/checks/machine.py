@@ -42,7 +42,8 @@ def check_machine(run: Run) -> None:
         )
     n_local = count_local(run.get("trainer.devices"), kind, run.get("trainer.num_nodes", 1))
     if kind == "cuda":
-        check_visible(run, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        check_visible(run, torch.cuda.device_count(), shown, this_process().is_rank)
     elif kind == "mps" and n_local > 1:
         run.error("trainer.devices", "an Apple machine has one GPU", attempt="trainer.devices=1")
     else:
@@ -71,12 +72,15 @@ def _name(accelerator: str) -> str:
     return {"gpu": "GPU", "cuda": "GPU", "mps": "Apple GPU"}.get(accelerator, accelerator.upper())
 
 
-def check_visible(run: Run, visible: int, shown: str | None) -> None:
+def check_visible(run: Run, visible: int, shown: str | None, is_rank: bool = False) -> None:
     """As many GPUs as asked for, and of the numbers asked for.
 
     Args:
         visible: GPUs that this process sees.   shown: CUDA_VISIBLE_DEVICES.
+        is_rank: a launcher started it, and may show each rank one GPU, its own, as number 0.
     """
+    if is_rank and visible == 1:
+        return
     asked = run.get("trainer.devices")
     where = f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
     only = f"only {visible} GPU{'s' if visible != 1 else ''} visible{where}"
