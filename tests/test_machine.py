@@ -5,12 +5,19 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from gptrain.build import hand_devices
 from gptrain.config.machine import Machine, find_machine, listed_numbers
 from gptrain.lit.environment import Ranks
 from gptrain.lit.strategies.ranks import Replicated, Single
+
+
+@pytest.fixture(autouse=True)
+def _rank_0_again(monkeypatch):
+    """A Trainer tells Lightning's loggers, once for the process, which rank they are of."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
 
 
 @pytest.fixture
