@@ -172,6 +172,22 @@ def test_an_unknown_key_names_the_one_that_was_meant():
         assert len(told) == 1 and meant in told[0], (word, told)
 
 
+# A key of another choice of its group -> the choice that lacks it, and a key that it has.
+OF_ANOTHER_CHOICE = {
+    "data=text data.num_samples=64": ("data.num_samples=64: data=text has no", "val_fraction"),
+    "data.path=x": ("data.path=x: data=dummy_text has no", "num_samples"),
+    "optimizer.momentum=0.9": ("optimizer.momentum=0.9: optimizer=adamw has no", "betas"),
+    "data=text ~data.num_samples": ("data.num_samples: data=text has no", "val_fraction"),
+}
+
+
+@pytest.mark.parametrize("words", OF_ANOTHER_CHOICE)
+def test_a_key_that_the_choice_lacks_is_not_offered_again(words):
+    (line,) = refused(*words.split())
+    assert all(piece in line for piece in OF_ANOTHER_CHOICE[words]), line
+    assert "did you mean" not in line
+
+
 # Words that are no override, or no choice -> a piece of the answer.
 UNREADABLE = {
     "seed": "seed=<value>",

@@ -175,8 +175,11 @@ def _unknown_key(
         near = nearest(value or "", known)
         wrong = "unknown" + (f', did you mean "{near}"?' if near else "")
         return Problem(key, value, wrong, ", ".join(known), f"{group}={near or known[0]}")
-    names = known_keys() | set(_keys(cfg))
-    wrong, attempt = answer_unknown(typed, names)
+    there = set(_keys(cfg))
+    if typed in known_keys() - there:
+        return _of_another_choice(typed, value, cfg)
+    elsewhere = {name for name in known_keys() if not group or not name.startswith(f"{group}.")}
+    wrong, attempt = answer_unknown(typed, elsewhere | there)
     parent = None
     if group and "did you mean" not in wrong:
         parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False)
@@ -184,6 +187,16 @@ def _unknown_key(
     if typed.split(".")[0] in OPEN_GROUPS and not override.is_delete():
         wrong += " (new keys need +)"
     return Problem(key, value, wrong, siblings, attempt)
+
+
+def _of_another_choice(key: str, value: str | None, cfg: DictConfig) -> Problem:
+    """A key that other choices of its group have, or that was deleted."""
+    group = key.partition(".")[0]
+    choice = OmegaConf.select(cfg, f"hydra.runtime.choices.{group}")
+    head = f"{group}={choice}" if choice else group
+    node = cfg.get(group)
+    names = [name for name in node if name != "_target_"] if isinstance(node, DictConfig) else []
+    return Problem(key, value, f"{head} has no such key", ", ".join(names))
 
 
 def text_of(override: Override) -> str | None:

@@ -85,7 +85,7 @@ def answer_unknown(key: str, known: set[str]) -> tuple[str, str]:
     head, _, leaf = key.rpartition(".")
     if head == "trainer" and leaf in SET_ELSEWHERE:
         return "no key of the trainer group, it is set elsewhere", SET_ELSEWHERE[leaf]
-    near = nearest_key(key, known)
+    near = nearest_key(key, known - {key})
     return "unknown key" + (f", did you mean {near}?" if near else ""), "" if near else "--help"
 
 
