@@ -188,6 +188,21 @@ def test_a_key_that_the_choice_lacks_is_not_offered_again(words):
     assert "did you mean" not in line
 
 
+# A data set that is not there -> pieces of the answer.
+NO_DATA_SET = {
+    "data.val=null": ("data.val=null: missing, every run validates", "trainer.limit_val_batches=0"),
+    "~data.val": ("data.val: missing, every run validates", "trainer.limit_val_batches=0"),
+    "data.train=null": ("data.train=null: missing", "data=<choice>"),
+    "data.val=5": ("data.val=5: not a mapping with a _target_", "trainer.limit_val_batches=0"),
+}
+
+
+@pytest.mark.parametrize("words", NO_DATA_SET)
+def test_a_run_without_a_data_set_is_refused(words):
+    (line,) = refused(words)
+    assert all(piece in line for piece in NO_DATA_SET[words]), line
+
+
 # Words that are no override, or no choice -> a piece of the answer.
 UNREADABLE = {
     "seed": "seed=<value>",
