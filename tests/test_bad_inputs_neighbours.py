@@ -86,6 +86,13 @@ def test_what_is_neither_true_nor_false_is_refused(value):
     refuses_all({key: value for key in rules(Flag)})
 
 
+def test_a_fused_optimizer_is_a_flag_that_may_be_left_to_torch():
+    (line,) = refused("optimizer.fused=maybe", *NANO)
+    assert "allowed: true, false, null" in line
+    for value in ("true", "false", "null"):
+        accepted(f"optimizer.fused={value}", *NANO)
+
+
 @pytest.mark.parametrize("value", ["''", "' '", "s3://bucket/x", "https://a/x", "[]", "' /tmp/x '"])
 def test_a_path_that_is_empty_remote_or_no_text_is_refused(value):
     paths = [key for key, rule in rules(Text).items() if rule.path and key != "from_run"]
