@@ -268,6 +268,13 @@ def test_a_target_is_judged_by_what_it_stands_for(words):
     assert any(TARGETS[words] in line for line in lines), lines
 
 
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "OnExceptionCheckpoint"])
+def test_lightnings_own_checkpoints_are_refused_with_ours_named(name):
+    (line,) = refused(f"+callbacks.x._target_=lightning.pytorch.callbacks.{name}", *NANO)
+    assert f"{name}: a second writer of checkpoints" in line
+    assert line.endswith("try: checkpoint=every_n_steps")
+
+
 def test_a_wrong_keyword_names_those_that_the_target_takes():
     (line,) = refused("+model.n_head=4", *NANO)
     assert "model.n_head=4" in line and "model.n_heads" in line and "max_seq_len" in line
