@@ -205,6 +205,13 @@ def test_a_checkpoint_that_is_missing_is_not_found(tmp_path):
     assert f"newest here: {tmp_path}/train/a/checkpoints/step-00000500" in line
 
 
+@pytest.mark.parametrize("below", ["", "/checkpoints"])
+def test_a_run_folder_is_no_checkpoint_and_its_newest_is_offered(tmp_path, below):
+    newest = save_checkpoint(tmp_path, {})
+    (line,) = refused(f"ckpt_path={tmp_path}{below}", *NANO, code=65)
+    assert "a run folder, not a checkpoint" in line and line.endswith(f"try: ckpt_path={newest}")
+
+
 def test_a_checkpoint_of_another_model_names_both_sizes(tmp_path):
     path = save_checkpoint(tmp_path, {"model.d_model": 256, "model.n_layers": 8})
     lines = refused(f"ckpt_path={path}", *NANO)
