@@ -171,6 +171,12 @@ NEAREST = {
 }
 
 
+def test_what_is_set_elsewhere_is_no_list_of_keys():
+    words = ("logger=true", "callbacks=null", "profiler=simple", "default_root_dir=/x")
+    for line in refused(*(f"trainer.{word}" for word in words)):
+        assert "it is set elsewhere; try: " in line and "allowed" not in line
+
+
 def test_an_unknown_key_names_the_one_that_was_meant():
     lines = refused(*NEAREST)
     for word, meant in NEAREST.items():

@@ -16,7 +16,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from gptrain.config.checks.keys import answer_unknown, known_keys
+from gptrain.config.checks.keys import SET_ELSEWHERE, answer_unknown, known_keys
 from gptrain.config.checks.rules import Flag
 from gptrain.config.checks.values import judge, rule_of
 from gptrain.config.habits import answer_habit
@@ -181,7 +181,8 @@ def _unknown_key(
     elsewhere = {name for name in known_keys() if not group or not name.startswith(f"{group}.")}
     wrong, attempt = answer_unknown(typed, elsewhere | there)
     parent = None
-    if group and "did you mean" not in wrong:
+    is_set_elsewhere = group == "trainer" and leaf in SET_ELSEWHERE
+    if group and not is_set_elsewhere and "did you mean" not in wrong:
         parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False)
     siblings = ", ".join(map(str, parent)) if isinstance(parent, DictConfig) else ""
     if typed.split(".")[0] in OPEN_GROUPS and not override.is_delete():
