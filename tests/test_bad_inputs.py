@@ -308,6 +308,13 @@ def test_a_habit_of_another_template_is_answered_by_our_name(word):
     assert HABITS[word] in line and line.startswith(f"error: {word.lstrip('+').split('=')[0]}=")
 
 
+def test_a_strategy_of_lightning_is_answered_by_one_that_exists():
+    answers = {"ddp_spawn": "ddp", "deepspeed_stage_3": "fsdp", "pipeline": "pipeline", "x": "auto"}
+    for typed, ours in answers.items():
+        (line,) = refused(f"trainer.strategy={typed}")
+        assert line.endswith(f"try: strategy={ours}")
+
+
 def test_all_problems_are_told_at_once():
     words = [
         "trainer.devices=-2",
