@@ -258,6 +258,12 @@ def test_a_word_that_cannot_be_read_shows_how_to_type_it(word):
     assert UNREADABLE[word] in line, line
 
 
+@pytest.mark.parametrize("name", ["train2", "schema"])
+def test_only_configs_that_can_run_are_offered(name):
+    (line,) = refused(f"--config-name={name}")
+    assert line.endswith("; allowed: train")
+
+
 # Options that would be accepted without effect, or cannot be together -> the key that is named.
 TOGETHER = {
     "strategy=ddp strategy.tensor_parallel_size=2 trainer.devices=2": "strategy.tensor_parallel",
