@@ -264,6 +264,18 @@ def test_only_configs_that_can_run_are_offered(name):
     assert line.endswith("; allowed: train")
 
 
+@pytest.mark.parametrize(
+    "content", ["defaults:\n  - override /model: gpt_nano\n", "trainer:\n  max_steps: 3\n"]
+)
+def test_an_experiment_without_its_first_line_is_told_to_have_it(tmp_path, content):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(content)
+    (line,) = refused(f"--config-dir={tmp_path}", "experiment=mine")
+    assert line.startswith("error: experiment=mine: ") and "# @package _global_" in line
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}")
+    accepted(f"--config-dir={tmp_path}", "experiment=mine", *NANO)
+
+
 # Options that would be accepted without effect, or cannot be together -> the key that is named.
 TOGETHER = {
     "strategy=ddp strategy.tensor_parallel_size=2 trainer.devices=2": "strategy.tensor_parallel",

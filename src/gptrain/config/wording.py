@@ -149,6 +149,11 @@ def explain_base(line: str, error: Exception) -> Problem:
     if missing in PLUGINS:
         plugin = PLUGINS[missing]
         return Problem(key, value or None, f"needs {missing}", attempt=f"pip install {plugin}")
+    group = re.escape(key.lstrip("+"))
+    if re.search(f"Could not override '[^']*@{group}\\.|Key '{group}' (is )?not in ", str(error)):
+        wrong = f"its keys are put below {key}, where nothing reads them"
+        attempt = "# @package _global_ as the first line of its yaml"
+        return Problem(key, value or None, wrong, attempt=attempt)
     said = " ".join(str(error).split()) if isinstance(error, yaml.YAMLError) else _reason(error)
     unknown = re.search(r"Key '\w+' (?:is )?not in .*full_key: (\S+)", str(error), re.DOTALL)
     if unknown:
