@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -72,6 +73,21 @@ except SystemExit as end:
 """
     done = command("-c", code)
     assert done.stdout.strip().endswith("code 0 set()"), done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--info", "all"], ["--cfg", "job"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "train.py", *words],
+        cwd=Path(__file__).parents[1],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == -signal.SIGPIPE
 
 
 def test_help_fits_one_screen_and_names_every_choice(command):
