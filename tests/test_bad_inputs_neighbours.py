@@ -276,6 +276,21 @@ def test_an_experiment_without_its_first_line_is_told_to_have_it(tmp_path, conte
     accepted(f"--config-dir={tmp_path}", "experiment=mine", *NANO)
 
 
+# Words -> what is said of them, in words that need no second reading.
+PLAIN = {
+    "trainer.devices=9999": "too many processes for",
+    "strategy=pipeline trainer.devices=4 strategy.microbatches=2": "one microbatch per stage (4)",
+    "trainer.max_time=00:00:00:00": "must be longer than 0 s",
+    "trainer.max_time={hours:0}": "must be longer than 0 s",
+    "-m optimizer.lr=interval(0,1)": "basic sweeper cannot sample an interval",
+}
+
+
+@pytest.mark.parametrize("words", PLAIN)
+def test_what_is_wrong_is_said_plainly(words):
+    assert any(PLAIN[words] in line for line in refused(*words.split()))
+
+
 # Options that would be accepted without effect, or cannot be together -> the key that is named.
 TOGETHER = {
     "strategy=ddp strategy.tensor_parallel_size=2 trainer.devices=2": "strategy.tensor_parallel",

@@ -79,7 +79,7 @@ def check_objects(run: Run) -> None:
         if packages and not lies_in(target, HYDRA_PACKAGES):
             found, wrong = resolve(target)
             if wrong or not lies_in(getattr(found, "__module__", "") or "", (*packages, *allowed)):
-                run.error(key, wrong or "not what it seems, it lies elsewhere", value=target)
+                run.error(key, wrong or "is defined in a package that is not allowed", value=target)
 
 
 def resolve(target: str) -> tuple[Any, str | None]:
@@ -132,7 +132,7 @@ def judge(path: str, found: Any, allowed: tuple[str, ...]) -> str | None:
     if kind and kind not in bases:
         return f"no {kind.rpartition('.')[2]}, as this place needs"
     if kind is None and lies_in(home, FOREIGN) and not bases & HARMLESS:
-        return "of a kind that a config may not make"
+        return "a config may not create objects of this class"
     return None
 
 
