@@ -214,6 +214,13 @@ def test_a_checkpoint_that_is_missing_is_not_found(tmp_path):
     assert f"newest here: {tmp_path}/train/a/checkpoints/step-00000500" in line
 
 
+@pytest.mark.parametrize("below", ["", "/checkpoints"])
+def test_a_run_folder_is_no_checkpoint_and_its_newest_is_offered(tmp_path, below):
+    newest = save_checkpoint(tmp_path, {})
+    (line,) = refused(f"ckpt_path={tmp_path}{below}", *NANO, code=65)
+    assert "a run folder, not a checkpoint" in line and line.endswith(f"try: ckpt_path={newest}")
+
+
 def test_a_checkpoint_of_another_model_names_both_sizes(tmp_path):
     path = save_checkpoint(tmp_path, {"model.d_model": 256, "model.n_layers": 8})
     lines = refused(f"ckpt_path={path}", *NANO)
@@ -308,6 +315,13 @@ HABITS = {
 def test_a_habit_of_another_template_is_answered_by_our_name(word):
     (line,) = refused(word)
     assert HABITS[word] in line and line.startswith(f"error: {word.lstrip('+').split('=')[0]}=")
+
+
+def test_a_strategy_of_lightning_is_answered_by_one_that_exists():
+    answers = {"ddp_spawn": "ddp", "deepspeed_stage_3": "fsdp", "pipeline": "pipeline", "x": "auto"}
+    for typed, ours in answers.items():
+        (line,) = refused(f"trainer.strategy={typed}")
+        assert line.endswith(f"try: strategy={ours}")
 
 
 def test_all_problems_are_told_at_once():

@@ -86,6 +86,13 @@ def test_what_is_neither_true_nor_false_is_refused(value):
     refuses_all({key: value for key in rules(Flag)})
 
 
+def test_a_fused_optimizer_is_a_flag_that_may_be_left_to_torch():
+    (line,) = refused("optimizer.fused=maybe", *NANO)
+    assert "allowed: true, false, null" in line
+    for value in ("true", "false", "null"):
+        accepted(f"optimizer.fused={value}", *NANO)
+
+
 @pytest.mark.parametrize("value", ["''", "' '", "s3://bucket/x", "https://a/x", "[]", "' /tmp/x '"])
 def test_a_path_that_is_empty_remote_or_no_text_is_refused(value):
     paths = [key for key, rule in rules(Text).items() if rule.path and key != "from_run"]
@@ -164,12 +171,49 @@ NEAREST = {
 }
 
 
+def test_what_is_set_elsewhere_is_no_list_of_keys():
+    words = ("logger=true", "callbacks=null", "profiler=simple", "default_root_dir=/x")
+    for line in refused(*(f"trainer.{word}" for word in words)):
+        assert "it is set elsewhere; try: " in line and "allowed" not in line
+
+
 def test_an_unknown_key_names_the_one_that_was_meant():
     lines = refused(*NEAREST)
     for word, meant in NEAREST.items():
         key = word.lstrip("+").partition("=")[0]
         told = [line for line in lines if line.startswith((f"error: {key}=", f"error: {key}:"))]
         assert len(told) == 1 and meant in told[0], (word, told)
+
+
+# A key of another choice of its group -> the choice that lacks it, and a key that it has.
+OF_ANOTHER_CHOICE = {
+    "data=text data.num_samples=64": ("data.num_samples=64: data=text has no", "val_fraction"),
+    "data.path=x": ("data.path=x: data=dummy_text has no", "num_samples"),
+    "optimizer.momentum=0.9": ("optimizer.momentum=0.9: optimizer=adamw has no", "betas"),
+    "data=text ~data.num_samples": ("data.num_samples: data=text has no", "val_fraction"),
+}
+
+
+@pytest.mark.parametrize("words", OF_ANOTHER_CHOICE)
+def test_a_key_that_the_choice_lacks_is_not_offered_again(words):
+    (line,) = refused(*words.split())
+    assert all(piece in line for piece in OF_ANOTHER_CHOICE[words]), line
+    assert "did you mean" not in line
+
+
+# A data set that is not there -> pieces of the answer.
+NO_DATA_SET = {
+    "data.val=null": ("data.val=null: missing, every run validates", "trainer.limit_val_batches=0"),
+    "~data.val": ("data.val: missing, every run validates", "trainer.limit_val_batches=0"),
+    "data.train=null": ("data.train=null: missing", "data=<choice>"),
+    "data.val=5": ("data.val=5: not a mapping with a _target_", "trainer.limit_val_batches=0"),
+}
+
+
+@pytest.mark.parametrize("words", NO_DATA_SET)
+def test_a_run_without_a_data_set_is_refused(words):
+    (line,) = refused(words)
+    assert all(piece in line for piece in NO_DATA_SET[words]), line
 
 
 # Words that are no override, or no choice -> a piece of the answer.
@@ -212,6 +256,39 @@ UNREADABLE = {
 def test_a_word_that_cannot_be_read_shows_how_to_type_it(word):
     (line,) = refused(word)
     assert UNREADABLE[word] in line, line
+
+
+@pytest.mark.parametrize("name", ["train2", "schema"])
+def test_only_configs_that_can_run_are_offered(name):
+    (line,) = refused(f"--config-name={name}")
+    assert line.endswith("; allowed: train")
+
+
+@pytest.mark.parametrize(
+    "content", ["defaults:\n  - override /model: gpt_nano\n", "trainer:\n  max_steps: 3\n"]
+)
+def test_an_experiment_without_its_first_line_is_told_to_have_it(tmp_path, content):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(content)
+    (line,) = refused(f"--config-dir={tmp_path}", "experiment=mine")
+    assert line.startswith("error: experiment=mine: ") and "# @package _global_" in line
+    (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{content}")
+    accepted(f"--config-dir={tmp_path}", "experiment=mine", *NANO)
+
+
+# Words -> what is said of them, in words that need no second reading.
+PLAIN = {
+    "trainer.devices=9999": "too many processes for",
+    "strategy=pipeline trainer.devices=4 strategy.microbatches=2": "one microbatch per stage (4)",
+    "trainer.max_time=00:00:00:00": "must be longer than 0 s",
+    "trainer.max_time={hours:0}": "must be longer than 0 s",
+    "-m optimizer.lr=interval(0,1)": "basic sweeper cannot sample an interval",
+}
+
+
+@pytest.mark.parametrize("words", PLAIN)
+def test_what_is_wrong_is_said_plainly(words):
+    assert any(PLAIN[words] in line for line in refused(*words.split()))
 
 
 # Options that would be accepted without effect, or cannot be together -> the key that is named.

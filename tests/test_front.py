@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -72,6 +73,21 @@ except SystemExit as end:
 """
     done = command("-c", code)
     assert done.stdout.strip().endswith("code 0 set()"), done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--info", "all"], ["--cfg", "job"]])
+def test_a_reader_that_leaves_is_no_error(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "train.py", *words],
+        cwd=Path(__file__).parents[1],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == -signal.SIGPIPE
 
 
 def test_help_fits_one_screen_and_names_every_choice(command):
@@ -250,12 +266,12 @@ TARGETS = {
     "optimizer._target_=torch.optim.AdamV": "torch.optim.Adam",
     "scheduler._target_=torch.optim.AdamW": "not a function",
     "trainer._target_=lightning.fabric.Fabric": "no Trainer",
-    "data.train._target_=torch.package.PackageImporter": "may not make",
+    "data.train._target_=torch.package.PackageImporter": "may not create",
     "+callbacks.x._target_=torch.distributed.run.main": "not a class",
     "+callbacks.x._target_=subprocess.Popen": "not in a package",
     "allowed_targets=[os] model._target_=os.system": "posix.system",
     "hydra.job_logging.handlers.console.class=os.system": "not in a package",
-    "+hydra.job_logging.handlers.x.class=logging.os.system": "not what it seems",
+    "+hydra.job_logging.handlers.x.class=logging.os.system": "that is not allowed",
     "hydra.job_logging.handlers.console.stream=ext://os.environ": "ext://sys.stdout",
     "hydra.launcher._target_=os.system": "not in a package",
     "+hydra.callbacks.x._target_=subprocess.run": "not in a package",
@@ -266,6 +282,13 @@ TARGETS = {
 def test_a_target_is_judged_by_what_it_stands_for(words):
     lines = refused(*words.split())
     assert any(TARGETS[words] in line for line in lines), lines
+
+
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "OnExceptionCheckpoint"])
+def test_lightnings_own_checkpoints_are_refused_with_ours_named(name):
+    (line,) = refused(f"+callbacks.x._target_=lightning.pytorch.callbacks.{name}", *NANO)
+    assert f"{name}: a second writer of checkpoints" in line
+    assert line.endswith("try: checkpoint=every_n_steps")
 
 
 def test_a_wrong_keyword_names_those_that_the_target_takes():

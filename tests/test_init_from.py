@@ -51,5 +51,10 @@ def test_what_is_not_there_or_damaged_is_told_by_its_code(train, saved_twice, tm
     (tmp_path / "no.safetensors").write_bytes(b"not one of these")
     damaged = train(*STILL, f"init_from={tmp_path / 'no.safetensors'}", name="other")
     assert damaged.code == 65 and "not a safetensors file" in damaged.err
+    (tmp_path / "readme").write_text("# no checkpoint")
+    other = train(*STILL, f"init_from={tmp_path}/readme", name="fourth")
+    (line,) = [line for line in other.err.splitlines() if line.startswith("error")]
+    assert other.code == 65 and "readme: not a checkpoint (" in line
+    assert line.count("/readme") == 1 and "weights_only" not in other.err
     both = train(*STILL, f"init_from='{saved_twice.folder}'", "ckpt_path=last", name="both")
     assert both.code == 2 and "excludes ckpt_path" in both.err

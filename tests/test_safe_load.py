@@ -102,11 +102,14 @@ def test_a_remote_checkpoint_is_refused(url):
         load_file(url)
 
 
-@pytest.mark.parametrize("data", [b"", b"no checkpoint", b"\x80\x04.", b"PK\x03\x04" + b"x" * 99])
+@pytest.mark.parametrize(
+    "data", [b"", b"no checkpoint", b"# A readme\n", b"\x80\x04.", b"PK\x03\x04" + b"x" * 99]
+)
 def test_a_file_that_is_no_checkpoint_is_called_that(tmp_path, data):
     (tmp_path / "x.ckpt").write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match="not a file of torch"):
+    with pytest.raises(DamagedCheckpoint, match="not a checkpoint") as refused:
         load_file(tmp_path / "x.ckpt")
+    assert "weights_only" not in str(refused.value)
 
 
 def test_a_truncated_file_is_damaged_and_a_missing_one_missing(tmp_path):

@@ -85,7 +85,8 @@ def start_from(cfg: DictConfig, net: nn.Module, pipeline: Any = None) -> None:
         problem = Problem("init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND)
         raise ConfigError([problem]) from error
     except (DamagedCheckpoint, NoGoodCheckpoint, UnsafeCheckpoint, ValueError) as error:
-        problem = Problem("init_from", cfg.init_from, str(error), code=BAD_DATA)
+        wrong = str(error).removeprefix(f"{Path(cfg.init_from).expanduser()}: ")
+        problem = Problem("init_from", cfg.init_from, wrong, code=BAD_DATA)
         raise ConfigError([problem]) from error
     log.info("%-9s from the weights of %s", "start", path)
 

@@ -36,6 +36,7 @@ from gptrain.config.wording import (
 )
 
 CONF = str(PROJECT / "conf")
+NOT_RUN = ("schema", "_dummy_empty_config_")  # primary configs by name: our types, Hydra's nothing
 # What Hydra raises on words that it cannot use; ValueError and others are not wrapped by it.
 REFUSALS = (
     HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, KeyError,
@@ -101,9 +102,14 @@ class Composer:
             if folder is not None and not os.path.isdir(folder)
         ]
         if not problems and not self.hydra.config_loader.repository.config_exists(self.config_name):
-            known = ", ".join(self.choices(""))
-            problems.append(Problem("--config-name", self.config_name, "no such config", known))
+            problems.append(self._no_such_config("no such config"))
+        elif not problems and self.config_name in NOT_RUN:
+            problems.append(self._no_such_config("holds no run, only keys"))
         return problems
+
+    def _no_such_config(self, wrong: str) -> Problem:
+        known = [name for name in self.choices("") if name not in NOT_RUN]
+        return Problem("--config-name", self.config_name, wrong, ", ".join(known))
 
     @cached_property
     def _composed(self) -> dict[tuple[str, ...], DictConfig]:

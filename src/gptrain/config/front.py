@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -71,11 +74,13 @@ def run_command(
     try:
         args = parse_command(words)
         if args.help:
-            print(usage or help_text())
+            with _until_the_reader_leaves():
+                print(usage or help_text())
             return DONE
         composer = composer_of(args)
         if args.cfg or args.info or args.shell_completion or args.hydra_help:
-            return _show(args, composer)
+            with _until_the_reader_leaves():
+                return _show(args, composer)
         answer = examine(args, composer)
     except ConfigError as error:
         answer = Answer(words, error.problems, code=error.code)
@@ -98,6 +103,20 @@ def compose_command(overrides: list[str]) -> DictConfig:
     del cfg["hydra"]
     OmegaConf.set_struct(cfg, True)
     return cfg
+
+
+@contextmanager
+def _until_the_reader_leaves() -> Iterator[None]:
+    """Ends this process without a word where `| head` has read enough, as other tools do."""
+    if threading.current_thread() is not threading.main_thread():  # only it may set a signal
+        yield
+        return
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def _show(args: argparse.Namespace, composer: Composer) -> int:

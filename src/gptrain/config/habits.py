@@ -40,6 +40,18 @@ HABITS: dict[tuple[str, str | None], str] = {
     ("model.compile", "true"): "model.compile=model",
     ("model.compile", "false"): "model.compile=none",
 }
+# How a name of Lightning's strategies begins -> the choice that does the same here.
+LIGHTNING_STRATEGIES = {
+    "ddp_pipeline": "ddp_pipeline",
+    "ddp": "ddp",
+    "fsdp_tensor_parallel": "fsdp_tensor_parallel",
+    "fsdp": "fsdp",
+    "deepspeed": "fsdp",
+    "modelparallel": "fsdp_tensor_parallel",
+    "pipeline": "pipeline",
+    "single": "single",
+    "tensor_parallel": "tensor_parallel",
+}
 # Prefix of a key there -> prefix here.
 MOVED = {
     "model.optimizer": "optimizer",
@@ -62,5 +74,6 @@ def answer_habit(key: str, value: str) -> str | None:
             leaf = key.removeprefix(f"{there}.")
             return f"{here}.{leaf}={value}" if here != "output_dir" else f"{here}={value}"
     if key == "trainer.strategy":
-        return f"strategy={value}"
+        near = (ours for word, ours in LIGHTNING_STRATEGIES.items() if lowered.startswith(word))
+        return f"strategy={next(near, 'auto')}"
     return None

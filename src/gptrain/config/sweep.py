@@ -122,6 +122,6 @@ def _drawn(override: Override) -> Problem:
     return Problem(
         override.key_or_group,
         value,
-        "an interval, from which Hydra's own sweeper draws nothing",
+        "Hydra's basic sweeper cannot sample an interval",
         attempt="hparams_search=optuna, or values with commas",
     )

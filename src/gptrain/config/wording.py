@@ -16,7 +16,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from gptrain.config.checks.keys import answer_unknown, known_keys
+from gptrain.config.checks.keys import SET_ELSEWHERE, answer_unknown, known_keys
 from gptrain.config.checks.rules import Flag
 from gptrain.config.checks.values import judge, rule_of
 from gptrain.config.habits import answer_habit
@@ -149,6 +149,11 @@ def explain_base(line: str, error: Exception) -> Problem:
     if missing in PLUGINS:
         plugin = PLUGINS[missing]
         return Problem(key, value or None, f"needs {missing}", attempt=f"pip install {plugin}")
+    group = re.escape(key.lstrip("+"))
+    if re.search(f"Could not override '[^']*@{group}\\.|Key '{group}' (is )?not in ", str(error)):
+        wrong = f"its keys are put below {key}, where nothing reads them"
+        attempt = "# @package _global_ as the first line of its yaml"
+        return Problem(key, value or None, wrong, attempt=attempt)
     said = " ".join(str(error).split()) if isinstance(error, yaml.YAMLError) else _reason(error)
     unknown = re.search(r"Key '\w+' (?:is )?not in .*full_key: (\S+)", str(error), re.DOTALL)
     if unknown:
@@ -175,15 +180,29 @@ def _unknown_key(
         near = nearest(value or "", known)
         wrong = "unknown" + (f', did you mean "{near}"?' if near else "")
         return Problem(key, value, wrong, ", ".join(known), f"{group}={near or known[0]}")
-    names = known_keys() | set(_keys(cfg))
-    wrong, attempt = answer_unknown(typed, names)
+    there = set(_keys(cfg))
+    if typed in known_keys() - there:
+        return _of_another_choice(typed, value, cfg)
+    elsewhere = {name for name in known_keys() if not group or not name.startswith(f"{group}.")}
+    wrong, attempt = answer_unknown(typed, elsewhere | there)
     parent = None
-    if group and "did you mean" not in wrong:
+    is_set_elsewhere = group == "trainer" and leaf in SET_ELSEWHERE
+    if group and not is_set_elsewhere and "did you mean" not in wrong:
         parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False)
     siblings = ", ".join(map(str, parent)) if isinstance(parent, DictConfig) else ""
     if typed.split(".")[0] in OPEN_GROUPS and not override.is_delete():
         wrong += " (new keys need +)"
     return Problem(key, value, wrong, siblings, attempt)
+
+
+def _of_another_choice(key: str, value: str | None, cfg: DictConfig) -> Problem:
+    """A key that other choices of its group have, or that was deleted."""
+    group = key.partition(".")[0]
+    choice = OmegaConf.select(cfg, f"hydra.runtime.choices.{group}")
+    head = f"{group}={choice}" if choice else group
+    node = cfg.get(group)
+    names = [name for name in node if name != "_target_"] if isinstance(node, DictConfig) else []
+    return Problem(key, value, f"{head} has no such key", ", ".join(names))
 
 
 def text_of(override: Override) -> str | None:

@@ -181,7 +181,7 @@ def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) 
     if schedule == "1f1b" and microbatches < size:
         raise Unfit(
             "strategy.microbatches",
-            f"{microbatches} for {size} stages: under 1f1b each has one in hand; use at least "
+            f"{microbatches} for {size} stages: 1f1b needs at least one per stage; use at least "
             f"{size}, or schedule=gpipe",
         )
     if schedule == "interleaved_1f1b" and microbatches % size:

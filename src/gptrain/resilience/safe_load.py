@@ -173,7 +173,7 @@ def _refusal(path: Path, stream: IO[bytes], error: Exception) -> Exception:
     names = [_public_name(*refused.groups())] if refused else _foreign_names(stream)
     if names:
         return UnsafeCheckpoint(path, ", ".join(names))
-    return DamagedCheckpoint(path, f"not a file of torch.save ({_first_line(error)})")
+    return DamagedCheckpoint(path, f"not a checkpoint ({_reason(error)})")
 
 
 def _foreign_names(stream: IO[bytes]) -> list[str]:
@@ -202,6 +202,15 @@ def _foreign_names(stream: IO[bytes]) -> list[str]:
 
 def _public_name(module: str, name: str) -> str:
     return f"{_PUBLIC_NAMES.get(module, module)}.{name}"
+
+
+def _reason(error: Exception) -> str:
+    """What torch met, without its advice: that is to load the file freely, code and all."""
+    met = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+    said = met[1] if met else _first_line(error)
+    if isinstance(error, LookupError) or "weights_only" in said:
+        said = "no file that torch.save wrote"
+    return re.sub(r"^\[enforce fail.*?\] \. ", "", said).split(". ")[0].strip()
 
 
 def _first_line(error: Exception) -> str:

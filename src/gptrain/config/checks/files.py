@@ -194,7 +194,7 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
     named = run.get("ckpt_path")
     if named is None or named in ("last", "best"):
         return
-    from gptrain.resilience.manifest import DamagedCheckpoint, folder_name
+    from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
     from gptrain.resilience.safe_load import UnsafeCheckpoint, load_file
     from gptrain.resilience.store import CheckpointStore
     from gptrain.resume import checkpoint_folder, count_sequences, differences
@@ -207,6 +207,12 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
             wrong = "a file alone, no checkpoint of a run; its weights can be started from"
             run.error("ckpt_path", wrong, attempt=f"init_from={named}", code=BAD_DATA)
             return
+        for folder in (path, path / "checkpoints"):
+            newest = CheckpointStore(folder).newest()
+            if newest is not None and not (path / MANIFEST_NAME).exists():
+                wrong = "a run folder, not a checkpoint"
+                run.error("ckpt_path", wrong, attempt=f"ckpt_path={newest}", code=BAD_DATA)
+                return
         found = store.verify(path)
     except (DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
         others = [step for step in store.steps() if store.folder / folder_name(step) != path]

@@ -62,7 +62,7 @@ def duration(value: object) -> str | None:
         match = re.fullmatch(r"(\d{1,9}):(\d\d):(\d\d):(\d\d)", value.strip())
         if not match:
             return "not a time DD:HH:MM:SS"
-        return None if any(int(part) for part in match.groups()) else "no time at all"
+        return None if any(int(part) for part in match.groups()) else "must be longer than 0 s"
     if not isinstance(value, dict) or not value:
         return "not a time DD:HH:MM:SS"
     units = {"weeks", "days", "hours", "minutes", "seconds"}
@@ -71,7 +71,7 @@ def duration(value: object) -> str | None:
     rule = Number(low=0, high=INT32_MAX)
     if any(rule.wrong(number) for number in value.values()):
         return "each part must be a number >= 0"
-    return None if any(value.values()) else "no time at all"
+    return None if any(value.values()) else "must be longer than 0 s"
 
 
 def fast_dev_run(value: object) -> str | None:

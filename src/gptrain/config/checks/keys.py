@@ -27,6 +27,11 @@ SET_ELSEWHERE = {
 TYPED = ("strategy", "checkpoint", "launcher")
 GROUPS = ("model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint")
 OPEN = ("callbacks", "logger")  # mappings of name -> node with a _target_
+# Data sets that nothing runs without -> (why, what to try).
+NEEDED_DATA = {
+    "data.train": ("every run needs it", "data=<choice>"),
+    "data.val": ("every run validates", "trainer.limit_val_batches=0 with any data.val"),
+}
 LIGHTNING_TRAINER = "lightning.pytorch.Trainer"
 
 
@@ -70,6 +75,11 @@ def check_keys(run: Run) -> None:
         node = run.get(group)
         if isinstance(node, dict) and node and "_target_" not in node:
             run.error(f"{group}._target_", "missing, nothing says what to build")
+    for key, (why, attempt) in NEEDED_DATA.items():
+        node = run.get(key)
+        if run.get("data") and key not in run.wrong and (not node or not isinstance(node, dict)):
+            wrong = "not a mapping with a _target_" if node else f"missing, {why}"
+            run.error(key, wrong, attempt=attempt)
     if run.get("profiler") and "_target_" not in run.get("profiler"):
         run.error("profiler", "no _target_", attempt="profiler=simple")
 
@@ -85,7 +95,7 @@ def answer_unknown(key: str, known: set[str]) -> tuple[str, str]:
     head, _, leaf = key.rpartition(".")
     if head == "trainer" and leaf in SET_ELSEWHERE:
         return "no key of the trainer group, it is set elsewhere", SET_ELSEWHERE[leaf]
-    near = nearest_key(key, known)
+    near = nearest_key(key, known - {key})
     return "unknown key" + (f", did you mean {near}?" if near else ""), "" if near else "--help"
 
 

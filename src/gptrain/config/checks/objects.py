@@ -39,6 +39,7 @@ HARMLESS = {
     "torchmetrics.metric.Metric",
     "lightning.fabric.plugins.precision.precision.Precision",
 }
+CHECKPOINT = "lightning.pytorch.callbacks.checkpoint.Checkpoint"
 FOREIGN = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Keys of a group that our own code reads; the rest are keywords of its _target_.
 OURS = {
@@ -69,13 +70,16 @@ def check_objects(run: Run) -> None:
             wrong = judge(path, found, allowed)
         if wrong:
             run.error(key, wrong, value=target)
+        elif path.startswith("callbacks.") and CHECKPOINT in _bases(found):
+            wrong = "a second writer of checkpoints, the run writes its own"
+            run.error(key, wrong, value=target, attempt="checkpoint=every_n_steps")
         else:
             _check_keywords(run, path, node, found)
     for key, target, packages in hydra_targets(run):
         if packages and not lies_in(target, HYDRA_PACKAGES):
             found, wrong = resolve(target)
             if wrong or not lies_in(getattr(found, "__module__", "") or "", (*packages, *allowed)):
-                run.error(key, wrong or "not what it seems, it lies elsewhere", value=target)
+                run.error(key, wrong or "is defined in a package that is not allowed", value=target)
 
 
 def resolve(target: str) -> tuple[Any, str | None]:
@@ -123,14 +127,19 @@ def judge(path: str, found: Any, allowed: tuple[str, ...]) -> str | None:
     if not inspect.isclass(owner):
         is_own = isinstance(found, FunctionType) and not lies_in(home, FOREIGN)
         return None if is_own and _kind(path) is None else "not a class"
-    bases = {f"{base.__module__}.{base.__qualname__}" for base in owner.__mro__}
-    bases |= {base.replace("pytorch_lightning.", "lightning.pytorch.", 1) for base in bases}
+    bases = _bases(owner)
     kind = _kind(path)
     if kind and kind not in bases:
         return f"no {kind.rpartition('.')[2]}, as this place needs"
     if kind is None and lies_in(home, FOREIGN) and not bases & HARMLESS:
-        return "of a kind that a config may not make"
+        return "a config may not create objects of this class"
     return None
+
+
+def _bases(found: Any) -> set[str]:
+    """Names of a class and all it inherits from; Lightning's under its newer name, too."""
+    bases = {f"{base.__module__}.{base.__qualname__}" for base in getattr(found, "__mro__", ())}
+    return bases | {base.replace("pytorch_lightning.", "lightning.pytorch.", 1) for base in bases}
 
 
 def _kind(path: str) -> str | None:

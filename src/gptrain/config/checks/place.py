@@ -31,7 +31,7 @@ def check_place(run: Run) -> None:
     if n_local and n_local > PROCESSES_PER_CORE * cores:
         run.error(
             "trainer.devices",
-            f"as many processes, on {cores} cores",
+            f"too many processes for {cores} cores",
             allowed=f"up to {PROCESSES_PER_CORE * cores}",
             attempt=f"trainer.devices={cores}",
         )

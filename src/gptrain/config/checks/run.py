@@ -128,7 +128,7 @@ class Run:
             self.wrong.add(path)
             return None
         if depth > DEEPEST:
-            self.error(path, "has no end, it refers to what holds it", value=None)
+            self.error(path, "refers to its own parent, so it never ends", value=None)
             return None
         if refers:
             self.derived.add(path)

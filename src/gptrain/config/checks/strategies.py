@@ -101,7 +101,7 @@ def _devices(run: Run, name: str) -> None:
         key = "trainer.devices" if n_local > 1 else "trainer.num_nodes"
         run.error(key, "more than one device under strategy=single", attempt="strategy=ddp")
     if name not in ("single", "auto") and n_local * n_nodes == 1:
-        wrong = "on one device it spreads nothing"
+        wrong = "no effect on one device"
         run.warn("strategy", wrong, value=name, attempt="trainer.devices=2")
 
 
@@ -155,7 +155,7 @@ def _microbatches(run: Run, name: str) -> None:
     if given and stages and schedule == "1f1b" and micro < stages:
         run.error(
             key,
-            f"fewer than the {stages} stages, each of which has one in hand under 1f1b",
+            f"1f1b needs at least one microbatch per stage ({stages})",
             attempt=f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe",
         )
     if given and stages and schedule == "interleaved_1f1b" and micro % stages:

@@ -74,6 +74,7 @@ RULES: dict[str, Rule] = {
     "optimizer.betas": Listing([0.9, 0.95], item=share(0.9, below=True), length=2),
     "optimizer.eps": Number(1e-8, low=0, above=True),
     "optimizer.weight_decay": Number(0.1, True, low=0),
+    "optimizer.fused": Flag(True, True),
     "optimizer.momentum": share(0.95, below=True),
     "optimizer.lr_scaling": Word("none", words=("none", "linear", "sqrt")),
     "optimizer.reference_batch_size": count(1, 32),
