@@ -66,6 +66,11 @@ def test_accumulation_and_one_large_batch_take_the_same_steps(train):
         torch.testing.assert_close(weight, two.state(4)["state_dict"][key], rtol=1e-4, atol=1e-6)
 
 
+def test_a_run_whose_epochs_end_before_its_steps_says_so(train):
+    run = train("data.num_samples=8", "trainer.max_steps=100", "trainer.max_epochs=2")
+    assert "4 steps (trainer.max_epochs=2 ends it before trainer.max_steps)" in run.out
+
+
 def test_fast_dev_run_goes_through_every_part_and_keeps_nothing(train):
     run = train("trainer.fast_dev_run=true")
     assert run.code == 0, run.err

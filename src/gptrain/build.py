@@ -24,7 +24,7 @@ from gptrain.config.machine import (
     set_threads,
     share_cores,
 )
-from gptrain.config.problems import BAD_DATA, ConfigError, Problem
+from gptrain.config.problems import ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks import (
@@ -48,10 +48,14 @@ from gptrain.parallel.unfit import Unfit
 from gptrain.plan import Degrees, degrees
 from gptrain.recipe import (
     Lengths,
+    build_datasets,
     build_net,
     build_optimizer,
     build_schedule,
     build_target,
+    bytes_of_tokens,
+    check_vocabulary,
+    first_batches,
     peak_lr,
     plan_lengths,
 )
@@ -185,45 +189,6 @@ def spread(
         raise ConfigError([problem]) from error
 
 
-def build_datasets(cfg: DictConfig) -> list[torch.utils.data.Dataset | None]:
-    """Train, validation and test set, prepared where that is needed; None: no test set is given."""
-    parts = ("train", "val", "test")
-    return [build_target(cfg.data[part]) if part in cfg.data else None for part in parts]
-
-
-def check_vocabulary(cfg: DictConfig, tokens: torch.Tensor, targets: torch.Tensor) -> None:
-    """Raises ConfigError where a sample has tokens that the net has no embedding for.
-
-    On a GPU the first step would end in an assertion of the device that names nothing.
-    """
-    vocab_size, highest = cfg.model.get("vocab_size"), int(max(tokens.max(), targets.max()))
-    if vocab_size is not None and highest >= vocab_size:
-        wrong = f"data.train has token {highest} in its first sample"
-        attempt = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError(
-            [Problem("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)]
-        )
-
-
-def first_batches(
-    dataset: torch.utils.data.Dataset, batches: float, sequences: int
-) -> torch.utils.data.Dataset:
-    """The first `batches` micro-batches (a fraction: of all), seen again and again.
-
-    Args:
-        sequences: in one micro-batch over all ranks.
-    """
-    share = int(batches * len(dataset)) if isinstance(batches, float) else batches * sequences
-    n_samples = min(len(dataset), max(share, sequences))
-    return torch.utils.data.Subset(dataset, range(n_samples))
-
-
-def bytes_of_tokens(dataset: torch.utils.data.Dataset) -> torch.Tensor | None:
-    """(V,) bytes of text that each token stands for, where the dataset knows."""
-    counts = getattr(dataset, "token_bytes", None)
-    return None if counts is None else torch.as_tensor(counts)
-
-
 def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
     """Lightning's one name of it, "auto" decided."""
     precision = str(cfg.trainer.precision)
@@ -336,7 +301,8 @@ def build_report(
     sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
     lr = peak_lr(cfg, batch)
     steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
-    if lengths.n_steps is not None and lengths.n_steps < cfg.trainer.max_steps:
+    is_whole = lengths.n_steps is not None and not cfg.trainer.fast_dev_run
+    if is_whole and lengths.n_steps < cfg.trainer.max_steps:
         steps += f" (trainer.max_epochs={cfg.trainer.max_epochs} ends it before trainer.max_steps)"
     steps += "" if cfg.max_tokens is None else f" of max_tokens {cfg.max_tokens:g}"
     lines = {

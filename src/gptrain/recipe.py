@@ -1,4 +1,4 @@
-"""What learns and how, from the config: the net, the run's lengths, its optimizer and schedule."""
+"""What learns, from what and how: net, datasets, the run's lengths, its optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 
-from gptrain.config.problems import ConfigError, Problem
+from gptrain.config.problems import BAD_DATA, ConfigError, Problem
 from gptrain.optim import call_closure_first, decay_groups, muon_groups, scaled_lr
 from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 
@@ -57,6 +58,43 @@ def build_net(cfg: DictConfig) -> nn.Module:
     """The net of the model group, with initial weights that depend on torch's seed alone."""
     keys = [key for key in cfg.model if key not in MODEL_KEYS]
     return build_target(OmegaConf.masked_copy(cfg.model, keys))
+
+
+def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
+    """Train, validation and test set, prepared where that is needed; None: no test set is given."""
+    parts = ("train", "val", "test")
+    return [build_target(cfg.data[part]) if part in cfg.data else None for part in parts]
+
+
+def check_vocabulary(cfg: DictConfig, tokens: Tensor, targets: Tensor) -> None:
+    """Raises ConfigError where a sample has tokens that the net has no embedding for.
+
+    On a GPU the first step would end in an assertion of the device that names nothing.
+    """
+    vocab_size, highest = cfg.model.get("vocab_size"), int(max(tokens.max(), targets.max()))
+    if vocab_size is not None and highest >= vocab_size:
+        wrong = f"data.train has token {highest} in its first sample"
+        attempt = f"model.vocab_size={highest + 1} or above"
+        raise ConfigError(
+            [Problem("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)]
+        )
+
+
+def first_batches(dataset: Dataset, batches: float, sequences: int) -> Dataset:
+    """The first `batches` micro-batches (a fraction: of all), seen again and again.
+
+    Args:
+        sequences: in one micro-batch over all ranks.
+    """
+    share = int(batches * len(dataset)) if isinstance(batches, float) else batches * sequences
+    n_samples = min(len(dataset), max(share, sequences))
+    return Subset(dataset, range(n_samples))
+
+
+def bytes_of_tokens(dataset: Dataset) -> Tensor | None:
+    """(V,) bytes of text that each token stands for, where the dataset knows."""
+    counts = getattr(dataset, "token_bytes", None)
+    return None if counts is None else torch.as_tensor(counts)
 
 
 def plan_lengths(

@@ -106,8 +106,8 @@ def find_source(cfg: DictConfig) -> Any:
 
 def write_tokenizer(cfg: DictConfig, folder: Path) -> None:
     """The tokenizer of the run's data, where it has one; where that is gone, a line says so."""
-    from gptrain.build import build_datasets
     from gptrain.export.files import byte_level_tokenizer, write_json
+    from gptrain.recipe import build_datasets
 
     try:
         tokenizer = getattr(build_datasets(cfg)[1], "tokenizer", None)
