@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from gptrain.config.machine import share_cores
 from gptrain.config.process import Process, this_process
 from gptrain.launch.slurm import first_host, meet
 from gptrain.lit.environment import Ranks
@@ -80,6 +82,14 @@ def test_lightning_is_told_the_same_rank():
     assert (ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (3, 1, 1)
     ranks.set_global_rank(0)
     assert (ranks.global_rank(), ranks.world_size()) == (3, 4)
+
+
+def test_a_task_takes_the_threads_that_it_asked_for(task):
+    task(SLURM_CPUS_PER_TASK="1")
+    assert share_cores(n_local=1) == 1
+    task(SLURM_CPUS_PER_TASK="2")
+    assert share_cores(n_local=8) == 2
+    torch.set_num_threads(1)
 
 
 def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):

@@ -104,8 +104,13 @@ def set_threads(n_local: int) -> None:
 
 
 def share_cores(n_local: int) -> int:
-    """This rank's threads: its share of the cores, untried. OMP_NUM_THREADS is not looked at."""
-    share = max(1, len(os.sched_getaffinity(0)) // n_local)
+    """This rank's threads: its share of the cores, untried. OMP_NUM_THREADS is not looked at.
+
+    Of a SLURM task what it asked for: its cores may be its own already, or those of all tasks.
+    """
+    is_task = this_process().launcher == "slurm"
+    asked = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if is_task else 0
+    share = asked or max(1, len(os.sched_getaffinity(0)) // n_local)
     torch.set_num_threads(share)
     return share
 
