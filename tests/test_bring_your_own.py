@@ -219,6 +219,20 @@ def test_token_files_made_elsewhere_are_trained_on_and_gone_on_with_exactly(trai
     assert again.losses() == whole
 
 
+@pytest.mark.parametrize(
+    "target, said",
+    [
+        ("gptrain.optim.Muon", "LSTM has no attribute `blocks`"),
+        ("torch.optim.LBFGS", "doesn't support per-parameter options"),
+    ],
+)
+def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key(target, said):
+    cfg = as_if_from_a_yaml(_target_=target)
+    net = torch.nn.LSTM(2, 2)
+    with pytest.raises(ConfigError, match=rf"optimizer\._target_={target}: .*{said}"):
+        build_optimizer(cfg, BatchPlan(4, 1, 1), net)
+
+
 def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():
     cfg = OmegaConf.create({"model": {"vocab_size": 5}})
     check_vocabulary(cfg, torch.tensor([1, 4]), torch.tensor([4, -100]))

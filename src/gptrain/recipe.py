@@ -137,6 +137,8 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
 
     Of a user's own class only its name must be given: lr and weight_decay, where they are not,
     are the class's defaults, and the decay still goes to matrices alone.
+
+    Raises: ConfigError where the optimizer cannot take the net's parameters, or its arguments.
     """
     options = _arguments(cfg.optimizer, OPTIMIZER_KEYS)
     target = options.pop("_target_")
@@ -144,9 +146,12 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
     if "betas" in options:
         options["betas"] = tuple(map(float, options["betas"]))  # torch refuses whole numbers
     decay = _given_or_default(cfg, "weight_decay", 0.0)
-    groups = muon_groups(net, decay) if target == "gptrain.optim.Muon" else decay_groups(net, decay)
     lr = peak_lr(cfg, batch)
-    optimizer = make(groups, **options if lr is None else {**options, "lr": lr})
+    options = options if lr is None else {**options, "lr": lr}
+    with _named("optimizer._target_", target):
+        needs_blocks = target == "gptrain.optim.Muon"
+        groups = muon_groups(net, decay) if needs_blocks else decay_groups(net, decay)
+        optimizer = make(groups, **options)
     is_known = target.startswith(("torch.optim.", "gptrain.optim."))
     return optimizer if is_known else call_closure_first(optimizer)
 
