@@ -13,8 +13,8 @@ from gptrain.config.problems import FAILED, JobFailed
 from gptrain.launch.ending import newest_checkpoint
 from gptrain.launch.restarts import FRUITLESS_STARTS, is_restart, note_start
 from gptrain.resilience.manifest import read_manifest
-from gptrain.resilience.status import clear_status
-from gptrain.resume import CHECKPOINTS, find_checkpoint
+from gptrain.resilience.status import clear_status, is_guest
+from gptrain.resume import find_checkpoint
 
 BEATS_NAME = ".beats"  # signs of life of ranks that torchrun or SLURM started
 
@@ -59,7 +59,7 @@ def keep_config(run_dir: str | Path, composed: DictConfig) -> None:
     evaluation in the folder of a run that was trained: its own lies in .hydra/<task>.
     """
     folder, hydra = Path(run_dir) / ".hydra", HydraConfig.instance().cfg
-    if composed.task != "fit" and (Path(run_dir) / CHECKPOINTS).is_dir():
+    if is_guest(run_dir, composed.task):
         folder /= composed.task
     folder.mkdir(parents=True, exist_ok=True)
     records = {"config": composed, "hydra": hydra, "overrides": hydra.hydra.overrides.task}

@@ -94,13 +94,14 @@ def clear_status(run_dir: str | Path) -> None:
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
-def result_path(run_dir: str | Path, task: str) -> Path:
-    """Where a result lies: result.json; of an evaluation in a trained run's folder beside its own.
+def is_guest(run_dir: str | Path, task: str) -> bool:
+    """Whether a job evaluates in the folder of a trained run, whose records it leaves alone."""
+    return task != "fit" and (Path(run_dir) / "checkpoints").is_dir()
 
-    So what was trained there keeps its record: result-validate.json, result-test.json.
-    """
-    evaluates = task != "fit" and (Path(run_dir) / "checkpoints").is_dir()
-    return Path(run_dir) / (f"result-{task}.json" if evaluates else RESULT_NAME)
+
+def result_path(run_dir: str | Path, task: str) -> Path:
+    """Where a result lies: result.json, or result-<task>.json beside that of a trained run."""
+    return Path(run_dir) / (f"result-{task}.json" if is_guest(run_dir, task) else RESULT_NAME)
 
 
 def write_result(
