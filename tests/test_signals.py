@@ -40,9 +40,10 @@ WORKER = """
 import os, signal, sys, time
 from gptrain.resilience.signals import StopFlag, ignore_in_worker
 with StopFlag() as flag:
+    rank = os.getpid()
     worker = os.fork()
     if worker == 0:
-        ignore_in_worker(0)
+        ignore_in_worker(rank)
         os.write(1, b"ready")
         time.sleep(60)
     while os.waitpid(worker, os.WNOHANG) == (0, 0) and not flag:
@@ -52,6 +53,20 @@ with StopFlag() as flag:
     os.kill(worker, signal.SIGTERM)  # as DataLoader ends its workers
     ended = os.waitpid(worker, 0)[1]
     print(flag.signal, alive, ended)
+"""
+
+LATE_WORKER = """
+import os, time
+from gptrain.resilience.signals import ignore_in_worker
+rank = os.getpid()
+if os.fork() == 0:
+    os.write(1, b"ready")
+    while os.getppid() == rank:
+        time.sleep(0.01)
+    ignore_in_worker(rank)
+    os.write(1, b"stays")
+else:
+    time.sleep(0.5)  # and dies before its worker has come to anything
 """
 
 
@@ -125,6 +140,11 @@ def test_a_data_worker_survives_a_signal_to_the_group_and_obeys_its_parent(start
     os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=10)
     assert out.decode().split() == [number.name, "True", "0"]
+
+
+def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):
+    out, _ = start(LATE_WORKER).communicate(timeout=10)  # until nobody has the pipe open
+    assert out == b""
 
 
 def test_previous_handlers_come_back():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import lightning.pytorch as pl
 import torch
@@ -80,6 +83,7 @@ class TextDataModule(pl.LightningDataModule):
         return self._loader(PaddedDataset(dataset), batches)
 
     def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> DataLoader:
+        forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not
         return Loader(
             dataset,
             batch_sampler=batches,
@@ -88,7 +92,8 @@ class TextDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,
-            worker_init_fn=ignore_in_worker if self.num_workers else None,
+            worker_init_fn=partial(ignore_in_worker, os.getpid()) if self.num_workers else None,
+            multiprocessing_context="fork" if forks else None,
         )
 
 

@@ -105,23 +105,28 @@ def hold_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_in_worker(_worker_id: int = 0) -> None:
+def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
     """A data worker leaves when its rank says so or dies, not when a signal reaches the group.
 
     For DataLoader's worker_init_fn. SIGINT and SIGUSR1 are ignored. SIGTERM counts only from the
     parent, which ends its workers that way: who sent it is seen where it is waited for (Linux).
     A worker that outlived its rank would keep the rank's connections open, and the other ranks
     waiting.
+
+    Args:
+        parent_pid: the rank, as itself said before it started the worker. Asked here, the answer
+            may be who adopted an orphan; DataLoader's own check of its parent has that gap.
     """
-    die_with_parent(os.getppid())
+    die_with_parent(parent_pid)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if not hasattr(signal, "sigwaitinfo"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    parent = os.getppid()
-    threading.Thread(target=_leave_when_told, args=(parent,), name="sigterm", daemon=True).start()
+    threading.Thread(
+        target=_leave_when_told, args=(parent_pid,), name="sigterm", daemon=True
+    ).start()
 
 
 def _leave_when_told(parent: int) -> None:
