@@ -16,7 +16,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-# Hooks that Lightning calls on the module in every step; it passes over those that are None.
+# Hooks that Lightning calls on the module and on every callback in every step, in a context of the
+# profiler and with a few look-ups each; it passes over those that are None.
 STEP_HOOKS = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -91,9 +92,11 @@ def trim_step(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     connector.on_batch_end = where_logged(connector.on_batch_end)
     connector.update_train_step_metrics = where_logged(connector.update_train_step_metrics)
-    for hook in STEP_HOOKS:
-        if not is_overridden(hook, module, pl.LightningModule):
-            setattr(module, hook, None)
+    for part in (module, *trainer.callbacks):
+        base = pl.LightningModule if part is module else pl.Callback
+        for hook in STEP_HOOKS:
+            if not is_overridden(hook, part, base):
+                setattr(part, hook, None)
     transfers = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     if not any(is_overridden(hook, module, pl.LightningModule) for hook in transfers):
         module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch
