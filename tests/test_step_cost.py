@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass, field
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +17,7 @@ from gptrain import build
 from gptrain.lit import LanguageModel, finite
 from gptrain.lit.callbacks import CollectGarbage
 from gptrain.lit.loggers import CSVLogger
+from gptrain.lit.trainer import FetchClock
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (4, 8, 9)  # the last step, too
@@ -128,6 +131,28 @@ def test_garbage_is_collected_once_a_step_however_many_micro_batches_it_has(watc
     monkeypatch.setattr(build, "CollectGarbage", partial(CollectGarbage, every_n_steps=4))
     collections = [seen.collections for seen in watched()]
     assert collections[:-1] == [0, 0, 0, 1, 0, 0, 0, 1]  # after the last one the run ends
+
+
+def fetch(clock: FetchClock) -> float:
+    """Seconds that are counted of a fetch of 10 ms."""
+    before_s = clock.waited_s
+    clock.start()
+    time.sleep(0.01)
+    clock.stop()
+    return clock.waited_s - before_s
+
+
+def test_a_cpu_waits_for_all_of_a_fetch():
+    assert fetch(FetchClock(pl.Trainer(accelerator="cpu", logger=False))) >= 0.01
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_that_is_busy_all_the_while_waits_for_no_fetch():
+    clock = FetchClock(pl.Trainer(accelerator="gpu", devices=1, logger=False))
+    torch.cuda._sleep(2**30)  # cycles: half a second
+    assert fetch(clock) == 0
+    torch.cuda.synchronize()
+    assert fetch(clock) >= 0.01
 
 
 def test_the_logits_of_a_batch_never_exist_at_once(watched):
