@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
+
+LOOP = """
+from itertools import count
+from gptrain.bench.turns import Turns
+released = []
+turns = Turns(lambda: None, lambda: len(released), lambda: released.append(1))
+for step in count(1):
+    turns.step_done(step=step)
+"""
 
 
 def test_two_loops_take_turns_and_are_compared(command, tmp_path):
@@ -22,6 +33,18 @@ def test_two_loops_take_turns_and_are_compared(command, tmp_path):
         assert loop["peak_bytes"] > 100e6  # torch alone
     ratio = loops["bare"]["memory_ratio"]
     assert ratio == pytest.approx(loops["ours"]["peak_bytes"] / loops["bare"]["peak_bytes"])
+
+
+def test_a_loop_whose_memory_is_lent_out_begins_its_turn_with_a_step_that_does_not_count():
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", LOOP], **options) as loop:
+        replies = [json.loads(loop.stdout.readline())]
+        loop.stdin.write("3\n")
+        loop.stdin.flush()
+        replies.append(json.loads(loop.stdout.readline()))
+        loop.stdin.close()
+    assert [reply["step"] for reply in replies] == [1, 1 + 1 + 3]
+    assert [reply["peak_bytes"] for reply in replies] == [0, 1]  # released once, after the first
 
 
 def test_a_size_that_is_not_known_is_one_line_and_nothing_is_written(command, tmp_path):

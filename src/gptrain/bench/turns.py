@@ -94,17 +94,30 @@ class Turns:
     Args:
         synchronize: waits until the device has done what it was given.
         peak_bytes: most memory that was held so far.
+        release: gives the device's free memory back before a wait, for the loops whose turn it is;
+            a turn then begins with a step that is not timed, to get it again.
     """
 
-    def __init__(self, synchronize: Callable[[], None], peak_bytes: Callable[[], int]):
-        self.synchronize, self.peak_bytes = synchronize, peak_bytes
+    def __init__(
+        self,
+        synchronize: Callable[[], None],
+        peak_bytes: Callable[[], int],
+        release: Callable[[], None] | None = None,
+    ):
+        self.synchronize, self.peak_bytes, self.release = synchronize, peak_bytes, release
         self.parent = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what a loop prints goes to its log
         self.left = 1
+        self.warms_up = False
         self._start_clocks()
 
     def step_done(self, **facts: float) -> None:
         """Returns at once within a turn; at its end, when the next one begins."""
+        if self.warms_up:
+            self.warms_up = False
+            self.synchronize()
+            self._start_clocks()
+            return
         self.left -= 1
         if self.left:
             return
@@ -112,6 +125,9 @@ class Turns:
         facts["seconds"] = time.perf_counter() - self.start_s
         facts["cpu_seconds"] = time.process_time() - self.start_cpu_s
         facts["peak_bytes"] = self.peak_bytes()
+        if self.release is not None:
+            self.release()
+            self.warms_up = True
         print(json.dumps(facts), file=self.parent, flush=True)
         word = sys.stdin.readline()
         if not word:

@@ -30,7 +30,9 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # for all loops alike
-        turns = Turns(torch.cuda.synchronize, torch.cuda.max_memory_allocated)
+        turns = Turns(
+            torch.cuda.synchronize, torch.cuda.max_memory_allocated, torch.cuda.empty_cache
+        )
     else:
         turns = Turns(lambda: None, peak_resident_bytes)
     torch.manual_seed(0)
