@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from gptrain.build import hand_devices
+from gptrain.build.trainer import hand_devices
 from gptrain.config.machine import Machine, find_machine, listed_numbers
 from gptrain.lit.environment import Ranks
 from gptrain.lit.strategies.ranks import Replicated, Single

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptrain import build
+from gptrain.build import trainer
 from gptrain.lit import LanguageModel, finite
 from gptrain.lit.callbacks import CollectGarbage
 from gptrain.lit.loggers import CSVLogger
@@ -128,7 +128,7 @@ def test_no_logger_is_called_and_no_garbage_collected(watched):
 
 
 def test_garbage_is_collected_once_a_step_however_many_micro_batches_it_has(watched, monkeypatch):
-    monkeypatch.setattr(build, "CollectGarbage", partial(CollectGarbage, every_n_steps=4))
+    monkeypatch.setattr(trainer, "CollectGarbage", partial(CollectGarbage, every_n_steps=4))
     collections = [seen.collections for seen in watched()]
     assert collections[:-1] == [0, 0, 0, 1, 0, 0, 0, 1]  # after the last one the run ends
 

@@ -46,14 +46,14 @@ class Fault:
 
 def plant(fault: Fault | None, run_dir: Path, background: bool) -> None:
     """Called in the forked parent of a run; its ranks inherit what is done here."""
-    import gptrain.build as build
+    from gptrain.build import trainer
     from gptrain.launch import local, rank
     from gptrain.lit.callbacks import checkpoints
 
     local.START_METHOD = "fork"
     if background:
         checkpoints.BACKGROUND_BYTES = 0
-    run_rank, build_callbacks = rank.run_rank, build.build_callbacks
+    run_rank, build_callbacks = rank.run_rank, trainer.build_callbacks
 
     @functools.wraps(run_rank)
     def watched(*args, **kwargs):
@@ -65,7 +65,7 @@ def plant(fault: Fault | None, run_dir: Path, background: bool) -> None:
     def witnessed(*args):
         return [make_witness(run_dir), *build_callbacks(*args)]
 
-    rank.run_rank, build.build_callbacks = watched, witnessed
+    rank.run_rank, trainer.build_callbacks = watched, witnessed
 
 
 def note_pid(run_dir: Path, name: str) -> None:
