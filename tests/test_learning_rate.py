@@ -53,3 +53,14 @@ def test_the_rate_grows_with_the_global_batch(train, rule, factor):
     )  # fmt: skip
     assert run.metrics["lr"] == pytest.approx(PEAK * factor)
     assert f"lr {PEAK * factor:g}" in run.out
+
+
+@pytest.mark.parametrize("length, bends", [("null", True), ("8", False)])
+def test_going_on_to_another_end_says_where_it_bends_the_schedule(train, length, bends):
+    options = ("scheduler=warmup_linear", f"scheduler.total_steps={length}", "logger=none")
+    run = train("trainer.max_steps=4", *options)
+    assert run.code == 0, run.err
+    again = train("trainer.max_steps=6", "ckpt_path=last", *options)
+    assert again.code == 0, again.err
+    said = "resumed with another schedule: after step 4 the learning rate was to be 3e-05 and is"
+    assert (said in again.out + again.err) == bends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class Checkpoints(Callback):
         self.saved: tuple[int, bool] | None = None  # step, and whether its validation was done
         self.metrics: dict[str, float] = {}  # of the validation that was just done
         self._rng: list[dict[str, Any]] | None = None
+        self._rate = 0.0  # that the step after the loaded checkpoint was to take
         self._before_validation: dict[str, Any] | None = None
         self._needed_bytes = 0  # of a save, estimated
         self._writing = Vote()
@@ -77,6 +79,7 @@ class Checkpoints(Callback):
         if self._rng is None:
             return
         step, validated = self.saved
+        self._compare_rates(trainer, module, step)
         if step == self.n_steps and not validated:
             trainer.val_check_batch = 1  # the last step is validated whatever the interval
         if len(self._rng) == trainer.world_size:
@@ -114,6 +117,7 @@ class Checkpoints(Callback):
         self.saved = checkpoint["global_step"], checkpoint["validated"]
         checkpoint["loops"]["fit_loop"] = loops_after(trainer, *self.saved)
         self._rng = checkpoint["rng"]
+        self._rate = checkpoint["lr_schedulers"][0]["_last_lr"][0]
         module.logged = dict(checkpoint["logged"])
 
     def on_train_batch_end(
@@ -178,6 +182,19 @@ class Checkpoints(Callback):
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
         if not self.store.is_unfinished:
             self._prune(trainer)
+
+    def _compare_rates(self, trainer: Trainer, module: LanguageModel, step: int) -> None:
+        """A schedule that follows the run's length bends where a run goes on to another end."""
+        (scheduled,) = trainer.lr_scheduler_configs
+        rate = scheduled.scheduler.base_lrs[0] * module.schedule(step)
+        if trainer.is_global_zero and not math.isclose(rate, self._rate, rel_tol=1e-6):
+            log.warning(
+                "resumed with another schedule: after step %d the learning rate was to be %.3g and "
+                "is %.3g; it follows the run's length unless scheduler.total_steps is set",
+                step,
+                self._rate,
+                rate,
+            )
 
     def _finish(self, trainer: Trainer) -> None:
         """Makes a checkpoint of a save in the background, waiting for it where it must."""
