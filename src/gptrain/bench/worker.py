@@ -131,6 +131,7 @@ def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
     from gptrain.resilience.lock import RunLock
 
     turns.left = SAVE_EVERY // 2  # the first turn
+    turns.release = None  # its untimed step would move the saves out of the turns
     overrides = [word for word in spec["overrides"] if word != "checkpoint=none"]
     saving = ["checkpoint=every_n_steps", f"checkpoint.every_n_steps={SAVE_EVERY}"]
     with RunLock(spec["run_dir"]):
