@@ -24,12 +24,11 @@ from gptrain.resilience.manifest import (
     folder_name,
     read_manifest,
 )
-from gptrain.resilience.status import RESULT_NAME
+from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME
 from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"  # of a run folder
 # Groups of which every key decides what is computed, and the few that do not.
 DECISIVE = ("model", "data", "optimizer", "scheduler")
 INDIFFERENT = {
@@ -105,7 +104,7 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
         fresh run where one has been.
     """
-    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS, run_id)
+    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id)
     evaluates_old = cfg.task != "fit" and cfg.from_run is not None
     if cfg.ckpt_path is None and not evaluates_old:
         _refuse_used_folder(cfg, store)
@@ -143,7 +142,7 @@ def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoi
 
     Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
     """
-    store, damaged = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS), []
+    store, damaged = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS_NAME), []
     if which == "best" and (best := store.best(monitor)) is not None:
         return best
     for step in reversed(store.steps()):

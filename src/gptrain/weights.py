@@ -20,8 +20,9 @@ from gptrain.resilience.manifest import (
     NoGoodCheckpoint,
 )
 from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
+from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
-from gptrain.resume import CHECKPOINTS, choose_checkpoint
+from gptrain.resume import choose_checkpoint
 
 log = logging.getLogger(__name__)
 STATE_NAME = "state.ckpt"  # of a full checkpoint
@@ -97,7 +98,7 @@ def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | 
     Raises: FileNotFoundError, DamagedCheckpoint.
     """
     source = Path(source).expanduser()
-    if (source / CHECKPOINTS).is_dir():
+    if (source / CHECKPOINTS_NAME).is_dir():
         return choose_checkpoint(source, "best", monitor)
     if source.name == STATE_NAME and (source.parent / MANIFEST_NAME).exists():
         source = source.parent
@@ -111,7 +112,8 @@ def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | 
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
     raise FileNotFoundError(
-        f"{source}: no weights in it: neither {CHECKPOINTS}/ nor {MANIFEST_NAME} nor {SAFETENSORS}"
+        f"{source}: no weights in it: neither {CHECKPOINTS_NAME}/ nor {MANIFEST_NAME} "
+        f"nor {SAFETENSORS}"
     )
 
 

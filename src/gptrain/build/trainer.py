@@ -27,6 +27,7 @@ from gptrain.lit.trainer import NoProfiler, leave_signals_to_us
 from gptrain.recipe import Lengths, build_target
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
+from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resume import identity
 
@@ -122,7 +123,7 @@ def build_checkpoints(
 ) -> Checkpoints:
     """The callback that saves; long saves give signs of life."""
     store = CheckpointStore(
-        Path(cfg.run_dir) / "checkpoints",
+        Path(cfg.run_dir) / CHECKPOINTS_NAME,
         read_holder(cfg.run_dir)["run_id"],
         progress=guard.heartbeat.beat if guard is not None else None,
     )

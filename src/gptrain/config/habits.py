@@ -6,6 +6,8 @@ user's own `conf/trainer/ddp.yaml` is taken as it is.
 
 from __future__ import annotations
 
+from gptrain.plan.degrees import AXES
+
 # typed -> what to type here; a value of None stands for any.
 HABITS: dict[tuple[str, str | None], str] = {
     ("trainer", "ddp"): "strategy=ddp trainer.devices=4",
@@ -40,17 +42,11 @@ HABITS: dict[tuple[str, str | None], str] = {
     ("model.compile", "true"): "model.compile=model",
     ("model.compile", "false"): "model.compile=none",
 }
-# How a name of Lightning's strategies begins -> the choice that does the same here.
-LIGHTNING_STRATEGIES = {
-    "ddp_pipeline": "ddp_pipeline",
-    "ddp": "ddp",
-    "fsdp_tensor_parallel": "fsdp_tensor_parallel",
-    "fsdp": "fsdp",
+# How a name of Lightning's strategies begins -> the choice that does the same here: our own names,
+# the longer of two that begin alike first, and two of its own.
+LIGHTNING_STRATEGIES = {name: name for name in sorted(AXES, key=len, reverse=True)} | {
     "deepspeed": "fsdp",
     "modelparallel": "fsdp_tensor_parallel",
-    "pipeline": "pipeline",
-    "single": "single",
-    "tensor_parallel": "tensor_parallel",
 }
 # Prefix of a key there -> prefix here.
 MOVED = {

@@ -15,6 +15,7 @@ from gptrain.config import problems
 from gptrain.data.errors import DataError
 from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.ends import FolderFull, NonFinite, Preempted
+from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 
 # Of gloo and nccl, about a rank that is gone.
@@ -95,7 +96,7 @@ def first_line(text: object) -> str:
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The newest checkpoint's folder, not verified: for words, not for loading."""
-    return CheckpointStore(Path(run_dir) / "checkpoints").newest()
+    return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
 def resume_command(cfg: DictConfig) -> str:

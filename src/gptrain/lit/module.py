@@ -172,6 +172,11 @@ class LanguageModel(pl.LightningModule):
         """Global norm of the gradients, clipped in place; a spread net's strategy puts its own."""
         return clip_grad_norm(self.learned, max_norm)
 
+    def rate_after(self, step: int) -> float:
+        """Learning rate of the optimizer step that follows this many, of the first group."""
+        (scheduled,) = self.trainer.lr_scheduler_configs
+        return scheduled.scheduler.base_lrs[0] * self.schedule(step)
+
     def take_train_loss(self) -> Tensor | None:
         """Mean loss of this rank over the micro-steps since the last call."""
         if not self.step_losses:

@@ -17,6 +17,7 @@ from gptrain.resilience import fileops
 
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"
+CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
 # File systems without hard links (FAT, some network mounts) answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -96,7 +97,7 @@ def clear_status(run_dir: str | Path) -> None:
 
 def is_guest(run_dir: str | Path, task: str) -> bool:
     """Whether a job evaluates in the folder of a trained run, whose records it leaves alone."""
-    return task != "fit" and (Path(run_dir) / "checkpoints").is_dir()
+    return task != "fit" and (Path(run_dir) / CHECKPOINTS_NAME).is_dir()
 
 
 def result_path(run_dir: str | Path, task: str) -> Path:

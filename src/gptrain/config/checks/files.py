@@ -196,6 +196,7 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
         return
     from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
     from gptrain.resilience.safe_load import UnsafeCheckpoint, load_file
+    from gptrain.resilience.status import CHECKPOINTS_NAME
     from gptrain.resilience.store import CheckpointStore
     from gptrain.resume import checkpoint_folder, count_sequences, differences
 
@@ -207,7 +208,7 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
             wrong = "a file alone, no checkpoint of a run; its weights can be started from"
             run.error("ckpt_path", wrong, attempt=f"init_from={named}", code=BAD_DATA)
             return
-        for folder in (path, path / "checkpoints"):
+        for folder in (path, path / CHECKPOINTS_NAME):
             newest = CheckpointStore(folder).newest()
             if newest is not None and not (path / MANIFEST_NAME).exists():
                 wrong = "a run folder, not a checkpoint"

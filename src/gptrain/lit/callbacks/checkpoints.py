@@ -185,8 +185,7 @@ class Checkpoints(Callback):
 
     def _compare_rates(self, trainer: Trainer, module: LanguageModel, step: int) -> None:
         """A schedule that follows the run's length bends where a run goes on to another end."""
-        (scheduled,) = trainer.lr_scheduler_configs
-        rate = scheduled.scheduler.base_lrs[0] * module.schedule(step)
+        rate = module.rate_after(step)
         if trainer.is_global_zero and not math.isclose(rate, self._rate, rel_tol=1e-6):
             log.warning(
                 "resumed with another schedule: after step %d the learning rate was to be %.3g and "

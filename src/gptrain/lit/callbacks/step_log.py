@@ -75,7 +75,7 @@ class StepLog(Callback):
         self.last_step, self.last_s, self.last_waited_s = step, now_s, waited_s
         metrics = {
             "train/loss": train_loss,
-            "lr": self._rate(trainer, module, step),
+            "lr": module.rate_after(step - 1),  # the optimizer already has the next one
             "grad_norm": float(module.grad_norm),
             "tokens": step * step_tokens,
             "perf/tokens_per_s": step_tokens / step_s,
@@ -91,8 +91,3 @@ class StepLog(Callback):
         if loss.is_cuda:
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         module.tell(metrics)
-
-    def _rate(self, trainer: Trainer, module: LanguageModel, step: int) -> float:
-        """The learning rate that this step took; the optimizer already has the next one's."""
-        (scheduled,) = trainer.lr_scheduler_configs
-        return scheduled.scheduler.base_lrs[0] * module.schedule(step - 1)
