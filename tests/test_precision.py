@@ -42,8 +42,9 @@ def test_a_step_in_bf16_on_any_cpu_is_that_of_fp32_rounded(train):
     assert {str(weight.dtype) for weight in weights} == {"torch.float32"}
 
 
+@pytest.mark.parametrize("trims", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
+def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused, trims):
     """A fused AdamW takes the scale away itself, after clipping."""
     import lightning.pytorch as pl
     import torch
@@ -51,6 +52,7 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
 
     from gptrain.data import DummyTextDataset, collate
     from gptrain.lit import LanguageModel
+    from gptrain.lit.step import trim_step
     from gptrain.models import SimpleGPT
 
     net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)
@@ -64,5 +66,7 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
     )  # fmt: skip
+    if trims:
+        trim_step(trainer, module)
     trainer.fit(module, data)
     assert 0.05 < module.grad_norm < 50

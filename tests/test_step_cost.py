@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,12 +13,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from gptrain.build import trainer
+from gptrain.data import DummyTextDataset, collate
 from gptrain.lit import LanguageModel, finite
 from gptrain.lit.callbacks import CollectGarbage
 from gptrain.lit.loggers import CSVLogger
-from gptrain.lit.trainer import FetchClock
+from gptrain.lit.step import STEP_HOOKS, trim_step
+from gptrain.lit.trainer import FetchClock, NoProfiler
+from gptrain.models import SimpleGPT
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (4, 8, 9)  # the last step, too
@@ -140,6 +145,73 @@ def fetch(clock: FetchClock) -> float:
     time.sleep(0.01)
     clock.stop()
     return clock.waited_s - before_s
+
+
+def fit(callback: pl.Callback, trims: bool) -> list[torch.Tensor]:
+    """Trains a tiny net for twenty steps of two micro-steps; returns its weights."""
+    torch.manual_seed(0)
+    net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8)
+    module = LanguageModel(net, lambda net: torch.optim.AdamW(net.parameters()), lambda step: 1.0)
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=20, accumulate_grad_batches=ACCUMULATED, gradient_clip_val=0.1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, profiler=NoProfiler() if trims else None, callbacks=[callback],
+    )  # fmt: skip
+    if trims:
+        trim_step(trainer, module)
+    trainer.fit(module, DataLoader(DummyTextDataset(160, 9, 31), 4, collate_fn=collate))
+    return list(net.parameters())
+
+
+def test_hooks_of_a_step_are_heard_in_lightnings_order_and_change_no_bit_of_it():
+    class Listener(pl.Callback):
+        def __init__(self):
+            self.heard, self.losses = [], []
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.heard.append("on_train_batch_end")
+            self.losses.append(float(outputs["loss"]))  # of a micro-step, over their number
+
+    for hook in STEP_HOOKS[:-1]:
+        setattr(Listener, hook, lambda self, *_, hook=hook: self.heard.append(hook))
+
+    lightnings, ours = Listener(), Listener()
+    weights = fit(lightnings, trims=False)
+    assert set(lightnings.heard) == set(STEP_HOOKS)
+    assert all(map(torch.equal, fit(ours, trims=True), weights))
+    assert (ours.heard, ours.losses) == (lightnings.heard, lightnings.losses)
+    assert all(map(torch.equal, fit(pl.Callback(), trims=True), weights))
+
+
+def test_a_step_between_two_logs_calls_lightning_half_as_often():
+    """Calls of Python functions, which is what a step of Lightning costs besides torch's work."""
+
+    class CountCalls(pl.Callback):
+        calls = 0
+
+        def on_train_start(self, *_):
+            sys.setprofile(self.count)
+
+        def on_train_end(self, *_):
+            sys.setprofile(None)
+
+        def count(self, frame, event, _):
+            self.calls += event == "call" and "/lightning/pytorch/" in frame.f_code.co_filename
+
+    lightnings, ours = CountCalls(), CountCalls()
+    fit(lightnings, trims=False)
+    fit(ours, trims=True)
+    assert ours.calls < 0.5 * lightnings.calls
+
+
+@pytest.mark.parametrize("profiler", ["simple", "torch"])
+def test_a_profile_tells_the_parts_of_a_step(train, profiler):
+    run = train("trainer.max_steps=5", f"profiler={profiler}", "trainer.limit_val_batches=0")
+    assert run.code == 0, run.err
+    profile = (run.folder / "fit-profile.txt").read_text()
+    for part in ("training_step", "backward"):
+        assert f"[Strategy]Single.{part}" in profile
+    assert profiler == "simple" or list(run.folder.glob("*training_step*.json"))  # traces
 
 
 def test_a_cpu_waits_for_all_of_a_fetch():

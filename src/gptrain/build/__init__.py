@@ -28,8 +28,8 @@ from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.noise import quiet
 from gptrain.lit.report import Report
+from gptrain.lit.step import trim_step
 from gptrain.lit.strategies import spread_net
-from gptrain.lit.trainer import trim_step
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.unfit import Unfit

@@ -41,8 +41,8 @@ class FiniteCheck:
         trainer = module.trainer
         if trainer.precision == "16-mixed":
             return
-        step, losses = trainer.global_step, list(module.step_losses)
         if is_read_later(module.grad_norm, optimizer):
+            step, losses = trainer.global_step, list(module.step_losses)
             optimizer.found_inf = torch.isfinite(module.grad_norm).logical_not().float()
             host = optimizer.found_inf.to("cpu", non_blocking=True)  # into page-locked memory
             copied = None
@@ -50,7 +50,7 @@ class FiniteCheck:
                 copied = torch.cuda.current_stream().record_event()
             self.asked = trainer, step, losses, host, copied
         elif not math.isfinite(module.grad_norm):
-            self.leave_out(trainer, step, losses)
+            self.leave_out(trainer, trainer.global_step, module.step_losses)
             optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
 
     def settle(self) -> None:
