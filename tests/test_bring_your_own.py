@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import numpy as np
@@ -231,6 +232,26 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key(target, sai
     net = torch.nn.LSTM(2, 2)
     with pytest.raises(ConfigError, match=rf"optimizer\._target_={target}: .*{said}"):
         build_optimizer(cfg, BatchPlan(4, 1, 1), net)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("strategy=fsdp", "trainer.devices=2"), "strategy.name=fsdp: .* needs `blocks`.* of LSTM"),
+        (("strategy=pipeline", "trainer.devices=2"), "strategy.name=pipeline: needs embed, blocks"),
+        (("strategy=fsdp_tensor_parallel", "trainer.devices=4"), "strategy.name=.* needs `blocks`"),
+        (("model.compile=blocks",), "model.compile=blocks: .* without: none, model"),
+        (("model.activation_checkpointing=full",), "activation_checkpointing=full: .* needs `bl"),
+        (("optimizer=muon",), "optimizer._target_=gptrain.optim.Muon: .*LSTM has no attribute"),
+    ],
+)
+def test_what_the_net_cannot_do_is_told_before_a_process_or_a_file_is_made(train, lab, words, said):
+    at = ("trainer.accelerator=cpu", "data.batch_size=4", "trainer.max_steps=1")
+    run = train("model=lstm", *at, *words, *lab, tiny=False)
+    assert run.code == 2
+    (line,) = [line for line in run.err.splitlines() if line.startswith("error:")]
+    assert re.search(said, line)
+    assert not run.folder.exists()
 
 
 def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "config": {"plan", "resilience", "data", "resume"},
     "resume": {"config", "resilience", "plan"},
     "weights": {"config", "resume", "parallel", "resilience"},
-    "recipe": {"config", "optim", "plan"},
+    "recipe": {"config", "optim", "parallel", "plan"},
     "build": {
         "config",
         "resume",
@@ -36,7 +36,7 @@ MAY_IMPORT = {
         "plan",
         "resilience",
     },
-    "launch": {"config", "resume", "data", "parallel", "plan", "resilience"},
+    "launch": {"config", "resume", "recipe", "data", "parallel", "plan", "resilience"},
 }
 FRONT_VERBS = {"bench", "chaos", "export", "loading"}  # may import anything but each other
 FOREIGN = {"lightning": {"lit", "build"}, "hydra": {"config", "build", "recipe", "launch"}}

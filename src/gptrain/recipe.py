@@ -18,11 +18,21 @@ from torch.utils.data import Dataset, Subset
 
 from gptrain.config.problems import BAD_DATA, ConfigError, Problem
 from gptrain.optim import call_closure_first, decay_groups, muon_groups, scaled_lr
-from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
+from gptrain.parallel.unfit import Unfit
+from gptrain.plan import (
+    BatchPlan,
+    Degrees,
+    degrees,
+    plan_batch,
+    run_steps,
+    token_steps,
+    warmup_steps,
+)
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
 OPTIMIZER_KEYS = {"lr", "weight_decay", "lr_scaling", "reference_batch_size"}
+MUON = "gptrain.optim.Muon"
 SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 
 
@@ -58,6 +68,22 @@ def build_net(cfg: DictConfig) -> nn.Module:
     """The net of the model group, with initial weights that depend on torch's seed alone."""
     keys = [key for key in cfg.model if key not in MODEL_KEYS]
     return build_target(OmegaConf.masked_copy(cfg.model, keys))
+
+
+def split_world(cfg: DictConfig, world_size: int) -> Degrees:
+    """Ranks along each axis of the strategy."""
+    sizes = cfg.strategy.tensor_parallel_size, cfg.strategy.pipeline_parallel_size
+    return degrees(cfg.strategy.name, world_size, *sizes)
+
+
+@contextmanager
+def fits(cfg: DictConfig) -> Iterator[None]:
+    """Says which option it is that a net does not fit."""
+    try:
+        yield
+    except Unfit as error:
+        problem = Problem(error.key, OmegaConf.select(cfg, error.key), str(error))
+        raise ConfigError([problem]) from error
 
 
 def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
@@ -149,8 +175,7 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
     lr = peak_lr(cfg, batch)
     options = options if lr is None else {**options, "lr": lr}
     with _named("optimizer._target_", target):
-        needs_blocks = target == "gptrain.optim.Muon"
-        groups = muon_groups(net, decay) if needs_blocks else decay_groups(net, decay)
+        groups = muon_groups(net, decay) if target == MUON else decay_groups(net, decay)
         optimizer = make(groups, **options)
     is_known = target.startswith(("torch.optim.", "gptrain.optim."))
     return optimizer if is_known else call_closure_first(optimizer)

@@ -17,13 +17,12 @@ from weakref import WeakSet
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 
 from gptrain.build.report import build_report
 from gptrain.build.trainer import build_trainer, resolve_precision
 from gptrain.config.machine import Machine, find_machine, set_threads, share_cores
-from gptrain.config.problems import ConfigError, Problem
 from gptrain.config.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.noise import quiet
@@ -32,8 +31,7 @@ from gptrain.lit.step import trim_step
 from gptrain.lit.strategies import spread_net
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
-from gptrain.parallel.unfit import Unfit
-from gptrain.plan import Degrees, degrees
+from gptrain.plan import Degrees
 from gptrain.recipe import (
     build_datasets,
     build_net,
@@ -42,7 +40,9 @@ from gptrain.recipe import (
     bytes_of_tokens,
     check_vocabulary,
     first_batches,
+    fits,
     plan_lengths,
+    split_world,
 )
 from gptrain.resilience.guard import Guard
 from gptrain.resume import check_data
@@ -79,12 +79,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
-    split = degrees(
-        cfg.strategy.name,
-        machine.world_size,
-        cfg.strategy.tensor_parallel_size,
-        cfg.strategy.pipeline_parallel_size,
-    )
+    split = split_world(cfg, machine.world_size)
     data_rank = process.rank // split.tensor % split.data
     start_group(
         cfg.strategy.backend or machine.backend,
@@ -149,7 +144,7 @@ def spread(
 
     Raises: ConfigError if the net lacks what the strategy needs.
     """
-    try:
+    with fits(cfg):
         return spread_net(
             partial(build_net, cfg),
             cfg.strategy,
@@ -159,6 +154,3 @@ def spread(
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=resolve_precision(cfg, machine),
         )
-    except Unfit as error:
-        problem = Problem(error.key, OmegaConf.select(cfg, error.key), str(error))
-        raise ConfigError([problem]) from error

@@ -31,8 +31,10 @@ def run(train: Callable, cfg: DictConfig) -> dict[str, float]:
     composed, cfg, process = cfg, settle(cfg), this_process()
     with StopFlag() as stop:
         from gptrain.config.machine import find_machine  # torch
+        from gptrain.launch.net import check_net
 
         machine = find_machine(cfg)
+        check_net(cfg, machine.world_size)
         if process.launcher == "torchrun":
             from gptrain.launch.torchrun import meet_at_a_file
 

@@ -10,7 +10,8 @@ A file each. `group` and `mesh`: the ranks and their axes. `materialize`: real w
 slice. `ddp`, `fsdp`, `tensor` (with `sequence` and `vocab_loss`), `pipeline` (with `stages`): the
 strategies. `activation`: what is kept for the backward pass, and compile. `gradients`: the sums
 that autograd leaves to us, and clipping. `slices`, `state`: checkpoints from and into any strategy.
-`count`: the bytes that went over the wire. `unfit`: what a net lacks.
+`count`: the bytes that went over the wire. `fit`, `unfit`: whether a net has what is needed, and
+what it lacks.
 """
 
 from gptrain.parallel.gradients import clip_grad_norm

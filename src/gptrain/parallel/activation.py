@@ -42,18 +42,33 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
         raise ValueError(f"activation_checkpointing={mode}: allowed: none, selective, full")
     if mode == "none":
         return
-    if not hasattr(net, "blocks"):
-        raise Unfit(
-            "model.activation_checkpointing",
-            f"recomputes block by block and needs `blocks`, an nn.ModuleList, of "
-            f"{type(net).__name__}; without: none",
-        )
+    check_activation_checkpointing(net, mode)
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for block in net.blocks.children():
         # The forward, not the module, is wrapped: no prefix in the names, hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
+
+
+def check_activation_checkpointing(net: nn.Module, mode: str) -> None:
+    """Raises: Unfit if anything is to be recomputed and the net has no `blocks`."""
+    if mode != "none" and not hasattr(net, "blocks"):
+        raise Unfit(
+            "model.activation_checkpointing",
+            f"recomputes block by block and needs `blocks`, an nn.ModuleList, of "
+            f"{type(net).__name__}; without: none",
+        )
+
+
+def check_compile(net: nn.Module, mode: str) -> None:
+    """Raises: Unfit if blocks are to be compiled and the net has no `blocks`."""
+    if mode == "blocks" and not hasattr(net, "blocks"):
+        raise Unfit(
+            "model.compile",
+            f"blocks needs `blocks`, an nn.ModuleList, of {type(net).__name__}; "
+            f"without: none, model",
+        )
 
 
 def compiles_loss(mode: str, device: str) -> bool:
@@ -72,13 +87,8 @@ def apply_compile(net: nn.Module, mode: str) -> None:
     """
     if mode not in ("none", "blocks", "model"):
         raise ValueError(f"compile={mode}: allowed: none, blocks, model")
+    check_compile(net, mode)
     if mode == "blocks":
-        if not hasattr(net, "blocks"):
-            raise Unfit(
-                "model.compile",
-                f"blocks needs `blocks`, an nn.ModuleList, of {type(net).__name__}; "
-                f"without: none, model",
-            )
         for block in net.blocks.children():
             block.forward = torch.compile(block.forward)  # FSDP's hooks, around it, stay outside
     elif mode == "model":

@@ -41,12 +41,7 @@ def apply_fsdp(
 
     Raises: Unfit if the net has no `blocks`.
     """
-    if not hasattr(net, "blocks"):
-        raise Unfit(
-            "strategy.name",
-            f"gathers weights block by block and needs `blocks`, an nn.ModuleList, of "
-            f"{type(net).__name__} (see gptrain.models); strategies that work without: single, ddp",
-        )
+    check_fsdp(net)
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None
     options = {
@@ -62,6 +57,16 @@ def apply_fsdp(
     fully_shard(net, reshard_after_forward=False, **options)  # backward begins where forward ends
     if hasattr(net, "hidden"):  # the chunked loss calls it in place of forward
         register_fsdp_forward_method(net, "hidden")
+
+
+def check_fsdp(net: nn.Module) -> None:
+    """Raises: Unfit if the net has no `blocks`."""
+    if not hasattr(net, "blocks"):
+        raise Unfit(
+            "strategy.name",
+            f"gathers weights block by block and needs `blocks`, an nn.ModuleList, of "
+            f"{type(net).__name__} (see gptrain.models); strategies that work without: single, ddp",
+        )
 
 
 def reshard(net: nn.Module) -> None:

@@ -22,7 +22,13 @@ from torch.distributed.pipelining import (
 )
 
 from gptrain.parallel.gradients import sum_gradients
-from gptrain.parallel.stages import Stage, block_range, cut_stages, stages_per_rank
+from gptrain.parallel.stages import (
+    Stage,
+    block_range,
+    cut_stages,
+    find_tied_names,
+    stages_per_rank,
+)
 from gptrain.parallel.unfit import Unfit
 
 _SCHEDULES = {
@@ -169,6 +175,7 @@ def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) 
             f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); "
             f"strategies that work without: single, ddp, and fsdp with `blocks`",
         )
+    find_tied_names(net)
     if schedule not in _SCHEDULES:
         raise Unfit("strategy.schedule", f"not known; allowed: {', '.join(_SCHEDULES)}")
     n_blocks, n_stages = len(net.blocks), size * stages_per_rank(schedule)

@@ -32,7 +32,7 @@ def cut_stages(net: nn.Module, stages: Iterable[int], n_stages: int) -> tuple[st
     Returns: the two names of a weight that first and last stage share, in the net's order, or None.
     Raises: Unfit if weights are shared in another way.
     """
-    tied = _tied_names(net)
+    tied = find_tied_names(net)
     stages, n_blocks = list(stages), len(net.blocks)
     blocks = {str(i): block for i, block in enumerate(net.blocks)}
     held = [str(i) for stage in stages for i in block_range(stage, n_stages, n_blocks)]
@@ -83,7 +83,11 @@ def merge_stages(state: dict[str, Tensor], stages: dist.ProcessGroup | None) -> 
     return state
 
 
-def _tied_names(net: nn.Module) -> tuple[str, str] | None:
+def find_tied_names(net: nn.Module) -> tuple[str, str] | None:
+    """Both names of the weight that embedding and head share.
+
+    Raises: Unfit if the net shares anything else.
+    """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -1,0 +1,41 @@
+"""Whether the net can do what is asked of it, before a process or a file is made."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from gptrain.config.problems import ConfigError
+from gptrain.parallel.fit import check_fit
+from gptrain.plan import BatchPlan
+from gptrain.recipe import MODEL_KEYS, build_net, build_optimizer, fits, split_world
+
+SIMPLE_GPT, ADAMW = "gptrain.models.SimpleGPT", "torch.optim.AdamW"
+WHOLE = ("auto", "single", "ddp")  # strategies that take any net
+
+
+def check_net(cfg: DictConfig, world_size: int) -> None:
+    """Raises ConfigError where an option asks more of the net, or the optimizer, than it can do.
+
+    The net is made on the meta device, without memory; where any net will do it is not made.
+    """
+    blockwise = (cfg.model.compile, cfg.model.activation_checkpointing) != ("none", "none")
+    needs_more = cfg.model._target_ != SIMPLE_GPT and (blockwise or cfg.strategy.name not in WHOLE)
+    may_refuse = cfg.task == "fit" and cfg.optimizer._target_ != ADAMW
+    try:
+        if needs_more or may_refuse:
+            with torch.device("meta"):
+                net = build_net(cfg)
+        if needs_more:
+            with fits(cfg):
+                options = {key: cfg.model[key] for key in MODEL_KEYS}
+                check_fit(net, cfg.strategy, split_world(cfg, world_size), **options)
+        if may_refuse:
+            build_optimizer(cfg, BatchPlan(1, 1, 1), net)
+    except ConfigError:
+        with suppress(OSError):  # somebody's files are there
+            Path(cfg.run_dir).rmdir()  # Hydra has made it
+        raise
