@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def test_result_and_status_say_that_the_run_is_done(train):
     assert {"val/loss", "val/perplexity", "train/loss"} <= result["metrics"].keys()
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["cause"], status["exit_code"]) == ("done", 0)
+
+
+def test_the_result_tells_the_steps_of_this_start_and_is_kept_where_none_is_left(train):
+    assert re.search(r"result    3 steps in \d+ s · train", train("trainer.max_steps=3").out)
+    second = train("trainer.max_steps=4", "ckpt_path=last")
+    assert re.search(r"result    1 step in \d+ s, from step 3 to 4 ·", second.out)
+    kept = (second.folder / "result.json").read_text()
+    third = train("trainer.max_steps=4", "ckpt_path=last")
+    assert third.code == 0, third.err
+    assert "nothing left to train, step 4 was the run's last; further: trainer.max_" in third.out
+    assert (third.folder / "result.json").read_text() == kept
 
 
 def test_tensorboard_holds_the_names_of_the_design_and_the_hyper_parameters(train):

@@ -66,23 +66,23 @@ class Report:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
         best = best_checkpoint(trainer)
-        if not trainer.fast_dev_run:
+        path = result_path(self.run_dir, self.hyper_parameters["task"])
+        is_new = trainer.state.fn != "fit" or step_log(trainer).first_step is not None
+        if not trainer.fast_dev_run and (is_new or not path.exists()):
             write_result(
-                result_path(self.run_dir, self.hyper_parameters["task"]),
+                path,
                 metrics,
                 steps=steps,
                 tokens=steps * self.step_tokens,
                 seconds=seconds,
                 checkpoint=best,
             )
-        log.info("%-9s %s", "result", self._result(trainer, metrics, steps, seconds))
+        log.info("%-9s %s", "result", self._result(trainer, metrics, seconds))
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
 
-    def _result(
-        self, trainer: pl.Trainer, metrics: dict[str, Any], steps: int, seconds: float
-    ) -> str:
-        parts = [f"{steps} steps in {seconds:.0f} s"] if steps else []
+    def _result(self, trainer: pl.Trainer, metrics: dict[str, Any], seconds: float) -> str:
+        parts = [self._steps(trainer, seconds)] if trainer.global_step else []
         for key in ("train/loss", "val/loss", "val/bits_per_byte", "test/loss"):
             if key in metrics:
                 parts.append(f"{key} {metrics[key]:.4f}")
@@ -96,9 +96,20 @@ class Report:
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         if "perf/mfu" in metrics:
-            peaks = [part.peak for part in trainer.callbacks if isinstance(part, StepLog)]
-            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {peaks[0]}")
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {step_log(trainer).peak}")
         return " · ".join(parts)
+
+    def _steps(self, trainer: pl.Trainer, seconds: float) -> str:
+        """What this start did of the run's steps."""
+        steps, first = trainer.global_step, step_log(trainer).first_step
+        if trainer.state.fn == "fit" and first is None:
+            return (
+                f"nothing left to train, step {steps} was the run's last; further: "
+                "trainer.max_steps, trainer.max_epochs"
+            )
+        taken = steps - (first or 0)
+        span = f", from step {first} to {steps}" if first else ""
+        return f"{taken} step{'' if taken == 1 else 's'} in {seconds:.0f} s{span}"
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if trainer.fast_dev_run:
@@ -106,6 +117,11 @@ class Report:
         folder = shlex.quote(str(self.run_dir))
         test = f"python train.py from_run={folder} task=test · " if best else ""
         return f"{test}tensorboard --logdir {folder}"
+
+
+def step_log(trainer: pl.Trainer) -> StepLog:
+    """The callback that counts and times the steps; every run has it."""
+    return next(part for part in trainer.callbacks if isinstance(part, StepLog))
 
 
 def best_checkpoint(trainer: pl.Trainer) -> Path | None:

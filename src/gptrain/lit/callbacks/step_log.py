@@ -26,9 +26,11 @@ class StepLog(Callback):
 
     Attributes:
         peak: of one device, what perf/mfu is measured against; known on rank 0 once training.
+        first_step: steps done when training began; None where nothing was left to train.
     """
 
     peak: Peak | None = None
+    first_step: int | None = None
 
     def __init__(self, every_n_steps: int, global_batch_size: int, n_steps: int | None):
         self.every_n_steps = every_n_steps
@@ -42,7 +44,8 @@ class StepLog(Callback):
         self.fetches = FetchClock(trainer)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             self.peak = find_peak(module.device, trainer.precision)
-        self.last_step, self.last_s = trainer.global_step, time.perf_counter()
+        self.first_step = self.last_step = trainer.global_step
+        self.last_s = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, module: LanguageModel) -> None:
         self.validation_s = time.perf_counter()
