@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from gptrain.bench.turns import Contestant, LoopFailed
+
 LOOP = """
 from itertools import count
 from gptrain.bench.turns import Turns
@@ -45,6 +47,16 @@ def test_a_loop_whose_memory_is_lent_out_begins_its_turn_with_a_step_that_does_n
         loop.stdin.close()
     assert [reply["step"] for reply in replies] == [1, 1 + 1 + 3]
     assert [reply["peak_bytes"] for reply in replies] == [0, 1]  # released once, after the first
+
+
+def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
+    model = {"vocab_size": 9, "d_model": 4, "n_heads": 3}
+    spec = {"loop": "bare", "device": "cpu", "model": model, "compile": "none"}
+    loop = Contestant("bare", spec, n_ranks=1, threads=1, log_dir=tmp_path)
+    said = r"^the loop 'bare' ended by itself: ValueError: n_heads=3: .*; see .*bare-0\.log$"
+    with pytest.raises(LoopFailed, match=said):
+        loop.first_step()
+    loop.end()
 
 
 def test_a_size_that_is_not_known_is_one_line_and_nothing_is_written(command, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -83,8 +84,7 @@ class Contestant:
         lines = [rank.stdout.readline() for rank in self.ranks]
         for line, path in zip(lines, self.logs, strict=True):
             if not line:
-                tail = "\n".join(path.read_text().splitlines()[-15:])
-                raise LoopFailed(f"the loop {self.name!r} ended by itself:\n{tail}")
+                raise LoopFailed(f"the loop {self.name!r} ended by itself: {last_words(path)}")
         return [json.loads(line) for line in lines]
 
 
@@ -137,6 +137,14 @@ class Turns:
 
     def _start_clocks(self) -> None:
         self.start_s, self.start_cpu_s = time.perf_counter(), time.process_time()
+
+
+def last_words(log: Path) -> str:
+    """The exception that a process ended with, or its last line, in one line; and where more is."""
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    words = (raised or lines or ["without a word"])[-1]
+    return f"{words[:200]}; see {log}"
 
 
 def peak_resident_bytes() -> int:
