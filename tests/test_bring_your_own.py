@@ -53,6 +53,14 @@ LAB = '''
                     p.sub_(mean.sign(), alpha=group["lr"])
 
 
+    class Measures(Signs):
+        """Looks at the weights before the first step."""
+
+        def __init__(self, params, lr=1e-3):
+            super().__init__(params, lr)
+            self.norms = [float(p.norm()) for group in self.param_groups for p in group["params"]]
+
+
     def halving(step):
         return 0.5 ** (step // 2)
 
@@ -63,6 +71,7 @@ LAB = '''
 YAML = {
     "model/lstm.yaml": "_target_: lab.LSTM\nvocab_size: 256\nwidth: 16",
     "optimizer/signs.yaml": "_target_: lab.Signs",
+    "optimizer/measures.yaml": "_target_: lab.Measures",
     "scheduler/halving.yaml": "_target_: lab.halving",
     "scheduler/to_the_end.yaml": "_target_: lab.to_the_end\npower: 2.0",
 }
@@ -252,6 +261,12 @@ def test_what_the_net_cannot_do_is_told_before_a_process_or_a_file_is_made(train
     (line,) = [line for line in run.err.splitlines() if line.startswith("error:")]
     assert re.search(said, line)
     assert not run.folder.exists()
+
+
+def test_an_optimizer_that_needs_real_weights_to_begin_with_is_given_them(train, lab):
+    at = ("trainer.accelerator=cpu", "data.batch_size=4", "trainer.limit_val_batches=1")
+    run = train("model=lstm", "optimizer=measures", "trainer.max_steps=2", *at, *lab, tiny=False)
+    assert run.code == 0, run.err
 
 
 def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():

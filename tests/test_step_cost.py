@@ -155,10 +155,11 @@ def fit(callback: pl.Callback, trims: bool) -> list[torch.Tensor]:
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=20, accumulate_grad_batches=ACCUMULATED, gradient_clip_val=0.1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, profiler=NoProfiler() if trims else None, callbacks=[callback],
+        enable_model_summary=False, profiler=NoProfiler() if trims else None,
     )  # fmt: skip
     if trims:
         trim_step(trainer, module)
+    trainer.callbacks.append(callback)  # as one may in a notebook
     trainer.fit(module, DataLoader(DummyTextDataset(160, 9, 31), 4, collate_fn=collate))
     return list(net.parameters())
 

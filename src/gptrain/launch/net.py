@@ -22,7 +22,7 @@ def check_net(cfg: DictConfig, world_size: int) -> None:
 
     The net is made on the meta device, without memory; where any net will do it is not made.
     """
-    blockwise = (cfg.model.compile, cfg.model.activation_checkpointing) != ("none", "none")
+    blockwise = cfg.model.compile == "blocks" or cfg.model.activation_checkpointing != "none"
     needs_more = cfg.model._target_ != SIMPLE_GPT and (blockwise or cfg.strategy.name not in WHOLE)
     may_refuse = cfg.task == "fit" and cfg.optimizer._target_ != ADAMW
     try:
@@ -34,7 +34,8 @@ def check_net(cfg: DictConfig, world_size: int) -> None:
                 options = {key: cfg.model[key] for key in MODEL_KEYS}
                 check_fit(net, cfg.strategy, split_world(cfg, world_size), **options)
         if may_refuse:
-            build_optimizer(cfg, BatchPlan(1, 1, 1), net)
+            with suppress(RuntimeError):  # of one that needs real weights to begin with
+                build_optimizer(cfg, BatchPlan(1, 1, 1), net)
     except ConfigError:
         with suppress(OSError):  # somebody's files are there
             Path(cfg.run_dir).rmdir()  # Hydra has made it

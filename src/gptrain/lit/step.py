@@ -76,7 +76,6 @@ def trim_step(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     loop._build_kwargs = lambda kwargs, batch, batch_idx: {"batch": batch, "batch_idx": batch_idx}
     should_accumulate = loop._should_accumulate
     loop._should_accumulate = lambda: trainer.accumulate_grad_batches > 1 and should_accumulate()
-
     loop._should_check_val_epoch = cache(loop._should_check_val_epoch)  # there is one epoch
 
     def where_logged(method):
@@ -88,38 +87,43 @@ def trim_step(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
     connector.on_batch_end = where_logged(connector.on_batch_end)
     connector.update_train_step_metrics = where_logged(connector.update_train_step_metrics)
-    pass_over_hooks(trainer, module)
+    trainer.callbacks.append(PassOver())
     transfers = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     if not any(is_overridden(hook, module, pl.LightningModule) for hook in transfers):
         module._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch
         module._apply_batch_transfer_handler = to_device
 
 
-def pass_over_hooks(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Leaves out the calls of step hooks that a part does not override, or no part at all."""
-    heard = set()
-    for part in (module, *trainer.callbacks):
-        base = pl.LightningModule if part is module else pl.Callback
-        for hook in STEP_HOOKS:
-            if is_overridden(hook, part, base):
-                heard.add(hook)
-            else:
-                setattr(part, hook, None)
+class PassOver(pl.Callback):
+    """Leaves out the calls of step hooks that a part does not override, or no part at all.
 
-    def clip(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        module.configure_gradient_clipping(
-            optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        )
+    When training starts: until then callbacks may be added.
+    """
 
-    precision = trainer.precision_plugin
-    if "on_before_zero_grad" not in heard:
-        trainer.fit_loop.epoch_loop.automatic_optimization._on_before_zero_grad = lambda _: None
-    if "on_before_backward" not in heard and getattr(precision, "scaler", None) is None:
-        precision.pre_backward = lambda loss, module: loss
-    if "on_after_backward" not in heard:
-        precision.post_backward = lambda loss, module: loss
-    if "on_before_optimizer_step" not in heard:
-        precision._after_closure = clip
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        heard = set()
+        for part in (module, *trainer.callbacks):
+            base = pl.LightningModule if part is module else pl.Callback
+            for hook in STEP_HOOKS:
+                if is_overridden(hook, part, base):
+                    heard.add(hook)
+                else:
+                    setattr(part, hook, None)
+
+        def clip(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+            module.configure_gradient_clipping(
+                optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            )
+
+        precision, loop = trainer.precision_plugin, trainer.fit_loop.epoch_loop
+        if "on_before_zero_grad" not in heard:
+            loop.automatic_optimization._on_before_zero_grad = lambda _: None
+        if "on_before_backward" not in heard and getattr(precision, "scaler", None) is None:
+            precision.pre_backward = lambda loss, module: loss
+        if "on_after_backward" not in heard:
+            precision.post_backward = lambda loss, module: loss
+        if "on_before_optimizer_step" not in heard:
+            precision._after_closure = clip
 
 
 def to_device(
