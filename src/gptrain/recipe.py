@@ -19,15 +19,7 @@ from torch.utils.data import Dataset, Subset
 from gptrain.config.problems import BAD_DATA, ConfigError, Problem
 from gptrain.optim import call_closure_first, decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.unfit import Unfit
-from gptrain.plan import (
-    BatchPlan,
-    Degrees,
-    degrees,
-    plan_batch,
-    run_steps,
-    token_steps,
-    warmup_steps,
-)
+from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
@@ -68,12 +60,6 @@ def build_net(cfg: DictConfig) -> nn.Module:
     """The net of the model group, with initial weights that depend on torch's seed alone."""
     keys = [key for key in cfg.model if key not in MODEL_KEYS]
     return build_target(OmegaConf.masked_copy(cfg.model, keys))
-
-
-def split_world(cfg: DictConfig, world_size: int) -> Degrees:
-    """Ranks along each axis of the strategy."""
-    sizes = cfg.strategy.tensor_parallel_size, cfg.strategy.pipeline_parallel_size
-    return degrees(cfg.strategy.name, world_size, *sizes)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from gptrain.config.problems import (
     ConfigError,
     Problem,
 )
-from gptrain.plan import degrees, plan_batch
+from gptrain.plan import plan_batch, split_world
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -60,10 +60,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
 
 def count_sequences(cfg: DictConfig, world_size: int) -> int:
     """Sequences per optimizer step over this many ranks."""
-    strategy = cfg.strategy
-    split = degrees(
-        strategy.name, world_size, strategy.tensor_parallel_size, strategy.pipeline_parallel_size
-    )
+    split = split_world(cfg.strategy, world_size)
     asked, accumulate = cfg.data.global_batch_size, cfg.trainer.accumulate_grad_batches
     return plan_batch(cfg.data.batch_size, asked, accumulate, split.data).global_batch_size
 

@@ -31,7 +31,7 @@ from gptrain.lit.step import trim_step
 from gptrain.lit.strategies import spread_net
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
-from gptrain.plan import Degrees
+from gptrain.plan import Degrees, split_world
 from gptrain.recipe import (
     build_datasets,
     build_net,
@@ -42,7 +42,6 @@ from gptrain.recipe import (
     first_batches,
     fits,
     plan_lengths,
-    split_world,
 )
 from gptrain.resilience.guard import Guard
 from gptrain.resume import check_data
@@ -79,7 +78,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
-    split = split_world(cfg, machine.world_size)
+    split = split_world(cfg.strategy, machine.world_size)
     data_rank = process.rank // split.tensor % split.data
     start_group(
         cfg.strategy.backend or machine.backend,

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
+from gptrain.config.checks.strategies import WHOLE
 from gptrain.config.problems import ConfigError
 from gptrain.parallel.fit import check_fit
-from gptrain.plan import BatchPlan
-from gptrain.recipe import MODEL_KEYS, build_net, build_optimizer, fits, split_world
+from gptrain.plan import BatchPlan, split_world
+from gptrain.recipe import MODEL_KEYS, build_net, build_optimizer, fits
 
 SIMPLE_GPT, ADAMW = "gptrain.models.SimpleGPT", "torch.optim.AdamW"
-WHOLE = ("auto", "single", "ddp")  # strategies that take any net
 
 
 def check_net(cfg: DictConfig, world_size: int) -> None:
@@ -32,9 +32,10 @@ def check_net(cfg: DictConfig, world_size: int) -> None:
         if needs_more:
             with fits(cfg):
                 options = {key: cfg.model[key] for key in MODEL_KEYS}
-                check_fit(net, cfg.strategy, split_world(cfg, world_size), **options)
+                check_fit(net, cfg.strategy, split_world(cfg.strategy, world_size), **options)
         if may_refuse:
-            with suppress(RuntimeError):  # of one that needs real weights to begin with
+            # Of one that needs real weights to begin with, in torch's words or its own.
+            with suppress(RuntimeError, AssertionError):
                 build_optimizer(cfg, BatchPlan(1, 1, 1), net)
     except ConfigError:
         with suppress(OSError):  # somebody's files are there

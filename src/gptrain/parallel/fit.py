@@ -25,7 +25,7 @@ def check_fit(
 
         check_tensor_parallel(net, split.tensor)
     if "pipeline" in name:
-        from gptrain.parallel.pipeline import check_pipeline
+        from gptrain.parallel.pipeline import check_pipeline, count_microbatches
 
-        microbatches = options.microbatches or 2 * split.pipeline
+        microbatches = count_microbatches(options, split)
         check_pipeline(net, split.pipeline, options.schedule, microbatches)

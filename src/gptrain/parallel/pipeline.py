@@ -166,6 +166,11 @@ class Pipeline:
         )
 
 
+def count_microbatches(options, split) -> int:
+    """Microbatches of the `strategy` group: as given, or two per rank of a pipeline."""
+    return options.microbatches or 2 * split.pipeline
+
+
 def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) -> None:
     """Raises: Unfit if the net cannot be cut into so many stages; says what it lacks."""
     missing = [name for name in ("embed", "blocks", "norm", "head") if not hasattr(net, name)]

@@ -83,6 +83,16 @@ def degrees(
     return found
 
 
+def split_world(options, world_size: int) -> Degrees:
+    """degrees() for the `strategy` group of a config."""
+    return degrees(
+        options.name,
+        world_size,
+        options.tensor_parallel_size,
+        options.pipeline_parallel_size,
+    )
+
+
 def _advice(name: str, world_size: int) -> str:
     if name == "single":
         return "use one device, or another strategy"

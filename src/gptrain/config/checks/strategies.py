@@ -24,6 +24,7 @@ READ_BY = {
     "comm_hook": ("ddp",),
 }
 DEFAULTS = {item.name: item.default for item in fields(StrategyConfig)}
+WHOLE = ("auto", "single", "ddp")  # strategies that take any net
 HALF = ("16-mixed", 16, "16", "16-true")
 # Scheduler -> keys that it does not read.
 UNREAD = {
@@ -107,7 +108,7 @@ def _devices(run: Run, name: str) -> None:
 
 def _combinations(run: Run, name: str) -> None:
     """What only whole replicas can do."""
-    if name in ("auto", "single", "ddp"):
+    if name in WHOLE:
         return
     if run.get("trainer.precision") in HALF:
         wrong = f"strategy={name} does not scale losses"

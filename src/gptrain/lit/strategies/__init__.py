@@ -145,7 +145,7 @@ def _sharded(make_net, finish, options, split, device, name, precision):
 def _piped(make_net, finish, options, split, device, compiles):
     from gptrain.lit.strategies.spread import Piped
     from gptrain.parallel.mesh import build_mesh
-    from gptrain.parallel.pipeline import Pipeline
+    from gptrain.parallel.pipeline import Pipeline, count_microbatches
 
     mesh = build_mesh(device.type, data=split.data, pipeline=split.pipeline)
     pipelines = []
@@ -162,7 +162,7 @@ def _piped(make_net, finish, options, split, device, compiles):
             net,
             mesh,
             schedule=options.schedule,
-            microbatches=options.microbatches or 2 * split.pipeline,
+            microbatches=count_microbatches(options, split),
             loss_sum=loss_sum,
         )
         pipelines.append(pipeline)
