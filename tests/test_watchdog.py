@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from gptrain.resilience import heartbeat
 from gptrain.resilience.heartbeat import Heartbeat, StallWatch, read_lives
 from gptrain.resilience.status import read_status, write_status
 from gptrain.resilience.watchdog import Watchdog
@@ -16,6 +17,7 @@ from gptrain.resilience.watchdog import Watchdog
 TIMEOUT_S = 0.6
 RANK = """
 import os, sys, time
+from gptrain.resilience import heartbeat
 from gptrain.resilience.heartbeat import Heartbeat
 from gptrain.resilience import watchdog
 from gptrain.resilience.watchdog import Watchdog, die_with_parent
@@ -186,6 +188,28 @@ def test_the_rank_furthest_behind_comes_first(tmp_path):
     watch.stalled()
     time.sleep(0.01)
     assert [stall.rank for stall in watch.stalled()] == [1, 0, 2]
+
+
+def test_a_stopped_rank_is_named_though_another_beat_for_the_last_time_before_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(heartbeat, "_MISSED_S", 0.1)
+    monkeypatch.setattr(heartbeat, "_STOPPED_S", 0.4)
+    waiting, stopped = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    waiting.beat(7)
+    stopped.beat(6)
+    watch = StallWatch(tmp_path, timeout_s=0.3)
+    watch.stalled()
+    time.sleep(0.2)
+    waiting.tick()
+    stopped.beat(7)  # as late as that, and never again
+
+    def look():
+        waiting.tick()
+        return watch.stalled()
+
+    named = wait_until(look, seconds=5)[0]
+    assert (named.rank, named.stopped) == (1, True)
 
 
 def test_time_in_which_the_watcher_itself_was_stopped_does_not_count(tmp_path):

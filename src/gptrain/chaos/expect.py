@@ -33,9 +33,9 @@ def ends(
         return left
     status = attempt.status()
     if cause is not None and status.get("cause") != cause:
-        return f"status.json says {status.get('cause')}, not {cause}"
+        return f"status.json says {status.get('cause')}, not {cause}: {status.get('message')}"
     if rank is not None and status.get("rank") != rank:
-        return f"status.json names rank {status.get('rank')}, not {rank}"
+        return f"status.json names rank {status.get('rank')}, not {rank}: {status.get('message')}"
     planted = attempt.run_dir / f"planted-{rank}"
     if planted.exists() and time.time() - planted.stat().st_mtime > LEAVE_S:
         return f"it took {time.time() - planted.stat().st_mtime:.1f} s to end"

@@ -17,7 +17,8 @@ from pathlib import Path
 _BEAT = struct.Struct("<qqd24s")  # beats, step, seconds until the next may come, phase
 _TICK = struct.Struct("<q")
 _MAX_GAP_S = 2.0  # a watcher looks more often than this; if not, it was stopped itself
-_STOPPED_S = 3.0  # ticks come several times a second
+_MISSED_S = 1.0  # ticks come several times a second
+_STOPPED_S = 3.0  # for longer than a busy machine keeps a process waiting
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,33 @@ class StallWatch:
         self._tick_silence_s: dict[int, float] = {}
 
     def stalled(self) -> list[Stall]:
-        """The silent ranks, the one the others most likely wait for first."""
+        """The silent ranks, the one that the others most likely wait for first.
+
+        Ranks of one step beat at different moments, so the first to have been silent for too long
+        may be one that waits. Whose process has stopped is among them, however late its last beat
+        was, and as long as a rank may or may not have stopped, the answer is none.
+        """
         now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
-        stalls = []
+        silent_s, no_tick_s, lives = self._beat_silence_s, self._tick_silence_s, []
         for life in read_lives(self.folder):
             rank, last = life.rank, self._last.get(life.rank)
             beat = last is None or last.beats != life.beats
             tick = last is None or last.ticks != life.ticks
-            silent_s = 0.0 if beat else self._beat_silence_s[rank] + elapsed_s
-            no_tick_s = 0.0 if tick else self._tick_silence_s[rank] + elapsed_s
+            silent_s[rank] = 0.0 if beat else silent_s[rank] + elapsed_s
+            no_tick_s[rank] = 0.0 if tick else no_tick_s[rank] + elapsed_s
             self._last[rank] = life
-            self._beat_silence_s[rank], self._tick_silence_s[rank] = silent_s, no_tick_s
-            if silent_s > max(self.timeout_s, life.allow_s):
-                stopped = no_tick_s > _STOPPED_S
-                stalls.append(Stall(rank, life.step, life.phase, silent_s, stopped))
+            lives.append(life)
+        late = {
+            life.rank for life in lives if silent_s[life.rank] > max(self.timeout_s, life.allow_s)
+        }
+        if not late or any(_MISSED_S < no_tick_s[life.rank] <= _STOPPED_S for life in lives):
+            return []
+        stalls = [
+            Stall(life.rank, life.step, life.phase, silent_s[life.rank], stopped)
+            for life in lives
+            if (stopped := no_tick_s[life.rank] > _STOPPED_S) or life.rank in late
+        ]
         return sorted(stalls, key=lambda stall: (not stall.stopped, stall.step, -stall.silent_s))
 
 
