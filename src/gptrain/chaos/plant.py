@@ -31,7 +31,7 @@ class Fault:
         act: name of a function in `acts`.
         rank: of the rank it happens on; None: all.
         phase: one of PHASES; "time": `after_s` after its process began; "operation": at the
-            `count`-th file operation of the save at `step`.
+            `count`-th file operation of saves from `step` on.
         always: at every start, not at the first alone.
     """
 
@@ -163,21 +163,23 @@ def at_phase(fault: Fault, act: Callable) -> None:
 
 
 def at_operation(fault: Fault, act: Callable) -> None:
-    """Runs the act before the count-th file operation of a save, from the first at `step` on.
+    """Runs the act before the count-th file operation of saves, from the first at `step` on.
 
     The operations of a save are those of the thread that writes it in the background, too.
     """
     from gptrain.lit.callbacks import Checkpoints
 
+    begun = threading.Event()  # the step has come
     counted: list[None] = []
-    saving: list[bool] = []  # one entry per call that is under way: whether the step has come
+    saving: list[None] = []  # one entry per call that is under way
 
     def of_a_save(method: Callable) -> Callable:
         @functools.wraps(method)
         def call(self, trainer, *args, **kwargs):
-            if not saving:
-                counted.clear()
-            saving.append(trainer.global_step >= fault.step)
+            if trainer.global_step < fault.step:
+                return method(self, trainer, *args, **kwargs)
+            begun.set()
+            saving.append(None)
             try:
                 return method(self, trainer, *args, **kwargs)
             finally:
@@ -188,7 +190,7 @@ def at_operation(fault: Fault, act: Callable) -> None:
     def breaking(operation: Callable) -> Callable:
         def call(*args):
             in_background = threading.current_thread() is not threading.main_thread()
-            if in_background or (saving and saving[-1]):
+            if saving or (in_background and begun.is_set()):
                 counted.append(None)
                 if len(counted) == fault.count:
                     act()
