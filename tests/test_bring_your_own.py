@@ -61,6 +61,22 @@ LAB = '''
             self.norms = [float(p.norm()) for group in self.param_groups for p in group["params"]]
 
 
+    class Ahead(torch.optim.SGD):
+        """Steps by the gradient at the weights a little way up: SAM, as most write it."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            here = [(p, p.clone()) for group in self.param_groups for p in group["params"]]
+            for p, _ in here:
+                p.add_(p.grad, alpha=0.5)
+            self.zero_grad()
+            loss = closure()
+            for p, before in here:
+                p.copy_(before)
+            super().step()
+            return loss
+
+
     def halving(step):
         return 0.5 ** (step // 2)
 
@@ -72,6 +88,7 @@ YAML = {
     "model/lstm.yaml": "_target_: lab.LSTM\nvocab_size: 256\nwidth: 16",
     "optimizer/signs.yaml": "_target_: lab.Signs",
     "optimizer/measures.yaml": "_target_: lab.Measures",
+    "optimizer/ahead.yaml": "_target_: lab.Ahead\nlr: 0.1",
     "scheduler/halving.yaml": "_target_: lab.halving",
     "scheduler/to_the_end.yaml": "_target_: lab.to_the_end\npower: 2.0",
 }
@@ -165,6 +182,29 @@ def test_a_closure_runs_once_whatever_an_optimizer_does_with_it():
         assert own is Twice or weight.item() == 0.5
         assert type(optimizer).__name__ == own.__name__
         calls.clear()
+
+
+def test_an_optimizer_that_asks_at_other_weights_is_given_the_gradient_there(train, lab):
+    from lab import Ahead
+
+    weight = torch.nn.Parameter(torch.tensor([3.0]))
+    optimizer = call_closure_first(Ahead([weight], lr=0.1))
+
+    def closure():
+        loss = (weight**2).sum()
+        loss.backward()  # adds to the gradient that is there
+        return loss.detach()
+
+    with torch.no_grad():
+        loss = optimizer.step(closure=closure)
+    up = 3.0 + 0.5 * 6.0
+    assert loss == up**2 and weight.item() == pytest.approx(3.0 - 0.1 * 2 * up)
+
+    run = train("optimizer=ahead", *lab)
+    assert run.code == 0, run.err
+    run = train("optimizer=ahead", "trainer.accumulate_grad_batches=2", *lab, name="accumulates")
+    assert run.code == 70
+    assert "Ahead evaluates the loss more than once in a step, and of its 2 micro" in run.err
 
 
 def test_an_optimizer_of_torch_goes_on_exactly(train, tmp_path):

@@ -164,7 +164,7 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
         groups = muon_groups(net, decay) if target == MUON else decay_groups(net, decay)
         optimizer = make(groups, **options)
     is_known = target.startswith(("torch.optim.", "gptrain.optim."))
-    return optimizer if is_known else call_closure_first(optimizer)
+    return optimizer if is_known else call_closure_first(optimizer, batch.accumulate)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
