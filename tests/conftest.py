@@ -34,7 +34,7 @@ def _own_output(tmp_path_factory, monkeypatch):
 def command() -> Callable[..., subprocess.CompletedProcess]:
     """Runs `python <arguments>` as a user would, from any folder; the output is text."""
 
-    def run(*arguments: str, timeout_s: float = 120, **options) -> subprocess.CompletedProcess:
+    def run(*arguments: str, timeout_s: float = 300, **options) -> subprocess.CompletedProcess:
         options = {"cwd": ROOT, **options}
         return subprocess.run(
             [sys.executable, *map(str, arguments)],

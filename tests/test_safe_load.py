@@ -318,7 +318,7 @@ def test_a_disk_that_fills_on_one_of_two_ranks_is_one_answer_and_the_save_before
     ]
     try:
         for rank in ranks:
-            out, _ = rank.communicate(timeout=60)
+            out, _ = rank.communicate(timeout=120)
             assert out.splitlines() == [f"{errno.EFBIG} 1 True", "step-00000003 True 3"]
     finally:
         for rank in ranks:

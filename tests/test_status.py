@@ -69,7 +69,7 @@ def test_of_ranks_that_fail_at_once_exactly_one_tells(tmp_path):
     for rank in ranks:
         rank.start()
     start.set()
-    first = [rank for rank, won in (answers.get(timeout=20) for _ in ranks) if won]
+    first = [rank for rank, won in (answers.get(timeout=60) for _ in ranks) if won]
     for rank in ranks:
         rank.join()
     assert first == [read_status(tmp_path)["rank"]]

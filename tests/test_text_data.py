@@ -366,7 +366,7 @@ def test_two_processes_at_once_end_alike(corpus, tmp_path):
     ]
     for child in children:
         child.start()
-    results = [queue.get(timeout=30) for _ in children]
+    results = [queue.get(timeout=60) for _ in children]
     for child in children:
         child.join(30)
     assert results == [prepare_text(corpus, "bytes", tmp_path)] * 2

@@ -61,7 +61,7 @@ class Attempt:
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is not None
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 120.0) -> int:
         """Its exit code, negative for a signal; at the timeout it is killed, and that is -1000."""
         while not self.has_ended():
             if time.monotonic() > self.started_s + timeout_s:
