@@ -167,16 +167,16 @@ def test_a_held_interpreter_lock_is_seen_from_outside_and_prints_its_stacks(tmp_
 
 def test_a_beating_rank_never_stalls_and_a_silent_one_does(tmp_path):
     alive, silent = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    start_s = time.monotonic()
     silent.beat(7, "backward")
     watch = StallWatch(tmp_path, timeout_s=0.3)
-    stop_s = time.monotonic() + 0.8
-    while time.monotonic() < stop_s:
+    while time.monotonic() < start_s + 0.8:
         alive.beat(9, "validation")
         stalls = watch.stalled()
         time.sleep(0.02)
     (stall,) = stalls
     assert (stall.rank, stall.step, stall.phase, stall.stopped) == (1, 7, "backward", False)
-    assert 0.3 < stall.silent_s < 1.0
+    assert 0.3 < stall.silent_s < time.monotonic() - start_s
     silent.beat()
     assert watch.stalled() == []
 
@@ -227,10 +227,10 @@ def test_a_finished_rank_is_not_missed(tmp_path):
 
 def test_a_beat_costs_microseconds(tmp_path):
     heartbeat = Heartbeat(tmp_path, 0)
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     for step in range(2000):
         heartbeat.beat(step, "forward")
-    assert (time.perf_counter() - start_s) / 2000 < 1e-4  # about 3e-6 on an idle core
+    assert (time.process_time() - start_s) / 2000 < 1e-4  # about 3e-6
     (life,) = read_lives(tmp_path)
     assert (life.step, life.phase, life.beats) == (1999, "forward", 2001)
 
