@@ -17,7 +17,6 @@ from gptrain.resilience.watchdog import Watchdog
 TIMEOUT_S = 0.6
 RANK = """
 import os, sys, time
-from gptrain.resilience import heartbeat
 from gptrain.resilience.heartbeat import Heartbeat
 from gptrain.resilience import watchdog
 from gptrain.resilience.watchdog import Watchdog, die_with_parent
@@ -227,12 +226,15 @@ def test_a_finished_rank_is_not_missed(tmp_path):
 
 def test_a_beat_costs_microseconds(tmp_path):
     heartbeat = Heartbeat(tmp_path, 0)
-    start_s = time.process_time()
-    for step in range(2000):
-        heartbeat.beat(step, "forward")
-    assert (time.process_time() - start_s) / 2000 < 1e-4  # about 3e-6
+    took_s = []
+    for _ in range(5):  # one of them is left in peace on a busy machine, too
+        start_s = time.perf_counter()
+        for step in range(2000):
+            heartbeat.beat(step, "forward")
+        took_s.append(time.perf_counter() - start_s)
+    assert min(took_s) / 2000 < 1e-4  # about 3e-6 on an idle core
     (life,) = read_lives(tmp_path)
-    assert (life.step, life.phase, life.beats) == (1999, "forward", 2001)
+    assert (life.step, life.phase, life.beats) == (1999, "forward", 10001)
 
 
 def test_a_watchdog_that_was_stopped_does_nothing_more(tmp_path):

@@ -61,7 +61,7 @@ class Attempt:
             self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is not None
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         """Its exit code, negative for a signal; at the timeout it is killed, and that is -1000."""
         while not self.has_ended():
             if time.monotonic() > self.started_s + timeout_s:
@@ -111,7 +111,7 @@ class Lab:
         """The record of an uninterrupted run with these options."""
         if options not in self.references:
             attempt = self.start(self.new("reference"), *options)
-            if code := attempt.wait():
+            if code := attempt.wait(300.0):  # no fault: a busy machine may take its time
                 raise RuntimeError(f"the reference run ended with {code}:\n{attempt.text()}")
             self.run_s = self.run_s or time.monotonic() - attempt.started_s
             self.references[options] = record(attempt.run_dir)

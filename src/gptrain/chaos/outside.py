@@ -39,7 +39,7 @@ def torchrun_restarts(lab: Lab, reference: dict, draw: random.Random) -> str | N
             if not {name for pid in ranks for name in listeners(pid)} <= LOOPBACK:
                 return "a rank listens beyond loopback"
             os.kill(draw.choice(ranks[:2]), signal.SIGTERM)
-            if process.wait(120) == 0:
+            if process.wait(60) == 0:
                 return "torchrun ended with 0"
             if (code := (read_status(run_dir) or {}).get("exit_code")) != 75:
                 return f"status.json says {code}"

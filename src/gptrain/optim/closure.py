@@ -42,7 +42,8 @@ def call_closure_first(
             if accumulate > 1:
                 raise ValueError(
                     f"{own.__name__} evaluates the loss more than once in a step, and of its "
-                    f"{accumulate} micro-batches only the last is there; accumulate 1"
+                    f"{accumulate} micro-batches only the last is there; "
+                    "try trainer.accumulate_grad_batches=1"
                 )
             losses.clear()
             self.zero_grad()

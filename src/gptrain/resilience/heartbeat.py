@@ -110,7 +110,8 @@ class StallWatch:
         """
         now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
-        silent_s, no_tick_s, lives = self._beat_silence_s, self._tick_silence_s, []
+        silent_s, no_tick_s = self._beat_silence_s, self._tick_silence_s
+        stalls, any_late, any_unclear = [], False, False
         for life in read_lives(self.folder):
             rank, last = life.rank, self._last.get(life.rank)
             beat = last is None or last.beats != life.beats
@@ -118,17 +119,14 @@ class StallWatch:
             silent_s[rank] = 0.0 if beat else silent_s[rank] + elapsed_s
             no_tick_s[rank] = 0.0 if tick else no_tick_s[rank] + elapsed_s
             self._last[rank] = life
-            lives.append(life)
-        late = {
-            life.rank for life in lives if silent_s[life.rank] > max(self.timeout_s, life.allow_s)
-        }
-        if not late or any(_MISSED_S < no_tick_s[life.rank] <= _STOPPED_S for life in lives):
+            late = silent_s[rank] > max(self.timeout_s, life.allow_s)
+            stopped = no_tick_s[rank] > _STOPPED_S
+            if late or stopped:
+                stalls.append(Stall(rank, life.step, life.phase, silent_s[rank], stopped))
+            any_late |= late
+            any_unclear |= no_tick_s[rank] > _MISSED_S and not stopped
+        if any_unclear or not any_late:
             return []
-        stalls = [
-            Stall(life.rank, life.step, life.phase, silent_s[life.rank], stopped)
-            for life in lives
-            if (stopped := no_tick_s[life.rank] > _STOPPED_S) or life.rank in late
-        ]
         return sorted(stalls, key=lambda stall: (not stall.stopped, stall.step, -stall.silent_s))
 
 
