@@ -207,6 +207,22 @@ def test_an_optimizer_that_asks_at_other_weights_is_given_the_gradient_there(tra
     assert "Ahead evaluates the loss more than once in a step, and of its 2 micro" in run.err
 
 
+def test_lbfgs_finds_the_minimum_of_a_net_of_matrices():
+    cfg = as_if_from_a_yaml(_target_="torch.optim.LBFGS")
+    net = torch.nn.Linear(2, 1, bias=False)
+    optimizer = build_optimizer(cfg, BatchPlan(2, 1, 1), net)
+
+    def closure():
+        loss = ((net.weight - 3) ** 2 * torch.tensor([1.0, 20.0])).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure=closure)
+        optimizer.zero_grad()
+    assert net.weight.detach() == pytest.approx(torch.full((1, 2), 3.0), abs=1e-3)
+
+
 def test_an_optimizer_of_torch_goes_on_exactly(train, tmp_path):
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     yaml = tmp_path / "conf" / "optimizer" / "adafactor.yaml"

@@ -164,7 +164,9 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
         groups = muon_groups(net, decay) if target == MUON else decay_groups(net, decay)
         optimizer = make(groups, **options)
     is_known = target.startswith(("torch.optim.", "gptrain.optim."))
-    return optimizer if is_known else call_closure_first(optimizer, batch.accumulate)
+    if is_known and not isinstance(optimizer, torch.optim.LBFGS):  # they call a closure once
+        return optimizer
+    return call_closure_first(optimizer, batch.accumulate)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
