@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
 
 
@@ -187,3 +190,20 @@ def test_a_run_too_large_for_the_memory_says_how_large_it_is_and_what_to_type(tr
     assert last.startswith("error: out of memory: ") and "bytes" in last
     assert "a micro-batch is 40000 sequences of 128" in last
     assert "try data.batch_size=20000 trainer.accumulate_grad_batches=2" in last
+
+
+def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, monkeypatch):
+    training_step = LanguageModel.training_step
+
+    def told_to_stop(self, batch, batch_idx):
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return training_step(self, batch, batch_idx)
+
+    monkeypatch.setattr(LanguageModel, "training_step", told_to_stop)
+    run = train("trainer.enable_progress_bar=true", "trainer.max_steps=20")
+    assert run.code == 75
+    lines = run.out.splitlines()  # also where a bar returns to the start of its line
+    told = next(i for i, line in enumerate(lines) if line.startswith("stopped "))
+    assert any("train:" in line for line in lines[:told])
+    assert not any("train:" in line for line in lines[told:])

@@ -28,6 +28,12 @@ class ProgressBar(TQDMProgressBar):
         super().on_train_epoch_start(trainer)
         self.train_progress_bar.set_description("train")
 
+    def on_exception(self, *_: Any) -> None:
+        """Ends the bar's line: what is told of an end that comes early begins another."""
+        for bar in (self._val_progress_bar, self._train_progress_bar):
+            if bar is not None:
+                bar.close()
+
     def get_metrics(self, trainer, pl_module) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
