@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
     """The run itself, in each of its ranks; returns its final metrics."""
-    from gptrain.build import build  # here, so that a wrong option is answered without torch
+    from gptrain.assemble import build  # here, so that a wrong option is answered without torch
 
     run = build(cfg, guard)
     run.report.start(run.trainer)

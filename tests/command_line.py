@@ -6,8 +6,8 @@ from functools import cache
 
 from gptrain.config.compose import Composer
 from gptrain.config.examine import Answer, composer_of, examine, parse_command
-from gptrain.config.problems import ConfigError
 from gptrain.config.schema import register
+from gptrain.problems import ConfigError
 
 
 @cache

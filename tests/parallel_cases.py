@@ -31,7 +31,7 @@ from gptrain.parallel.count import CountBytes
 from gptrain.parallel.ddp import comm_hook
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.tensor import partial_parameters
-from gptrain.plan import Degrees
+from gptrain.plan import ParallelDims
 from gptrain.plan.communication import step_bytes
 from gptrain.plan.memory import state_bytes
 from gptrain.plan.shape import GPTShape
@@ -236,7 +236,11 @@ def check_sent(name, spread, split, *, recomputes="none", **where):
 
 
 def bytes_sent_are_those_of_the_plan():
-    two = {"data": Degrees(data=2), "tensor": Degrees(tensor=2), "pipeline": Degrees(pipeline=2)}
+    two = {
+        "data": ParallelDims(data=2),
+        "tensor": ParallelDims(tensor=2),
+        "pipeline": ParallelDims(pipeline=2),
+    }
     check_sent("fsdp", Sharded(data=2), two["data"])
     kept = Sharded(data=2, reshard_after_forward=False)
     check_sent("fsdp", kept, two["data"], reshard_after_forward=False)
@@ -253,11 +257,11 @@ def bytes_sent_are_those_of_the_plan():
 
 
 def bytes_held_are_those_of_the_plan():
-    check_held("fsdp", Sharded(data=2), Degrees(data=2))
-    check_held("tensor_parallel", Sharded(tensor=2), Degrees(tensor=2))
+    check_held("fsdp", Sharded(data=2), ParallelDims(data=2))
+    check_held("tensor_parallel", Sharded(tensor=2), ParallelDims(tensor=2))
     for n_stages_here, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
         where = {"pipeline_rank": dist.get_rank(), "stages_per_rank": n_stages_here}
-        check_held("pipeline", Piped(schedule), Degrees(pipeline=2), **where)
+        check_held("pipeline", Piped(schedule), ParallelDims(pipeline=2), **where)
 
 
 def check_held(name, spread, split, **where):
@@ -306,10 +310,10 @@ def fsdp_by_tensor_parallel_holds_a_quarter_of_the_bytes():
 
 
 def bytes_sent_by_the_mixes_are_those_of_the_plan():
-    check_sent("fsdp_tensor_parallel", Sharded(data=2, tensor=2), Degrees(data=2, tensor=2))
+    check_sent("fsdp_tensor_parallel", Sharded(data=2, tensor=2), ParallelDims(data=2, tensor=2))
     rank = dist.get_rank() // 2
-    check_sent("ddp_pipeline", Piped(data=2), Degrees(data=2, pipeline=2), pipeline_rank=rank)
-    check_held("fsdp_tensor_parallel", Sharded(data=2, tensor=2), Degrees(data=2, tensor=2))
+    check_sent("ddp_pipeline", Piped(data=2), ParallelDims(data=2, pipeline=2), pipeline_rank=rank)
+    check_held("fsdp_tensor_parallel", Sharded(data=2, tensor=2), ParallelDims(data=2, tensor=2))
 
 
 def the_mixes_save_and_load_states():

@@ -21,7 +21,7 @@ from gptrain.optim import Muon, muon_groups
 from gptrain.optim import muon as muon_file
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.state import whole_net_state
-from gptrain.plan import degrees
+from gptrain.plan import parallel_dims
 from gptrain.resilience.store import CheckpointStore
 
 V, SEQ_LEN, BATCH, ACCUMULATE, N_STEPS = 61, 16, 8, 2, 6
@@ -112,7 +112,9 @@ def fit(
     n_ranks = n_ranks or dist.get_world_size()
     made_of = {k: options.pop(k) for k in ("compile", "activation_checkpointing") if k in options}
     options = SimpleNamespace(name=name, **(OPTIONS | options))
-    split = degrees(name, n_ranks, options.tensor_parallel_size, options.pipeline_parallel_size)
+    split = parallel_dims(
+        name, n_ranks, options.tensor_parallel_size, options.pipeline_parallel_size
+    )
     torch.manual_seed(seed)
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     net, strategy = spread_net(make_net, options, split, place, precision=precision, **made_of)

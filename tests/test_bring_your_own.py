@@ -11,12 +11,12 @@ import torch
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.config.front import compose_command, register
-from gptrain.config.problems import ConfigError
+from gptrain.assemble.parts import build_optimizer, build_schedule, check_vocabulary, peak_lr
+from gptrain.config.cli import compose_command, register
 from gptrain.lit import LanguageModel
 from gptrain.optim import call_closure_first
 from gptrain.plan import BatchPlan
-from gptrain.recipe import build_optimizer, build_schedule, check_vocabulary, peak_lr
+from gptrain.problems import ConfigError
 
 EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
 LAB = '''

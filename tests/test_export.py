@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from gptrain.config.front import run_command
-from gptrain.config.problems import ConfigError
+from gptrain.assemble.weights import load_weights
+from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
 from gptrain.export.files import byte_level_tokenizer, write_json
 from gptrain.export.verb import Dtype, ExportConfig, Format, export, write_net
 from gptrain.models import SimpleGPT
+from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import DamagedCheckpoint
-from gptrain.weights import load_weights
 
 # vocabulary, width, heads, layers, positions; prime and even vocabularies, one head and many
 SIZES = [(61, 24, 1, 1, 8), (97, 36, 3, 2, 16), (256, 40, 5, 3, 32), (512, 64, 16, 2, 16)]

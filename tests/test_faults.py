@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from gptrain.chaos.campaign import KINDS
-from gptrain.chaos.plant import Fault
 from gptrain.config.schema import RunConfig
+from tests.campaign.campaign import KINDS
+from tests.campaign.plant import Fault
 
 QUICK = [kind for kind in KINDS if kind.quick]
 
@@ -19,7 +19,7 @@ QUICK = [kind for kind in KINDS if kind.quick]
 def campaign(tmp_path_factory) -> dict[str, dict]:
     """What of each kind of fault came out: its words -> the results."""
     path = tmp_path_factory.mktemp("chaos") / "results.json"
-    command = [sys.executable, "-m", "gptrain.chaos", "--quick", "--json", str(path)]
+    command = [sys.executable, "-m", "tests.campaign", "--quick", "--json", str(path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert path.exists(), run.stderr
     return {fault["what"]: fault for fault in json.loads(path.read_text())["faults"]}
@@ -33,5 +33,7 @@ def test_what_is_promised_for_a_fault_holds(campaign, kind):
 
 def test_no_key_of_a_run_reaches_a_fault():
     assert not set(Fault.__dataclass_fields__) & set(RunConfig.__dataclass_fields__)
-    code = "import sys, gptrain.build, gptrain.launch.local; print('gptrain.chaos' in sys.modules)"
+    code = (
+        "import sys, gptrain.assemble, gptrain.launch.local; print('tests.campaign' in sys.modules)"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from gptrain.config.front import compose_command, register
-from gptrain.config.problems import ConfigError
+from gptrain.config.cli import compose_command, register
+from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import read_manifest
 
 

@@ -16,9 +16,9 @@ from command_line import accepted, answer, refused
 from omegaconf import DictConfig
 
 from gptrain.config import ConfigError, check
-from gptrain.config.front import compose_command, run_command
-from gptrain.config.problems import JobFailed
+from gptrain.config.cli import compose_command, run_command
 from gptrain.config.schema import RunConfig, register
+from gptrain.problems import JobFailed
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 

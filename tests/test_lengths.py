@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY
 from torch.utils.data import DataLoader
 
-from gptrain.config.front import compose_command, register
+from gptrain.config.cli import compose_command, register
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from gptrain.plan import token_steps, warmup_steps

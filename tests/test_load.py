@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.config.problems import ConfigError
+from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import NoGoodCheckpoint, read_manifest
 
 

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from gptrain.build.trainer import hand_devices
-from gptrain.config.machine import Machine, find_machine, listed_numbers
+from gptrain.assemble.trainer import hand_devices
+from gptrain.launch.devices import Machine, find_machine, listed_numbers
 from gptrain.lit.environment import Ranks
 from gptrain.lit.strategies.ranks import Replicated, Single
 

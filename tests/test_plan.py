@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gptrain.models import SimpleGPT
-from gptrain.plan import Degrees
+from gptrain.plan import ParallelDims
 from gptrain.plan.communication import ddp_bytes, fsdp_bytes, step_bytes
 from gptrain.plan.memory import rank_parameters, state_bytes
 from gptrain.plan.shape import GPTShape
@@ -27,9 +27,9 @@ def test_gpt2_has_124_million_parameters():
 @pytest.mark.parametrize(
     ("name", "split"),
     [
-        ("fsdp", Degrees(data=8)),
-        ("tensor_parallel", Degrees(tensor=4)),
-        ("fsdp_tensor_parallel", Degrees(data=2, tensor=4)),
+        ("fsdp", ParallelDims(data=8)),
+        ("tensor_parallel", ParallelDims(tensor=4)),
+        ("fsdp_tensor_parallel", ParallelDims(data=2, tensor=4)),
     ],
 )
 def test_a_sharded_rank_holds_its_share_and_at_most_a_tenth_more(name, split):
@@ -39,18 +39,18 @@ def test_a_sharded_rank_holds_its_share_and_at_most_a_tenth_more(name, split):
 
 def test_stages_hold_the_net_and_the_tied_weight_twice():
     for n_stages in (2, 4, 12):
-        split = Degrees(pipeline=n_stages)
+        split = ParallelDims(pipeline=n_stages)
         held = [rank_parameters("pipeline", GPT2, split, pipeline_rank=r) for r in range(n_stages)]
         assert sum(held) == GPT2.parameters + GPT2.token_table_parameters
 
 
 def test_adam_takes_sixteen_bytes_a_parameter():
-    assert state_bytes("ddp", GPT2, Degrees(data=8)) == 16 * GPT2.parameters
+    assert state_bytes("ddp", GPT2, ParallelDims(data=8)) == 16 * GPT2.parameters
 
 
 def test_one_rank_sends_nothing():
     for name in ("ddp", "fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel"):
-        assert step_bytes(name, GPT2, Degrees(), **WORK) == 0
+        assert step_bytes(name, GPT2, ParallelDims(), **WORK) == 0
 
 
 def test_fsdp_without_resharding_sends_what_ddp_sends():
@@ -66,7 +66,7 @@ def test_resharding_costs_at_most_half_as_much_again():
 
 def test_accumulation_costs_gathers_under_fsdp_and_nothing_under_ddp():
     def sent(name, accumulate):
-        return step_bytes(name, GPT2, Degrees(data=4), accumulate=accumulate, **WORK)
+        return step_bytes(name, GPT2, ParallelDims(data=4), accumulate=accumulate, **WORK)
 
     assert sent("ddp", 8) == sent("ddp", 1)
     assert sent("fsdp", 8) > 4 * sent("fsdp", 1)

@@ -12,12 +12,12 @@ from functools import cache
 import pytest
 from omegaconf import DictConfig
 
+from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
 from gptrain.config import register
-from gptrain.config.front import compose_command
-from gptrain.config.problems import ConfigError
+from gptrain.config.cli import compose_command
 from gptrain.launch.restarts import note_start
+from gptrain.problems import ConfigError
 from gptrain.resilience.store import CheckpointStore
-from gptrain.resume import check_data, differences, find_checkpoint, identity
 
 RUN = "a" * 32
 

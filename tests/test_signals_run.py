@@ -11,8 +11,8 @@ import sys
 import pytest
 from conftest import ROOT, TINY
 
-from gptrain.chaos.outside import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 from gptrain.resilience.status import read_status
+from tests.campaign.outside import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 
 LONG = (*TINY, "trainer.max_steps=100000", "trainer.max_epochs=-1", "logger=none",
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=20")  # fmt: skip

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from gptrain.config.machine import share_cores
-from gptrain.config.process import Process, this_process
+from gptrain.launch.devices import share_cores
+from gptrain.launch.process import Process, this_process
 from gptrain.launch.slurm import first_host, meet
 from gptrain.lit.environment import Ranks
 from gptrain.parallel.group import STORE_VARIABLE

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from gptrain.build import trainer
+from gptrain.assemble import trainer
 from gptrain.data import DummyTextDataset, collate
 from gptrain.lit import LanguageModel, finite
 from gptrain.lit.callbacks import CollectGarbage

@@ -19,8 +19,8 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import Result, summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.config.schema import RunConfig
+from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def bench(cfg: DictConfig) -> None:
     Raises: ConfigError for a loop that is not known, or a model without these sizes.
     """
     from gptrain import launch  # here, so that a wrong option is answered without torch
-    from gptrain.config.machine import find_machine
+    from gptrain.launch.devices import find_machine
 
     cfg = launch.settle(cfg)
     machine = find_machine(cfg)
@@ -117,7 +117,7 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
     options = OmegaConf.to_container(cfg.optimizer, resolve=True)
     precision = cfg.trainer.precision
     if precision == "auto":
-        from gptrain.config.machine import find_machine, native_precision
+        from gptrain.launch.devices import find_machine, native_precision
 
         precision = native_precision(find_machine(cfg))
     return {

@@ -112,8 +112,8 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     """What train.py does, with one callback more."""
     from lightning.pytorch import Callback
 
-    from gptrain.build import build
-    from gptrain.config.front import compose_command
+    from gptrain.assemble import build
+    from gptrain.config.cli import compose_command
     from gptrain.config.schema import register
 
     class TakeTurns(Callback):

@@ -25,7 +25,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from gptrain.config.problems import Problem
 from gptrain.config.schema import PROJECT
 from gptrain.config.wording import (
     explain_base,
@@ -34,6 +33,7 @@ from gptrain.config.wording import (
     explain_parse,
     explain_value,
 )
+from gptrain.problems import Problem
 
 CONF = str(PROJECT / "conf")
 NOT_RUN = ("schema", "_dummy_empty_config_")  # primary configs by name: our types, Hydra's nothing

@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from gptrain.config.checks import find_problems
 from gptrain.config.compose import REFUSALS, Composer
 from gptrain.config.from_run import expand
-from gptrain.config.problems import BAD_CONFIG, DONE, ConfigError, Problem
-from gptrain.config.process import this_process
 from gptrain.config.sweep import Job, expand_sweep
+from gptrain.launch.process import this_process
+from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Problem
 
 
 @dataclass

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from gptrain.config.compose import REFUSALS
-from gptrain.config.problems import INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Problem
 
 # Where the old run lay and how it went on there; the new one has a folder of its own.
 NOT_TAKEN = {"run_dir", "ckpt_path", "allow_changes", "from_run"}

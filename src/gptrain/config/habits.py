@@ -6,7 +6,7 @@ user's own `conf/trainer/ddp.yaml` is taken as it is.
 
 from __future__ import annotations
 
-from gptrain.plan.degrees import AXES
+from gptrain.plan.dims import AXES
 
 # typed -> what to type here; a value of None stands for any.
 HABITS: dict[tuple[str, str | None], str] = {

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from gptrain.config.process import run_stamp
+from gptrain.launch.process import run_stamp
 
 PROJECT = Path(__file__).resolve().parents[3]
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gptrain.config.checks.values import judge
 from gptrain.config.compose import Composer
-from gptrain.config.problems import DONE, Problem
+from gptrain.problems import DONE, Problem
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"

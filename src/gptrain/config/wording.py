@@ -21,7 +21,7 @@ from gptrain.config.checks.rules import Flag
 from gptrain.config.checks.values import judge, rule_of
 from gptrain.config.habits import answer_habit
 from gptrain.config.names import nearest
-from gptrain.config.problems import Problem
+from gptrain.problems import Problem
 
 Choices = Callable[[str], list[str]]
 # Hydra's plugins by the choice that needs them.

@@ -13,9 +13,9 @@ from torch import nn
 
 from gptrain import config
 from gptrain import export as package
-from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.config.schema import RunConfig
 from gptrain.data.errors import DataError
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 
 log = logging.getLogger(__name__)
 Format = Enum("Format", ["safetensors", "hf"])
@@ -42,8 +42,8 @@ def export(cfg: DictConfig) -> None:
     Raises: ConfigError with code 65 or 66 for a checkpoint that cannot be taken.
     """
     from gptrain import launch  # here, so that a wrong option is answered without torch
-    from gptrain.recipe import build_net
-    from gptrain.weights import load_weights
+    from gptrain.assemble.parts import build_net
+    from gptrain.assemble.weights import load_weights
 
     cfg = launch.settle(cfg)
     net = build_net(cfg)
@@ -68,8 +68,8 @@ def write_net(net: nn.Module, folder: Path, form: Format, dtype: Dtype) -> int:
     """
     import torch
 
+    from gptrain.assemble.weights import tied_names
     from gptrain.export.files import write_json, write_tensors
-    from gptrain.weights import tied_names
 
     name = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
     if form is Format.hf:
@@ -89,9 +89,9 @@ def find_source(cfg: DictConfig) -> Any:
 
     Raises: ConfigError with code 65 or 66.
     """
+    from gptrain.assemble.resume import choose_checkpoint
+    from gptrain.assemble.weights import find_weights
     from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
-    from gptrain.resume import choose_checkpoint
-    from gptrain.weights import find_weights
 
     key = "from_run" if cfg.ckpt_path is None else "ckpt_path"
     try:
@@ -106,8 +106,8 @@ def find_source(cfg: DictConfig) -> Any:
 
 def write_tokenizer(cfg: DictConfig, folder: Path) -> None:
     """The tokenizer of the run's data, where it has one; where that is gone, a line says so."""
+    from gptrain.assemble.parts import build_datasets
     from gptrain.export.files import byte_level_tokenizer, write_json
-    from gptrain.recipe import build_datasets
 
     try:
         tokenizer = getattr(build_datasets(cfg)[1], "tokenizer", None)

@@ -10,8 +10,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.problems import FOLDER_UNUSABLE, JobFailed
-from gptrain.config.process import this_process
+from gptrain.launch.process import this_process
+from gptrain.problems import FOLDER_UNUSABLE, JobFailed
 from gptrain.resilience.lock import RunFolderHeld, RunLock
 from gptrain.resilience.signals import StopFlag
 
@@ -30,7 +30,7 @@ def run(train: Callable, cfg: DictConfig) -> dict[str, float]:
     """
     composed, cfg, process = cfg, settle(cfg), this_process()
     with StopFlag() as stop:
-        from gptrain.config.machine import find_machine  # torch
+        from gptrain.launch.devices import find_machine  # torch
         from gptrain.launch.net import check_net
 
         machine = find_machine(cfg)

@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config import problems
+from gptrain import problems
 from gptrain.data.errors import DataError
 from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.ends import FolderFull, NonFinite, Preempted

@@ -17,8 +17,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from gptrain.config import problems
-from gptrain.config.machine import Machine
+from gptrain import problems
+from gptrain.launch.devices import Machine
 from gptrain.launch.ending import newest_checkpoint, resume_command
 from gptrain.launch.rank import BEATS_VARIABLE, rank_process
 from gptrain.launch.restarts import FRUITLESS_STARTS

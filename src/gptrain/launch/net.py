@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
+from gptrain.assemble.parts import MODEL_KEYS, build_net, build_optimizer, fits
 from gptrain.config.checks.strategies import WHOLE
-from gptrain.config.problems import ConfigError
 from gptrain.parallel.fit import check_fit
-from gptrain.plan import BatchPlan, split_world
-from gptrain.recipe import MODEL_KEYS, build_net, build_optimizer, fits
+from gptrain.plan import BatchPlan, dims_of
+from gptrain.problems import ConfigError
 
 SIMPLE_GPT, ADAMW = "gptrain.models.SimpleGPT", "torch.optim.AdamW"
 
@@ -32,7 +32,7 @@ def check_net(cfg: DictConfig, world_size: int) -> None:
         if needs_more:
             with fits(cfg):
                 options = {key: cfg.model[key] for key in MODEL_KEYS}
-                check_fit(net, cfg.strategy, split_world(cfg.strategy, world_size), **options)
+                check_fit(net, cfg.strategy, dims_of(cfg.strategy, world_size), **options)
         if may_refuse:
             # Of one that needs real weights to begin with, in torch's words or its own.
             with suppress(RuntimeError, AssertionError):

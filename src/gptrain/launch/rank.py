@@ -16,8 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
-from gptrain.config import problems
-from gptrain.config.process import this_process
+from gptrain import problems
 from gptrain.config.schema import register
 from gptrain.launch.ending import (
     Ending,
@@ -26,6 +25,7 @@ from gptrain.launch.ending import (
     resume_command,
     spare_memory,
 )
+from gptrain.launch.process import this_process
 from gptrain.launch.start import BEATS_NAME
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.signals import StopFlag

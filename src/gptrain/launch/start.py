@@ -9,12 +9,12 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.problems import FAILED, JobFailed
+from gptrain.assemble.resume import find_checkpoint
 from gptrain.launch.ending import newest_checkpoint
 from gptrain.launch.restarts import FRUITLESS_STARTS, is_restart, note_start
+from gptrain.problems import FAILED, JobFailed
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.status import clear_status, is_guest
-from gptrain.resume import find_checkpoint
 
 BEATS_NAME = ".beats"  # signs of life of ranks that torchrun or SLURM started
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from gptrain.config.process import parent_start_s
+from gptrain.launch.process import parent_start_s
 from gptrain.parallel.group import STORE_VARIABLE
 
 

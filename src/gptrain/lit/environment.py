@@ -8,7 +8,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 
 class Ranks(ClusterEnvironment):
-    """This process's place in the job, as gptrain.config.process reads it of any launcher.
+    """This process's place in the job, as gptrain.launch.process reads it of any launcher.
 
     Lightning's guess takes a run that is started by hand in a SLURM allocation for a task of srun
     (pytorch-lightning#20391), and refuses `srun --ntasks`. The process group exists already, so

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptrain.models import gpt2
+from gptrain.models import gpt2_layout
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and both embeddings
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # the second is GPT-2's own
@@ -121,7 +121,7 @@ class SimpleGPT(nn.Module):
 
     def to_gpt2(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Config and tensors of the same net as Hugging Face's GPT2LMHeadModel keeps them."""
-        return gpt2.to_gpt2(self)
+        return gpt2_layout.to_gpt2(self)
 
     def from_gpt2(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -130,7 +130,7 @@ class SimpleGPT(nn.Module):
 
         Raises: ValueError, one line that names both sides of all that does not fit.
         """
-        return gpt2.from_gpt2(self, config, tensors)
+        return gpt2_layout.from_gpt2(self, config, tensors)
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor) -> None:

@@ -1,15 +1,15 @@
 """What a run will cost: batch arithmetic, memory, FLOPs and communication, without torch."""
 
 from gptrain.plan.batch import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
-from gptrain.plan.degrees import Degrees, degrees, split_world
+from gptrain.plan.dims import ParallelDims, dims_of, parallel_dims
 
 __all__ = [
     "BatchPlan",
-    "Degrees",
-    "degrees",
+    "ParallelDims",
+    "dims_of",
+    "parallel_dims",
     "plan_batch",
     "run_steps",
-    "split_world",
     "token_steps",
     "warmup_steps",
 ]

@@ -10,7 +10,7 @@ clipping and the vote on stopping send some hundred bytes and are left out.
 
 from __future__ import annotations
 
-from gptrain.plan.degrees import Degrees
+from gptrain.plan.dims import ParallelDims
 from gptrain.plan.shape import GPTShape
 
 FP32_BYTES = 4
@@ -118,7 +118,7 @@ def pipeline_bytes(
 def step_bytes(
     name: str,
     shape: GPTShape,
-    split: Degrees,
+    split: ParallelDims,
     *,
     batch_size: int,
     seq_len: int,

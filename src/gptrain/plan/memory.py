@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gptrain.plan.degrees import Degrees
+from gptrain.plan.dims import ParallelDims
 from gptrain.plan.shape import GPTShape
 
 # fp32 weight, fp32 gradient, and Adam's two fp32 moments. Mixed precision by autocast keeps all
@@ -13,7 +13,7 @@ ADAM_BYTES_PER_PARAMETER = 4 + 4 + 2 * 4
 def rank_parameters(
     name: str,
     shape: GPTShape,
-    split: Degrees,
+    split: ParallelDims,
     *,
     pipeline_rank: int = 0,
     stages_per_rank: int = 1,
@@ -33,7 +33,7 @@ def rank_parameters(
 def state_bytes(
     name: str,
     shape: GPTShape,
-    split: Degrees,
+    split: ParallelDims,
     *,
     pipeline_rank: int = 0,
     stages_per_rank: int = 1,

@@ -23,7 +23,7 @@ from gptrain.config.checks.targets import check_target_names
 from gptrain.config.checks.values import check_values
 from gptrain.config.checks.versions import check_versions
 from gptrain.config.checks.world import check_known_world
-from gptrain.config.problems import ConfigError, Problem
+from gptrain.problems import ConfigError, Problem
 
 __all__ = ["check", "find_problems"]
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.world import check_steps, global_batch
-from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND
 
 TEXT = "gptrain.data.TextDataset.from_corpus"
 TOKENS = "gptrain.data.TokenDataset"
@@ -194,11 +194,11 @@ def _check_checkpoint(run: Run, cfg: DictConfig) -> None:
     named = run.get("ckpt_path")
     if named is None or named in ("last", "best"):
         return
+    from gptrain.assemble.resume import checkpoint_folder, count_sequences, differences
     from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
     from gptrain.resilience.safe_load import UnsafeCheckpoint, load_file
     from gptrain.resilience.status import CHECKPOINTS_NAME
     from gptrain.resilience.store import CheckpointStore
-    from gptrain.resume import checkpoint_folder, count_sequences, differences
 
     path = checkpoint_folder(named)
     store = CheckpointStore(path.parent)

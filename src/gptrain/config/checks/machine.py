@@ -10,10 +10,10 @@ import torch
 from gptrain.config.checks.place import PROCESSES_PER_CORE, count_cores
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.strategies import count_devices, refuse_on_cpu
-from gptrain.config.checks.world import check_world, plan_degrees
-from gptrain.config.machine import accelerator_of, count_local
-from gptrain.config.process import this_process
-from gptrain.plan import Degrees
+from gptrain.config.checks.world import check_world, plan_dims
+from gptrain.launch.devices import accelerator_of, count_local
+from gptrain.launch.process import this_process
+from gptrain.plan import ParallelDims
 from gptrain.plan.memory import ADAM_BYTES_PER_PARAMETER, rank_parameters
 from gptrain.plan.shape import GPTShape
 
@@ -61,7 +61,7 @@ def check_machine(run: Run) -> None:
         return
     if count_devices(run.get("trainer.devices")) is None and not process.is_rank:
         check_world(run, run.world_size)
-    split = plan_degrees(run, run.world_size)
+    split = plan_dims(run, run.world_size)
     if split:
         _check_memory(run, split, n_local, kind)
     if n_local == 1 and not process.is_rank and run.get("launcher.max_restarts"):
@@ -107,7 +107,7 @@ def _check_cores(run: Run, n_local: int) -> None:
         )
 
 
-def _check_memory(run: Run, split: Degrees, n_local: int, kind: str) -> None:
+def _check_memory(run: Run, split: ParallelDims, n_local: int, kind: str) -> None:
     """Weights, gradients and Adam's states of the largest rank against what a device has."""
     if run.get("model._target_") != "gptrain.models.SimpleGPT":
         return  # only our own net's size is known without making it

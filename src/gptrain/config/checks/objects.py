@@ -20,7 +20,7 @@ from gptrain.config.checks.targets import (
     lies_in,
 )
 from gptrain.config.names import nearest
-from gptrain.config.problems import show
+from gptrain.problems import show
 
 # Place -> base class that the object must have, by name: importing them all would take seconds.
 KINDS = {

@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.strategies import count_devices
-from gptrain.config.problems import FOLDER_UNUSABLE
-from gptrain.config.process import Process, this_process
+from gptrain.launch.process import Process, this_process
+from gptrain.problems import FOLDER_UNUSABLE
 
 PROCESSES_PER_CORE = 16  # more take longer for their turn than a collective should wait
 PSEUDO = ("/proc", "/sys", "/dev")  # hold no files of ours, whatever the permissions say

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gptrain.config.problems import BAD_CONFIG, DONE, Problem, show
 from gptrain.config.schema import RunConfig
+from gptrain.problems import BAD_CONFIG, DONE, Problem, show
 
 DEEPEST = 20  # levels of a config; a reference to what holds it has no end
 NOTHING = object()

@@ -8,7 +8,7 @@ import sys
 from functools import cache
 
 from gptrain.config.checks.run import Run
-from gptrain.config.problems import BAD_CONFIG, DONE, Problem
+from gptrain.problems import BAD_CONFIG, DONE, Problem
 
 MALICIOUS = {
     ("lightning", "2.6.2"): "GHSA-w37p-236h-pfx3",

@@ -7,9 +7,9 @@ import math
 from gptrain.config.checks.arithmetic import DUMMY, divisors
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.strategies import READ_BY, count_devices
-from gptrain.config.problems import BAD_CONFIG
-from gptrain.config.process import this_process
-from gptrain.plan import BatchPlan, Degrees, degrees, plan_batch
+from gptrain.launch.process import this_process
+from gptrain.plan import BatchPlan, ParallelDims, parallel_dims, plan_batch
+from gptrain.problems import BAD_CONFIG
 
 
 def check_known_world(run: Run) -> None:
@@ -26,8 +26,8 @@ def check_known_world(run: Run) -> None:
 
 
 def check_world(run: Run, world_size: int) -> None:
-    """Degrees, divisibility of the batch, and the length of the run."""
-    split = plan_degrees(run, world_size)
+    """ParallelDims, divisibility of the batch, and the length of the run."""
+    split = plan_dims(run, world_size)
     batch = _batch(run, split) if split else None
     if batch and run.get("data.train._target_") == DUMMY:
         n_samples = run.get("data.train.num_samples") or run.get("data.num_samples")
@@ -74,11 +74,11 @@ def check_steps(
 
 def global_batch(run: Run) -> BatchPlan | None:
     """The batch of a run whose machine is known; None where it does not fit."""
-    split = plan_degrees(run, run.world_size) if run.world_size else None
+    split = plan_dims(run, run.world_size) if run.world_size else None
     return _batch(run, split) if split else None
 
 
-def plan_degrees(run: Run, world_size: int) -> Degrees | None:
+def plan_dims(run: Run, world_size: int) -> ParallelDims | None:
     """Ranks along each axis; None where the sizes do not fit, which is told."""
     name = run.get("strategy.name")
     if name is None:
@@ -97,7 +97,7 @@ def plan_degrees(run: Run, world_size: int) -> Degrees | None:
     if any(key.startswith("strategy.") for key in run.wrong):
         return None
     try:
-        split = degrees(name, world_size, *sizes.values())
+        split = parallel_dims(name, world_size, *sizes.values())
     except ValueError as error:
         given = next((f"strategy.{key}" for key, size in sizes.items() if size), "strategy.name")
         wrong = str(error).removeprefix(f"strategy={name}: ")
@@ -131,7 +131,7 @@ def _size(run: Run, key: str) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _batch(run: Run, split: Degrees) -> BatchPlan | None:
+def _batch(run: Run, split: ParallelDims) -> BatchPlan | None:
     size, accumulate = run.get("data.batch_size"), run.get("trainer.accumulate_grad_batches")
     total = run.get("data.global_batch_size")
     if size is None or accumulate is None or "data.global_batch_size" in run.wrong:

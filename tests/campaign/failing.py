@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from gptrain.chaos.expect import ends, goes_on_as_if_nothing
-from gptrain.chaos.lab import EVERY, Lab
-from gptrain.chaos.plant import Fault
-from gptrain.chaos.told import STEP_PHASES
-from gptrain.chaos.truth import difference
+from tests.campaign.expect import ends, goes_on_as_if_nothing
+from tests.campaign.lab import EVERY, Lab
+from tests.campaign.plant import Fault
+from tests.campaign.told import STEP_PHASES
+from tests.campaign.truth import difference
 
 
 def fails_alone(lab: Lab, reference: dict, draw: random.Random) -> str | None:

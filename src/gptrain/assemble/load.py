@@ -9,14 +9,14 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from gptrain.assemble.parts import build_net
+from gptrain.assemble.resume import choose_checkpoint
+from gptrain.assemble.weights import load_weights
 from gptrain.config.checks.objects import check_objects, resolve
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.targets import check_target_names
-from gptrain.config.problems import ConfigError
 from gptrain.config.schema import register_resolvers
-from gptrain.recipe import build_net
-from gptrain.resume import choose_checkpoint
-from gptrain.weights import load_weights
+from gptrain.problems import ConfigError
 
 CHOICES = ("best", "last")
 

@@ -11,8 +11,9 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from gptrain.config.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.assemble.resume import choose_checkpoint
 from gptrain.parallel.state import NO_ALIASES, load_sharded_net, load_whole_net_state
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -22,7 +23,6 @@ from gptrain.resilience.manifest import (
 from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
-from gptrain.resume import choose_checkpoint
 
 log = logging.getLogger(__name__)
 STATE_NAME = "state.ckpt"  # of a full checkpoint

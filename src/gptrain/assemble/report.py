@@ -7,9 +7,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.config.machine import Machine
+from gptrain.assemble.parts import Lengths, peak_lr
+from gptrain.launch.devices import Machine
 from gptrain.lit.report import Report
-from gptrain.recipe import Lengths, peak_lr
 
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 

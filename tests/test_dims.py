@@ -2,26 +2,26 @@
 
 import pytest
 
-from gptrain.plan import Degrees, degrees
+from gptrain.plan import ParallelDims, parallel_dims
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "tensor", "pipeline", "expected"),
     [
-        ("auto", 1, None, None, Degrees()),
-        ("auto", 2, None, None, Degrees(data=2)),
-        ("fsdp", 8, None, None, Degrees(data=8)),
-        ("tensor_parallel", 4, None, None, Degrees(tensor=4)),
-        ("pipeline", 4, None, 4, Degrees(pipeline=4)),
-        ("fsdp_tensor_parallel", 8, None, None, Degrees(data=4, tensor=2)),
-        ("fsdp_tensor_parallel", 8, 4, None, Degrees(data=2, tensor=4)),
-        ("ddp_pipeline", 6, None, 3, Degrees(data=2, pipeline=3)),
+        ("auto", 1, None, None, ParallelDims()),
+        ("auto", 2, None, None, ParallelDims(data=2)),
+        ("fsdp", 8, None, None, ParallelDims(data=8)),
+        ("tensor_parallel", 4, None, None, ParallelDims(tensor=4)),
+        ("pipeline", 4, None, 4, ParallelDims(pipeline=4)),
+        ("fsdp_tensor_parallel", 8, None, None, ParallelDims(data=4, tensor=2)),
+        ("fsdp_tensor_parallel", 8, 4, None, ParallelDims(data=2, tensor=4)),
+        ("ddp_pipeline", 6, None, 3, ParallelDims(data=2, pipeline=3)),
     ],
 )
 def test_data_parallel_takes_what_tensor_and_pipeline_leave(
     name, world_size, tensor, pipeline, expected
 ):
-    assert degrees(name, world_size, tensor, pipeline) == expected
+    assert parallel_dims(name, world_size, tensor, pipeline) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_sizes_that_do_not_fit_are_refused_with_the_equation(
     name, world_size, tensor, pipeline, words
 ):
     with pytest.raises(ValueError, match=words):
-        degrees(name, world_size, tensor, pipeline)
+        parallel_dims(name, world_size, tensor, pipeline)

@@ -20,19 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 from torch import nn
 
-from gptrain.build.report import build_report
-from gptrain.build.trainer import build_trainer, resolve_precision
-from gptrain.config.machine import Machine, find_machine, set_threads, share_cores
-from gptrain.config.process import this_process
-from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.noise import quiet
-from gptrain.lit.report import Report
-from gptrain.lit.step import trim_step
-from gptrain.lit.strategies import spread_net
-from gptrain.parallel.activation import compiles_loss
-from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
-from gptrain.plan import Degrees, split_world
-from gptrain.recipe import (
+from gptrain.assemble.parts import (
     build_datasets,
     build_net,
     build_optimizer,
@@ -43,9 +31,21 @@ from gptrain.recipe import (
     fits,
     plan_lengths,
 )
+from gptrain.assemble.report import build_report
+from gptrain.assemble.resume import check_data
+from gptrain.assemble.trainer import build_trainer, resolve_precision
+from gptrain.assemble.weights import start_from
+from gptrain.launch.devices import Machine, find_machine, set_threads, share_cores
+from gptrain.launch.process import this_process
+from gptrain.lit import LanguageModel, TextDataModule
+from gptrain.lit.noise import quiet
+from gptrain.lit.report import Report
+from gptrain.lit.step import trim_step
+from gptrain.lit.strategies import spread_net
+from gptrain.parallel.activation import compiles_loss
+from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
+from gptrain.plan import ParallelDims, dims_of
 from gptrain.resilience.guard import Guard
-from gptrain.resume import check_data
-from gptrain.weights import start_from
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
@@ -78,7 +78,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
-    split = split_world(cfg.strategy, machine.world_size)
+    split = dims_of(cfg.strategy, machine.world_size)
     data_rank = process.rank // split.tensor % split.data
     start_group(
         cfg.strategy.backend or machine.backend,
@@ -137,7 +137,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
 
 
 def spread(
-    cfg: DictConfig, split: Degrees, machine: Machine, local_rank: int
+    cfg: DictConfig, split: ParallelDims, machine: Machine, local_rank: int
 ) -> tuple[nn.Module, Strategy]:
     """The net as this rank holds it, and the strategy that trains it.
 

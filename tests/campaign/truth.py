@@ -7,7 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from gptrain.chaos.plant import WITNESS
+from tests.campaign.plant import WITNESS
 
 CLOCKS = ("perf/", "epoch")  # columns of metrics.csv that hold times
 

@@ -24,7 +24,10 @@ from gptrain.config.compose import CONF, REFUSALS, Composer
 from gptrain.config.examine import Answer, composer_of, examine, parse_command, with_old_run
 from gptrain.config.from_run import expand
 from gptrain.config.help import help_text
-from gptrain.config.problems import (
+from gptrain.config.schema import RunConfig, register
+from gptrain.config.sweep import BASIC_LAUNCHER, BASIC_SWEEPER, Outcome, table
+from gptrain.launch.process import this_process
+from gptrain.problems import (
     BAD_CONFIG,
     DONE,
     FAILED,
@@ -35,9 +38,6 @@ from gptrain.config.problems import (
     Problem,
     code_of,
 )
-from gptrain.config.process import this_process
-from gptrain.config.schema import RunConfig, register
-from gptrain.config.sweep import BASIC_LAUNCHER, BASIC_SWEEPER, Outcome, table
 
 __all__ = ["CONF", "compose_command", "main", "register"]
 

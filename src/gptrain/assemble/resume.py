@@ -8,14 +8,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.problems import (
+from gptrain.plan import dims_of, plan_batch
+from gptrain.problems import (
     BAD_DATA,
     FOLDER_UNUSABLE,
     INPUT_NOT_FOUND,
     ConfigError,
     Problem,
 )
-from gptrain.plan import plan_batch, split_world
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -60,7 +60,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
 
 def count_sequences(cfg: DictConfig, world_size: int) -> int:
     """Sequences per optimizer step over this many ranks."""
-    split = split_world(cfg.strategy, world_size)
+    split = dims_of(cfg.strategy, world_size)
     asked, accumulate = cfg.data.global_batch_size, cfg.trainer.accumulate_grad_batches
     return plan_batch(cfg.data.batch_size, asked, accumulate, split.data).global_batch_size
 

@@ -19,7 +19,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDims:
     """Ranks along each axis; their product is the world size."""
 
     data: int = 1
@@ -31,12 +31,12 @@ class Degrees:
         return self.data * self.tensor * self.pipeline
 
 
-def degrees(
+def parallel_dims(
     name: str,
     world_size: int,
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
-) -> Degrees:
+) -> ParallelDims:
     """Ranks along each axis of a strategy on so many devices.
 
     What is left of the world after tensor and pipeline is data parallel. "auto" is "single" on one
@@ -73,7 +73,7 @@ def degrees(
         sizes[axis] = size
     split = sizes[TENSOR] * sizes[PIPELINE]
     n_data = max(1, world_size // split) if DATA in AXES[name] else 1
-    found = Degrees(n_data, sizes[TENSOR], sizes[PIPELINE])
+    found = ParallelDims(n_data, sizes[TENSOR], sizes[PIPELINE])
     if found.world_size != world_size:
         equation = f"data {n_data} x tensor {found.tensor} x pipeline {found.pipeline}"
         raise ValueError(
@@ -83,9 +83,9 @@ def degrees(
     return found
 
 
-def split_world(options, world_size: int) -> Degrees:
-    """degrees() for the `strategy` group of a config."""
-    return degrees(
+def dims_of(options, world_size: int) -> ParallelDims:
+    """parallel_dims() for the `strategy` group of a config."""
+    return parallel_dims(
         options.name,
         world_size,
         options.tensor_parallel_size,

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gptrain.chaos.lab import TINY, Lab
 from gptrain.config.schema import PROJECT
 from gptrain.resilience.status import read_status
+from tests.campaign.lab import TINY, Lab
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 

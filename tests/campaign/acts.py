@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from gptrain.config.process import this_process
+from gptrain.launch.process import this_process
 from gptrain.resilience import fileops
 
 run_dir = Path()  # of the run, once the fault is armed

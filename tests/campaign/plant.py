@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptrain.chaos import acts
-from gptrain.config.process import this_process
+from gptrain.launch.process import this_process
 from gptrain.resilience import fileops
+from tests.campaign import acts
 
 WITNESS = "witness-{rank}.txt"
 PIDS = "pids"  # folder: rank -> its process, and the data workers it has had
@@ -46,7 +46,7 @@ class Fault:
 
 def plant(fault: Fault | None, run_dir: Path, background: bool) -> None:
     """Called in the forked parent of a run; its ranks inherit what is done here."""
-    from gptrain.build import trainer
+    from gptrain.assemble import trainer
     from gptrain.launch import local, rank
     from gptrain.lit.callbacks import checkpoints
 
@@ -120,7 +120,7 @@ def once(act: Callable, fault: Fault, run_dir: Path) -> Callable:
 
 def at_phase(fault: Fault, act: Callable) -> None:
     """Runs the act when the rank enters the phase at or after the step."""
-    import gptrain.build as build
+    import gptrain.assemble as build
     from gptrain.data import DummyTextDataset
     from gptrain.lit import LanguageModel
     from gptrain.lit.callbacks import Checkpoints, Guarded, StepLog

@@ -8,10 +8,10 @@ import signal
 import time
 from collections.abc import Sequence
 
-from gptrain.chaos.expect import ends, goes_on_as_if_nothing
-from gptrain.chaos.lab import EVERY, Lab
-from gptrain.chaos.plant import Fault
-from gptrain.chaos.truth import difference, redone
+from tests.campaign.expect import ends, goes_on_as_if_nothing
+from tests.campaign.lab import EVERY, Lab
+from tests.campaign.plant import Fault
+from tests.campaign.truth import difference, redone
 
 STRATEGIES = ("fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel", "ddp_pipeline")
 STEP_PHASES = ("forward", "backward", "clip", "log", "validation", "save")

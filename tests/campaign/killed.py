@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from gptrain.chaos.expect import ends, goes_on_as_if_nothing
-from gptrain.chaos.lab import EVERY, Lab
-from gptrain.chaos.plant import Fault
-from gptrain.chaos.truth import difference, losses, redone
+from tests.campaign.expect import ends, goes_on_as_if_nothing
+from tests.campaign.lab import EVERY, Lab
+from tests.campaign.plant import Fault
+from tests.campaign.truth import difference, losses, redone
 
 
 def killed_rank_restarts(lab: Lab, reference: dict, draw: random.Random) -> str | None:

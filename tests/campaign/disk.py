@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import random
 
-from gptrain.chaos.expect import ends, goes_on_as_if_nothing
-from gptrain.chaos.lab import EVERY, Lab
-from gptrain.chaos.plant import Fault
-from gptrain.chaos.saves import damage, flip
-from gptrain.chaos.truth import difference
+from tests.campaign.expect import ends, goes_on_as_if_nothing
+from tests.campaign.lab import EVERY, Lab
+from tests.campaign.plant import Fault
+from tests.campaign.saves import damage, flip
+from tests.campaign.truth import difference
 
 SAVE_OPERATIONS = 16  # of a save of one file, about; later counts fall into the next save
 

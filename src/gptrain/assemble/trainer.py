@@ -10,8 +10,10 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.config.machine import Machine, native_precision
-from gptrain.config.process import this_process
+from gptrain.assemble.parts import Lengths, build_target
+from gptrain.assemble.resume import identity
+from gptrain.launch.devices import Machine, native_precision
+from gptrain.launch.process import this_process
 from gptrain.lit.callbacks import (
     Checkpoints,
     CollectGarbage,
@@ -24,12 +26,10 @@ from gptrain.lit.callbacks import (
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.environment import Ranks
 from gptrain.lit.trainer import NoProfiler, leave_signals_to_us
-from gptrain.recipe import Lengths, build_target
 from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
-from gptrain.resume import identity
 
 # Arguments of the Trainer that the batch arithmetic has already turned into steps.
 TRAINER_KEYS = {

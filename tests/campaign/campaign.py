@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gptrain.chaos import disk, failing, folders, killed, outside, saves, told
-from gptrain.chaos.lab import Lab
+from tests.campaign import disk, failing, folders, killed, outside, saves, told
+from tests.campaign.lab import Lab
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Row:
 
 def main() -> None:
     """Runs the campaign, prints the table, and exits with 1 where anything did not hold."""
-    parser = argparse.ArgumentParser(prog="python -m gptrain.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a sample, about two minutes")
     parser.add_argument("--only", default="", help="names of faults: F01,F08")
     parser.add_argument("--seed", type=int, default=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gptrain.chaos.lab import Attempt, Lab
-from gptrain.chaos.truth import difference, redone
+from tests.campaign.lab import Attempt, Lab
+from tests.campaign.truth import difference, redone
 
 LEAVE_S = 10.0  # for the others, once a rank has failed
 

@@ -8,10 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-from gptrain.chaos.expect import ends, goes_on_as_if_nothing
-from gptrain.chaos.lab import Lab
-from gptrain.chaos.plant import WITNESS, Fault
-from gptrain.chaos.truth import difference, redone
+from tests.campaign.expect import ends, goes_on_as_if_nothing
+from tests.campaign.lab import Lab
+from tests.campaign.plant import WITNESS, Fault
+from tests.campaign.truth import difference, redone
 
 
 def two_at_once(lab: Lab, reference: dict, draw: random.Random, n: int = 4) -> str | None:

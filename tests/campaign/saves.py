@@ -10,11 +10,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from gptrain.chaos.lab import Lab
 from gptrain.resilience import fileops
 from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
 from gptrain.resilience.store import CheckpointStore
+from tests.campaign.lab import Lab
 
 RUN_ID = "c" * 32
 

@@ -24,12 +24,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from gptrain.chaos.plant import Fault, plant
-from gptrain.chaos.truth import record
 from gptrain.config.compose import Composer
-from gptrain.config.problems import ConfigError, JobFailed
 from gptrain.config.schema import PROJECT, register
+from gptrain.problems import ConfigError, JobFailed
 from gptrain.resilience.status import read_status
+from tests.campaign.plant import Fault, plant
+from tests.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
 LEAVING_S = 10.0  # what a run started may take to end after it
@@ -168,7 +168,7 @@ class Lab:
 def warm_up() -> None:
     """Imports what a run imports, without computing anything."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    import gptrain.build
+    import gptrain.assemble
     import gptrain.launch.local
     import gptrain.launch.rank
     import gptrain.lit.loggers  # noqa: F401

@@ -1,4 +1,4 @@
-"""python -m gptrain.chaos: real faults in real runs, and whether what was promised held.
+"""python -m tests.campaign: real faults in real runs, and whether what was promised held.
 
 campaign   the table of faults, tries, results
 killed, told, failing, folders, disk   faults in a run, each function one try

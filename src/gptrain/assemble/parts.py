@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from gptrain.config.problems import BAD_DATA, ConfigError, Problem
 from gptrain.optim import call_closure_first, decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.unfit import Unfit
 from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
+from gptrain.problems import BAD_DATA, ConfigError, Problem
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from omegaconf import DictConfig, ListConfig
 
-from gptrain.config.process import this_process
+from gptrain.launch.process import this_process
 
 
 @dataclass(frozen=True)
