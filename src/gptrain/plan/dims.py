@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SINGLE, DATA, TENSOR, PIPELINE = "single", "data", "tensor", "pipeline"
+DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
 
-# strategy -> the axes over which it divides the work
-AXES = {
-    "single": (),
-    "ddp": (DATA,),
-    "fsdp": (DATA,),
-    "tensor_parallel": (TENSOR,),
-    "pipeline": (PIPELINE,),
-    "fsdp_tensor_parallel": (DATA, TENSOR),
-    "ddp_pipeline": (DATA, PIPELINE),
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table of strategies.
+
+    Attributes:
+        axes: over which the work is divided.
+        needs: attributes that a net must have (`gptrain.models`).
+        builder: `module:function` that makes this rank's net and Lightning's strategy.
+    """
+
+    axes: tuple[str, ...]
+    needs: tuple[str, ...]
+    builder: str
+
+
+_LIT = "gptrain.lit.strategies"
+_STAGES = ("embed", "blocks", "norm", "head")
+_HEADS = ("tensor_plan", "n_heads", "head")
+# To remove a strategy: its row here, its conf/strategy/*.yaml, its builder's file.
+STRATEGIES = {
+    "single": Strategy((), (), f"{_LIT}.data_parallel:build_single"),
+    "ddp": Strategy((DATA,), (), f"{_LIT}.data_parallel:build_ddp"),
+    "fsdp": Strategy((DATA,), ("blocks",), f"{_LIT}.partitioned:build_partitioned"),
+    "tensor_parallel": Strategy((TENSOR,), _HEADS, f"{_LIT}.partitioned:build_partitioned"),
+    "fsdp_tensor_parallel": Strategy(
+        (DATA, TENSOR), ("blocks", *_HEADS), f"{_LIT}.partitioned:build_partitioned"
+    ),
+    "pipeline": Strategy((PIPELINE,), _STAGES, f"{_LIT}.pipeline:build_pipeline"),
+    "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, f"{_LIT}.pipeline:build_pipeline"),
 }
+AXES = {name: row.axes for name, row in STRATEGIES.items()}
 
 
 @dataclass(frozen=True)
@@ -88,8 +110,8 @@ def dims_of(options, world_size: int) -> ParallelDims:
     return parallel_dims(
         options.name,
         world_size,
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
+        getattr(options, "tensor_parallel_size", None),
+        getattr(options, "pipeline_parallel_size", None),
     )
 
 

@@ -1,0 +1,80 @@
+"""The one reader of small JSON and YAML files, which somebody else may have written.
+
+A run folder, a cache or a folder of weights may come from a stranger. A pipe in place of a file
+would block the reader for ever, `/dev/zero` would fill the memory, deep nesting would overflow the
+stack, and YAML's aliases grow exponentially. Each of these is one `UnreadableFile` here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_JSON_BYTES = 16 * 2**20  # an index of a million tensors; manifests here have kilobytes
+MAX_YAML_BYTES = 2**20  # PyYAML reads about 100 kB/s
+
+
+class UnreadableFile(ValueError):
+    """A small file that is there and cannot be used; the message names it and says why."""
+
+    def __init__(self, path: str | Path, reason: str):
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = Path(path), reason
+
+
+def read_bytes(path: str | Path, max_bytes: int) -> bytes:
+    """The content of a regular file of at most max_bytes bytes. A link to one is followed.
+
+    Raises: FileNotFoundError; OSError; UnreadableFile for anything but a small regular file.
+    """
+    # Without O_NONBLOCK to open a named pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise UnreadableFile(path, "not a regular file")
+        if found.st_size > max_bytes:
+            raise UnreadableFile(path, f"{found.st_size} bytes; at most {max_bytes} are read")
+        return file.read(max_bytes)
+
+
+def read_json(path: str | Path) -> Any:
+    """The value of a small JSON file. Raises: FileNotFoundError, OSError, UnreadableFile."""
+    return parse_json(read_bytes(path, MAX_JSON_BYTES), path)
+
+
+def parse_json(text: bytes, path: str | Path) -> Any:
+    """The value of JSON text that was read from path. Raises: UnreadableFile."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise UnreadableFile(path, "nested too deeply") from None
+    except ValueError as error:  # also text that is not UTF-8
+        raise UnreadableFile(path, f"not JSON ({error})") from None
+
+
+def read_yaml(path: str | Path) -> Any:
+    """Plain values of a small YAML file, which may have no aliases and no tags of Python's.
+
+    Raises: FileNotFoundError, OSError, UnreadableFile.
+    """
+    text = read_bytes(path, MAX_YAML_BYTES)
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except RecursionError:
+        raise UnreadableFile(path, "nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnreadableFile(path, f"not YAML ({reason})") from None
+
+
+class _PlainLoader(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read")
+        return super().compose_node(parent, index)
