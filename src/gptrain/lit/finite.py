@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from gptrain.resilience.ends import NonFinite
+from gptrain.resilience.status import NonFinite
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from gptrain.lit.finite import gather
 from gptrain.lit.loops import loops_after
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.vote import Vote
-from gptrain.resilience.draft import NoSpace
-from gptrain.resilience.ends import FolderFull
 from gptrain.resilience.rng import capture, restore
 from gptrain.resilience.store import CheckpointStore
 
@@ -64,15 +62,12 @@ class Checkpoints(Callback):
         self._writing = Vote()
 
     def setup(self, trainer: Trainer, module: LanguageModel, stage: str) -> None:
-        """Raises FolderFull unless there is room for two saves: the newer before the older goes."""
+        """Raises NoSpace unless there is room for two saves: the newer before the older goes."""
         if stage != "fit":
             return
         self._needed_bytes = PARAMETER_BYTES * trainer.strategy.told["n_parameters"]
         if trainer.is_global_zero:
-            try:
-                self.store.check_space(2 * self._needed_bytes)
-            except NoSpace as full:
-                raise FolderFull(str(full)) from full
+            self.store.check_space(2 * self._needed_bytes)
 
     def on_train_start(self, trainer: Trainer, module: LanguageModel) -> None:
         """Puts back this rank's random numbers; nothing random happens between here and a step."""
