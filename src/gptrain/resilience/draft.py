@@ -177,8 +177,7 @@ class DraftFile(io.RawIOBase):
         self._n_bytes = 0
         self._pending = bytearray()
         self._descriptor: int | None = None
-        with self._keep_error():
-            self._descriptor = fileops.create(self._path)
+        self._guarded(self._create)
 
     def write(self, data: bytes | memoryview) -> int:
         """Number of bytes given: all are taken."""
@@ -206,19 +205,23 @@ class DraftFile(io.RawIOBase):
         if self.closed:
             return
         self._put_pending()
-        entry = {"bytes": self._n_bytes, "sha256": self._digest.hexdigest()}
         if self._descriptor is not None:
-            with self._keep_error():
-                os.fsync(self._descriptor)
+            self._guarded(os.fsync, self._descriptor)
             try:  # even after an error: the descriptor is ours to give back
                 os.close(self._descriptor)
             except OSError as error:
                 self._draft.error = self._draft.error or error
-        with self._keep_error():
-            if found := difference(self._path, entry, self._draft.progress):
-                raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
+        entry = {"bytes": self._n_bytes, "sha256": self._digest.hexdigest()}
+        self._guarded(self._read_back, entry)
         self._draft.files[self._path.name] = entry
         super().close()
+
+    def _create(self) -> None:
+        self._descriptor = fileops.create(self._path)
+
+    def _read_back(self, entry: dict) -> None:
+        if found := difference(self._path, entry, self._draft.progress):
+            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
 
     def _put_pending(self) -> None:
         if self._pending:
@@ -227,18 +230,17 @@ class DraftFile(io.RawIOBase):
 
     def _put(self, piece: memoryview) -> None:
         self._digest.update(piece)
-        with self._keep_error():
-            fileops.write_all(self._descriptor, piece)
+        self._guarded(fileops.write_all, self._descriptor, piece)
         if self._draft.progress:
             self._draft.progress()
 
-    @contextmanager
-    def _keep_error(self) -> Iterator[None]:
-        """Keeps the block's OSError in the draft."""
-        try:
-            yield
-        except OSError as error:
-            self._draft.error = self._draft.error or error
+    def _guarded(self, operation: Callable, *arguments: object) -> None:
+        """Keeps the operation's OSError in the draft; after one nothing more is tried."""
+        if self._draft.error is None:
+            try:
+                operation(*arguments)
+            except OSError as error:
+                self._draft.error = error
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -139,12 +139,10 @@ class Silence:
 
     def __init__(self) -> None:
         self._count: int | None = None
-        self._looked_s = time.monotonic()
-        self._silent_s = 0.0
+        self._looked_s = self._silent_s = 0.0
 
-    def look(self, count: int) -> float:
+    def look(self, count: int, now_s: float) -> float:
         """Seconds for which the counter has had this value."""
-        now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
         self._silent_s = self._silent_s + elapsed_s if count == self._count else 0.0
         self._count = count
@@ -170,10 +168,10 @@ class StallWatch:
         may be one that waits. Whose process has stopped is among them, however late its last beat
         was, and as long as a rank may or may not have stopped, the answer is none.
         """
-        stalls, any_late, any_unclear = [], False, False
+        stalls, any_late, any_unclear, now_s = [], False, False, time.monotonic()
         for life in read_lives(self.folder):
-            silent_s = self._beats[life.rank].look(life.beats)
-            no_tick_s = self._ticks[life.rank].look(life.ticks)
+            silent_s = self._beats[life.rank].look(life.beats, now_s)
+            no_tick_s = self._ticks[life.rank].look(life.ticks, now_s)
             late = silent_s > max(self.timeout_s, life.allow_s)
             stopped = no_tick_s > self.stopped_s
             if late or stopped:
@@ -263,7 +261,7 @@ class Guard:
                 self.heartbeat.tick()
             beats = self.heartbeat.beats
             limit_s = max(self._timeout_s, self.heartbeat.allow_s)
-            silent_s = silence.look(beats)
+            silent_s = silence.look(beats, time.monotonic())
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self._leave("the process that started it is gone", FAILED)
             elif (status := self._new_failure()) is not None:
