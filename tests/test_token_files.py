@@ -178,7 +178,7 @@ def test_a_resumed_loader_reads_the_same_batches(tmp_path):
     order = SampleOrder(len(dataset), seed=1)
 
     def batches(position):
-        sampler = TrainBatches(order, 4, n_steps=27)
+        sampler = TrainBatches(order, 4)
         sampler.start = position
         return [tokens for tokens, _ in DataLoader(dataset, batch_sampler=sampler,
                                                    collate_fn=collate)]  # fmt: skip

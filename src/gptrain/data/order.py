@@ -8,7 +8,7 @@ global batch.
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from gptrain.data.mix import mix64, stream, stream_key
 
 IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
-_ENDLESS = 2**40  # micro-batches: more than any run takes
 _BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
 
 
@@ -62,20 +61,25 @@ class SampleOrder:
 
 
 class TrainBatches:
-    """A batch sampler: this rank's micro-batches of a run, epoch after epoch, from `start`.
+    """A batch sampler: this rank's micro-batches of one epoch of the loader, from where the run is.
 
-    Step s of an epoch takes exactly the positions [s G, (s+1) G) of its permutation; micro-step
-    m of rank r takes B of them at s G + (m W + r) B. So a step's samples depend on G alone, not
-    on how they are dealt. The last N mod G of an epoch's order, other samples each time, are
-    left out on all ranks alike.
+    The sequence of micro-batches of a run has no end and is a pure function of their number,
+    counted over the whole run. Every N // G steps it takes a new permutation of the data: step s
+    of a permutation has exactly its positions [s G, (s+1) G), and micro-step m of rank r takes B
+    of them at s G + (m W + r) B. So a step's samples depend on G alone, not on how they are
+    divided among ranks and micro-steps. The last N mod G of each permutation, other samples each
+    time, are left out on all ranks alike.
+
+    An epoch of the loader is a section of that sequence of `epoch_steps` steps, whichever
+    permutation it lies in: a run of shorter epochs sees the same samples in the same order.
 
     Attributes:
-        start: micro-batches that each rank has consumed before, where the next iterator begins;
-            0 for a fresh run.
+        start: micro-batches that each rank has consumed before, where there is no `position`.
 
     Args:
         order: the permutations.   accumulate: micro-batches per optimizer step, A.
-        n_steps: optimizer steps of the whole run; None: no end.
+        epoch_steps: optimizer steps of one epoch; None: N // G, one permutation.
+        position: how many micro-batches of the whole run are done, asked as an iterator is made.
     Raises: DataError if one step needs more samples than there are.
     """
 
@@ -86,36 +90,41 @@ class TrainBatches:
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        n_steps: int | None = None,
+        *,
+        epoch_steps: int | None = None,
+        position: Callable[[], int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
         self.global_batch_size = batch_size * world_size * accumulate
-        self.steps_per_epoch = order.n_samples // self.global_batch_size
-        if self.steps_per_epoch == 0:
+        self.permutation_steps = order.n_samples // self.global_batch_size
+        if self.permutation_steps == 0:
             raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
+        self.epoch_steps = self.permutation_steps if epoch_steps is None else epoch_steps
+        if self.epoch_steps < 1:
+            raise ValueError(f"epoch_steps={epoch_steps}: must be >= 1")
         self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
         self.rank, self.world_size = rank, world_size
-        self.n_batches = _ENDLESS if n_steps is None else n_steps * accumulate
-        self.start = 0
+        self.position, self.start = position, 0
 
     def __len__(self) -> int:
-        """Micro-batches of the whole run, equal on all ranks."""
-        return self.n_batches
+        """Micro-batches of an epoch, equal on all ranks."""
+        return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From `start`, as it is now, to the end of the run."""
-        return self._batches(self.start)
+        """From the run's position, as it is now, to the end of the epoch that it lies in."""
+        done = self.start if self.position is None else self.position()
+        return self._batches(done, (done // len(self) + 1) * len(self))
 
-    def _batches(self, done: int) -> Iterator[list[int]]:
-        per_epoch = self.accumulate * self.steps_per_epoch
+    def _batches(self, done: int, end: int) -> Iterator[list[int]]:
+        per_permutation = self.accumulate * self.permutation_steps
         per_block = max(1, _BLOCK // self.batch_size)
-        while done < self.n_batches:
-            epoch, first = divmod(done, per_epoch)
-            n_batches = min(per_block, per_epoch - first, self.n_batches - done)
+        while done < end:
+            permutation, first = divmod(done, per_permutation)
+            n_batches = min(per_block, per_permutation - first, end - done)
             micro_steps = np.arange(first, first + n_batches)
             positions = self._positions(micro_steps * self.world_size + self.rank)
-            yield from self.order.index(epoch, positions).tolist()
+            yield from self.order.index(permutation, positions).tolist()
             done += n_batches
 
     def step_samples(self, step: int) -> np.ndarray:
@@ -123,11 +132,11 @@ class TrainBatches:
 
         `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
         """
-        epoch, step = divmod(step, self.steps_per_epoch)
+        permutation, step = divmod(step, self.permutation_steps)
         slots = step * self.accumulate * self.world_size + np.arange(
             self.accumulate * self.world_size
         ).reshape(self.accumulate, self.world_size)
-        return self.order.index(epoch, self._positions(slots))
+        return self.order.index(permutation, self._positions(slots))
 
     def _positions(self, slots: np.ndarray) -> np.ndarray:
         """The B positions of each slot, slot = micro_step * W + rank: (..., B)."""
