@@ -1,6 +1,7 @@
 """Samples are dealt without overlap, without loss, and the same however they are split."""
 
 import itertools
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -256,6 +257,57 @@ def test_padding_counts_for_nothing(dataset):
     assert torch.equal(last, torch.stack([dataset[4][0], dataset[0][0]]))
     assert torch.equal(last_targets[0], dataset[4][1])
     assert (last_targets[1] == -100).all()
+
+
+class Samples(Dataset):
+    """A user's own data set: samples of any form, made of a number."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return self.sample(torch.full((3,), index))
+
+
+Pair = namedtuple("Pair", "image label")
+
+
+@pytest.mark.parametrize(
+    ("sample", "targets"),
+    [
+        (lambda x: {"tokens": x, "targets": x + 1}, lambda batch: batch["targets"]),
+        (lambda x: {"input_ids": x, "labels": x[0]}, lambda batch: batch["labels"]),
+        (lambda x: Pair(x / 2, x[0]), lambda batch: batch.label),
+        (lambda x: (x / 2, int(x[0])), lambda batch: batch[1]),
+    ],
+)
+def test_integer_targets_of_dicts_and_pairs_are_padded_with_what_no_loss_counts(sample, targets):
+    loader = DataLoader(
+        PaddedDataset(Samples(sample)), batch_sampler=EvalBatches(5, 3), collate_fn=collate
+    )
+    full, last = map(targets, loader)
+    assert (full != -100).all()
+    assert (last[:2] != -100).all() and (last[2] == -100).all()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda x: (x, x, x),
+        lambda x: (x, x / 2),
+        lambda x: {"tokens": x},
+        lambda x: x,
+    ],
+)
+def test_samples_of_another_form_are_repeated_as_torchs_distributed_sampler_does(sample):
+    dataset = Samples(sample)
+    loader = DataLoader(PaddedDataset(dataset), batch_sampler=EvalBatches(5, 3), collate_fn=collate)
+    _, last = loader
+    expected = collate([dataset[3], dataset[4], dataset[0]])
+    assert str(last) == str(expected)
 
 
 def test_both_kinds_of_data_set_go_through_one_loader():

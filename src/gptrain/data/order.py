@@ -8,7 +8,7 @@ global batch.
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gptrain.data.errors import DataError
-from gptrain.data.mix import mix64, stream, stream_key
+from gptrain.data import DataError
 
 IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
@@ -167,7 +166,12 @@ class EvalBatches:
 
 
 class PaddedDataset(Dataset):
-    """A data set in which index -1 is sample 0 with every target -100: no loss counts it."""
+    """A data set in which index -1 is sample 0, so that all ranks have equally many samples.
+
+    Where a sample is a pair, or a dict with `targets` or `labels`, and these are integers, they
+    become -100 and no loss counts them. Other samples are counted once more, as in torch's
+    DistributedSampler.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -175,25 +179,75 @@ class PaddedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample: tokens (T,) and targets (T,), int64."""
-        tokens, targets = self.__getitems__([index])
-        return tokens[0], targets[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: tokens (B, T) and targets (B, T), int64."""
-        tokens, targets = fetch(self.dataset, [max(index, 0) for index in indices])
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A batch, as `collate` makes it."""
+        real = [max(index, 0) for index in indices]
+        if hasattr(self.dataset, "__getitems__"):  # a whole batch, or a list of samples
+            batch = collate(self.dataset.__getitems__(real))
+        else:
+            batch = collate([self.dataset[index] for index in real])
         padding = torch.tensor(indices) < 0  # (B,)
-        return tokens, targets.masked_fill(padding[:, None], IGNORE)
-
-
-def fetch(dataset: Dataset, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A batch of any data set of the contract, in one call where it offers `__getitems__`."""
-    if hasattr(dataset, "__getitems__"):
-        return collate(dataset.__getitems__(indices))
-    return collate([dataset[index] for index in indices])
+        return _ignore_targets(batch, padding) if padding.any() else batch
 
 
 def collate(batch: Any) -> Any:
-    """A data loader's `collate_fn`: batches made by `__getitems__` pass, samples are stacked."""
-    return default_collate(batch) if isinstance(batch, list) else batch
+    """A data loader's `collate_fn`: a list of samples is stacked, what is a batch already passes.
+
+    Samples may be tensors, or tuples or dicts of them, as torch's `default_collate` has it.
+    """
+    batch = default_collate(batch) if isinstance(batch, list) else batch
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _ignore_targets(batch: Any, padding: Tensor) -> Any:
+    if isinstance(batch, Mapping):
+        key = next((key for key in ("targets", "labels") if key in batch), None)
+        return batch if key is None else {**batch, key: _ignored(batch[key], padding)}
+    if isinstance(batch, tuple) and len(batch) == 2:
+        make = getattr(batch, "_make", type(batch))  # of a named tuple
+        return make((batch[0], _ignored(batch[1], padding)))
+    return batch
+
+
+def _ignored(targets: Any, padding: Tensor) -> Any:
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return targets
+    return targets.masked_fill(padding.view(-1, *[1] * (targets.ndim - 1)), IGNORE)
+
+
+# ---- All randomness of this room is a pure function of integers: NumPy's own generators are
+# stateful and slow to seed; a mixed counter gives the same numbers on every machine and version.
+
+# Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,
+# doi:10.1145/2660193.2660195; Stafford's variant 13).
+GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which every input bit flips every output bit half of the time.
+
+    Args:
+        values: uint64, any shape; left as it is.
+    """
+    mixed = values ^ (values >> _30)
+    mixed *= _FIRST
+    mixed ^= mixed >> _27
+    mixed *= _SECOND
+    mixed ^= mixed >> _31
+    return mixed
+
+
+def stream_key(*words: int) -> int:
+    """One 64-bit key for a tuple of integers, in which every word and its place counts."""
+    key = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        key = mix64(key + np.uint64((word + GOLDEN) % 2**64))
+    return int(key[0])
+
+
+def stream(key: int, length: int) -> np.ndarray:
+    """The counters key + GOLDEN, key + 2 GOLDEN, …; mixed, they are SplitMix64's output."""
+    steps = np.arange(1, length + 1, dtype=np.uint64)
+    return steps * np.uint64(GOLDEN) + np.uint64(key)  # (length,)
