@@ -205,7 +205,7 @@ def batches(spec: Spec, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]
     dataset = DummyTextDataset(spec["num_samples"], spec["seq_len"], spec["model"]["vocab_size"])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     order = SampleOrder(len(dataset), 0)
-    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size)
+    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size, epoch_steps=2**40)
     is_cuda = device.type == "cuda"
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=is_cuda)
     for tokens, targets in loader:

@@ -14,7 +14,7 @@ from torch import nn
 from gptrain import config
 from gptrain import export as package
 from gptrain.config.schema import RunConfig
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 
 log = logging.getLogger(__name__)

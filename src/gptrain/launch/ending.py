@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
 from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.ends import FolderFull, NonFinite, Preempted
 from gptrain.resilience.status import CHECKPOINTS_NAME

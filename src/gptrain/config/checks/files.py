@@ -121,7 +121,7 @@ def _need_library(run: Run) -> None:
 def _check_token_files(run: Run) -> None:
     if run.get("data.train._target_") != TOKENS:
         return
-    from gptrain.data.errors import DataError
+    from gptrain.data import DataError
     from gptrain.data.token_files import (
         count_windows,
         find_token_files,
@@ -164,7 +164,7 @@ def _check_manifest(file: Path) -> None:
     """Raises DataError if a file is not the one that was prepared, as its manifest knows."""
     if not (file.parent / "manifest.json").exists() or file.name not in ("train.bin", "val.bin"):
         return
-    from gptrain.data.prepared import PreparedText
+    from gptrain.data import PreparedText
 
     PreparedText.load(file.parent).check()
 
@@ -173,7 +173,7 @@ def _check_corpus(run: Run) -> None:
     if run.get("data.train._target_") != TEXT or run.get("data.path") is None:
         return
     from gptrain.data.corpus import find_documents
-    from gptrain.data.errors import DataError
+    from gptrain.data import DataError
 
     try:
         documents = find_documents(run.get("data.path"), run.get("data.pattern") or "*")
