@@ -20,9 +20,9 @@ from gptrain.parallel.activation import (
     compiles_loss,
 )
 from gptrain.parallel.ddp import comm_hook
-from gptrain.parallel.group import start_group_of_one
-from gptrain.parallel.materialize import build_spread
-from gptrain.parallel.unfit import Unfit
+from gptrain.parallel.fit import Unfit
+from gptrain.parallel.mesh import start_group_of_one
+from gptrain.parallel.slices import build_partitioned
 
 _DDP_OPTIONS = signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = (  # renamed in torch 2.13
@@ -77,11 +77,11 @@ def _spread(name, make_net, options, split, device, compile, activation_checkpoi
         apply_compile(net, compile)
 
     if name == "single":
-        return build_spread(make_net, finish, device), Single(device)
+        return build_partitioned(make_net, finish, device), Single(device)
     if split.world_size == 1:
         start_group_of_one(device)
     if name == "ddp":
-        return build_spread(make_net, finish, device), _replicated(options)
+        return build_partitioned(make_net, finish, device), _replicated(options)
     if precision == "16-mixed":
         raise Unfit("trainer.precision", f"{name} does not scale losses; use bf16-mixed")
     if compile == "model":
@@ -137,7 +137,7 @@ def _sharded(make_net, finish, options, split, device, name, precision):
             )
 
     offloads = is_fsdp and options.cpu_offload
-    net = build_spread(make_net, spread, "cpu" if offloads else device)
+    net = build_partitioned(make_net, spread, "cpu" if offloads else device)
     syncs_each = options.accumulate_shards
     return net, Sharded(mesh, is_fsdp=is_fsdp, is_tensor=is_tensor, syncs_each=syncs_each)
 
@@ -168,5 +168,5 @@ def _piped(make_net, finish, options, split, device, compiles):
         pipelines.append(pipeline)
         finish(net)
 
-    net = build_spread(make_net, spread, device)
+    net = build_partitioned(make_net, spread, device)
     return net, Piped(pipelines[0])

@@ -17,6 +17,7 @@ from gptrain.parallel.state import (
     load_whole_net_state,
     load_whole_optimizer_state,
     named_groups,
+    named_parameters,
     sharded_state,
     whole_net_state,
     whole_optimizer_state,
@@ -42,6 +43,11 @@ class NamedStates:
         """The net that is trained."""
         return self.lightning_module.net
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that an optimizer may have, by their names in a checkpoint."""
+        return named_parameters(self.net, self.aliases)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole net on rank 0, nothing elsewhere and in a sharded save."""
         if self.saves_shards:
@@ -53,9 +59,9 @@ class NamedStates:
         """The optimizer's state by names; in a sharded save the options of its groups alone."""
         optimizer = _bare(optimizer)
         if self.saves_shards:
-            groups = named_groups(self.net, optimizer, self.aliases, self.stages)
+            groups = named_groups(self.parameters, optimizer, self.stages)
             return {"state": {}, "param_groups": groups}
-        return whole_optimizer_state(self.net, optimizer, aliases=self.aliases, stages=self.stages)
+        return whole_optimizer_state(self.parameters, optimizer, stages=self.stages)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -67,7 +73,7 @@ class NamedStates:
             from gptrain.resilience.sharded import ShardWriter
 
             optimizer = _bare(self.optimizers[0]) if self.optimizers else None
-            state = sharded_state(self.net, optimizer, aliases=self.aliases)
+            state = sharded_state(self.net, self.parameters, optimizer, aliases=self.aliases)
             dcp.save(state, storage_writer=ShardWriter(storage_options))
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -77,19 +83,19 @@ class NamedStates:
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._reader() is not None:
-            load_sharded_net(self.net, self._reader(), aliases=self.aliases)
+            load_sharded_net(self.net, self._reader(), aliases=self.aliases, stages=self.stages)
         else:
             state = checkpoint["state_dict"]
             state = {name.removeprefix("net."): tensor for name, tensor in state.items()}
-            load_whole_net_state(self.net, state, aliases=self.aliases)
+            load_whole_net_state(self.net, state, aliases=self.aliases, stages=self.stages)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         optimizer, state = _bare(self.optimizers[0]), checkpoint["optimizer_states"][0]
         if self._reader() is not None:
             groups, reader = state["param_groups"], self._reader()
-            load_sharded_optimizer(self.net, optimizer, groups, reader, aliases=self.aliases)
+            load_sharded_optimizer(self.parameters, optimizer, groups, reader)
         else:
-            load_whole_optimizer_state(self.net, optimizer, state, aliases=self.aliases)
+            load_whole_optimizer_state(self.parameters, optimizer, state)
 
     def _reader(self):
         from gptrain.resilience.safe_load import SafeFileSystemReader
