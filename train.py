@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from gptrain import config
 
 if TYPE_CHECKING:
-    from gptrain.resilience.guard import Guard
+    from gptrain.resilience.watchdog import Guard
 
 
 def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
@@ -37,9 +37,10 @@ def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
 def main(cfg: DictConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
     from gptrain import launch  # likewise
+    from gptrain.assemble.resume import find_checkpoint
 
     config.check(cfg)
-    metrics = launch.run(train, cfg)
+    metrics = launch.run(train, cfg, find_checkpoint)
     return metrics.get(cfg.objective)
 
 

@@ -7,7 +7,6 @@ callbacks; `report`: what the run says of itself.
 from __future__ import annotations
 
 import gc
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +34,7 @@ from gptrain.assemble.report import build_report
 from gptrain.assemble.resume import check_data
 from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.assemble.weights import start_from
-from gptrain.launch.devices import Machine, find_machine, set_threads, share_cores
+from gptrain.launch.devices import Machine, find_machine, set_threads
 from gptrain.launch.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.noise import quiet
@@ -45,7 +44,7 @@ from gptrain.lit.strategies import spread_net
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.plan import ParallelDims, dims_of
-from gptrain.resilience.guard import Guard
+from gptrain.resilience.watchdog import Guard
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
@@ -70,12 +69,10 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     if _built:  # the job before left its net in cycles, which no small collection reaches
         gc.collect()
     process, machine = this_process(), find_machine(cfg)
-    if machine.accelerator == "cpu":
+    if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
-        if machine.n_local > 1 and "OMP_NUM_THREADS" not in os.environ:
-            share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
     split = dims_of(cfg.strategy, machine.world_size)

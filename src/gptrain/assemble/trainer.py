@@ -26,10 +26,10 @@ from gptrain.lit.callbacks import (
 from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.environment import Ranks
 from gptrain.lit.trainer import NoProfiler, leave_signals_to_us
-from gptrain.resilience.guard import Guard
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
+from gptrain.resilience.watchdog import Guard
 
 # Arguments of the Trainer that the batch arithmetic has already turned into steps.
 TRAINER_KEYS = {
