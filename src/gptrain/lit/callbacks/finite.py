@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from gptrain.lit.module import LanguageModel
-from gptrain.resilience.ends import NonFinite
+from gptrain.resilience.status import NonFinite
 
 log = logging.getLogger(__name__)
 
