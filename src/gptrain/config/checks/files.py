@@ -172,8 +172,8 @@ def _check_manifest(file: Path) -> None:
 def _check_corpus(run: Run) -> None:
     if run.get("data.train._target_") != TEXT or run.get("data.path") is None:
         return
-    from gptrain.data.corpus import find_documents
     from gptrain.data import DataError
+    from gptrain.data.corpus import find_documents
 
     try:
         documents = find_documents(run.get("data.path"), run.get("data.pattern") or "*")
