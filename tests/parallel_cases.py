@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from count_bytes import CountBytes
 from parallel_kinds import (
     ACCUMULATE,
     BATCH,
@@ -27,7 +28,6 @@ from parallel_kinds import (
 from torch.distributed.tensor import DTensor
 
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.count import CountBytes
 from gptrain.parallel.ddp import comm_hook
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.tensor import partial_parameters

@@ -43,7 +43,7 @@ from gptrain.lit.report import Report
 from gptrain.lit.step import trim_step
 from gptrain.lit.strategies import spread_net
 from gptrain.parallel.activation import compiles_loss
-from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
+from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.plan import ParallelDims, dims_of
 from gptrain.resilience.guard import Guard
 

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from gptrain.optim import call_closure_first, decay_groups, muon_groups, scaled_lr
-from gptrain.parallel.unfit import Unfit
+from gptrain.optim import decay_groups, muon_groups, scaled_lr
+from gptrain.parallel.fit import Unfit
 from gptrain.plan import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 from gptrain.problems import BAD_DATA, ConfigError, Problem
 
@@ -162,11 +162,7 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, net: nn.Module) -> torch.
     options = options if lr is None else {**options, "lr": lr}
     with _named("optimizer._target_", target):
         groups = muon_groups(net, decay) if target == MUON else decay_groups(net, decay)
-        optimizer = make(groups, **options)
-    is_known = target.startswith(("torch.optim.", "gptrain.optim."))
-    if is_known and not isinstance(optimizer, torch.optim.LBFGS):  # they call a closure once
-        return optimizer
-    return call_closure_first(optimizer, batch.accumulate)
+        return make(groups, **options)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +22,12 @@ from gptrain.resilience.manifest import (
 from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
+from gptrain.small_files import UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
 STATE_NAME = "state.ckpt"  # of a full checkpoint
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
-SHOWN = 4  # misfits told one by one; a net of another width has one for each tensor
 
 
 def load_weights(
@@ -37,15 +36,15 @@ def load_weights(
     *,
     monitor: str = "val/loss",
     aliases: Mapping[str, str] = NO_ALIASES,
-    is_stage: bool = False,
+    stages: Any = None,
 ) -> Path:
-    """Fills net, whole or spread, with the weights that source holds; returns where they were.
+    """Fills net, as this rank holds it, with the weights of source; returns where they were.
 
     Args:
         source: a run folder (its best checkpoint by `monitor`, or its newest where none was
             measured), a checkpoint's folder or file, a folder in the layout of Hugging Face's
             GPT-2 (in one file or several), or a safetensors file of the net's own names.
-        aliases: as in `gptrain.parallel.state`.   is_stage: net is a part of what source holds.
+        aliases, stages: as in `gptrain.parallel.state`.
 
     Raises:
         FileNotFoundError: nothing there that holds weights.
@@ -54,21 +53,22 @@ def load_weights(
     """
     found = source if isinstance(source, Checkpoint) else find_weights(source, monitor)
     path = found.path if isinstance(found, Checkpoint) else found
-    if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
-        reader = SafeFileSystemReader(path)
-        _check_fit(net, _stored_shapes(reader), path, aliases, is_stage)
-        load_sharded_net(net, reader, aliases=aliases)
+    options = {"aliases": aliases, "stages": stages}
+    try:
+        if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
+            load_sharded_net(net, SafeFileSystemReader(path), **options)
+            return path
+        from_others = path.suffix == ".safetensors" or path.name == INDEX
+        tensors = read_safetensors(path) if from_others else _read_state(path)
+        config = path.parent / "config.json"
+        if path.name in (SAFETENSORS, INDEX) and config.exists():
+            tensors = _from_gpt2(net, config, tensors)
+        load_whole_net_state(net, tensors, **options)
         return path
-    from_others = path.suffix == ".safetensors" or path.name == INDEX
-    tensors = read_safetensors(path) if from_others else _read_state(path)
-    config = path.parent / "config.json"
-    if path.name in (SAFETENSORS, INDEX) and config.exists():
-        tensors = _from_gpt2(net, config, tensors)
-    tensors = _untied(net, tensors)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    _check_fit(net, shapes, path, aliases, is_stage)
-    load_whole_net_state(net, tensors, aliases=aliases)
-    return path
+    except UnreadableFile as error:
+        raise DamagedCheckpoint(error.path, error.reason) from error
+    except ValueError as error:
+        raise ValueError(f"{path} does not fit the net: {error}") from error
 
 
 def start_from(cfg: DictConfig, net: nn.Module, pipeline: Any = None) -> None:
@@ -79,7 +79,7 @@ def start_from(cfg: DictConfig, net: nn.Module, pipeline: Any = None) -> None:
 
     Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
     """
-    stage = {"aliases": pipeline.aliases, "is_stage": True} if pipeline is not None else {}
+    stage = {"aliases": pipeline.aliases, "stages": pipeline.group} if pipeline else {}
     try:
         path = load_weights(net, cfg.init_from, monitor=cfg.checkpoint.monitor, **stage)
     except FileNotFoundError as error:
@@ -134,25 +134,18 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        names = json.loads(index.read_bytes())["weight_map"].values()
-        parts = sorted({index.parent / name for name in names})
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(index, f"not an index of safetensors files ({error})") from error
-    for part in parts:
-        if not part.is_file():
-            raise DamagedCheckpoint(index, f"names {part.name}, which is not there")
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise DamagedCheckpoint(index, "not an index of safetensors files: it has no weight_map")
+    parts = []
+    for name in sorted(set(map(str, names.values()))):
+        if Path(name).name != name or not name.endswith(".safetensors"):  # nor an index again
+            raise DamagedCheckpoint(index, f"names {name}, which is no safetensors file beside it")
+        if not (index.parent / name).is_file():
+            raise DamagedCheckpoint(index, f"names {name}, which is not there")
+        parts.append(index.parent / name)
     return parts
-
-
-def tied_names(net: nn.Module) -> dict[str, str]:
-    """Second name of a parameter that has two -> its first."""
-    first: dict[nn.Parameter, str] = {}
-    return {
-        name: first[parameter]
-        for name, parameter in net.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
 
 
 def _read_state(path: Path) -> dict[str, Tensor]:
@@ -169,52 +162,7 @@ def _from_gpt2(net: nn.Module, config: Path, tensors: dict[str, Tensor]) -> dict
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
             f"`from_gpt2` that reads it (see gptrain.models)"
         )
-    try:
-        content = json.loads(config.read_bytes())
-    except ValueError as error:
-        raise DamagedCheckpoint(config, f"not JSON ({error})") from error
-    try:
-        return net.from_gpt2(content, tensors)
-    except ValueError as error:
-        raise ValueError(f"{config.parent} does not fit the net: {error}") from error
-
-
-def _untied(net: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With an entry for each name, where a file keeps a tied weight once."""
-    ties = {second: first for second, first in tied_names(net).items() if second not in tensors}
-    return tensors | {second: tensors[first] for second, first in ties.items() if first in tensors}
-
-
-def _stored_shapes(reader: SafeFileSystemReader) -> dict[str, tuple[int, ...]]:
-    stored = reader.read_metadata().state_dict_metadata
-    return {
-        name.removeprefix("net."): tuple(entry.size)
-        for name, entry in stored.items()
-        if name.startswith("net.")
-    }
-
-
-def _check_fit(
-    net: nn.Module,
-    stored: Mapping[str, tuple[int, ...]],
-    path: Path,
-    aliases: Mapping[str, str],
-    is_stage: bool,
-) -> None:
-    ties = tied_names(net)
-    wanted = {
-        aliases.get(name, name): tuple(tensor.shape)
-        for name, tensor in net.state_dict().items()
-        if name in stored or name not in ties
-    }
-    wrong = [
-        f"{name} {stored[name]} there, {shape} here"
-        for name, shape in wanted.items()
-        if name in stored and stored[name] != shape
-    ]
-    wrong += [f"{name} here only" for name in wanted if name not in stored]
-    if not is_stage:
-        wrong += [f"{name} there only" for name in stored if name not in wanted]
-    if wrong:
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise ValueError(f"{path} does not fit the net: {'; '.join(wrong[:SHOWN])}{more}")
+    content = read_json(config)
+    if not isinstance(content, dict):
+        raise UnreadableFile(config, "not the config of a net")
+    return net.from_gpt2(content, tensors)

@@ -68,8 +68,8 @@ def write_net(net: nn.Module, folder: Path, form: Format, dtype: Dtype) -> int:
     """
     import torch
 
-    from gptrain.assemble.weights import tied_names
     from gptrain.export.files import write_json, write_tensors
+    from gptrain.parallel.state import tied_names
 
     name = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
     if form is Format.hf:

@@ -23,7 +23,7 @@ from gptrain.launch.ending import newest_checkpoint, resume_command
 from gptrain.launch.rank import BEATS_VARIABLE, rank_process
 from gptrain.launch.restarts import FRUITLESS_STARTS
 from gptrain.launch.start import choose_start
-from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.parallel.mesh import STORE_VARIABLE
 from gptrain.resilience.ends import Preempted
 from gptrain.resilience.heartbeat import StallWatch
 from gptrain.resilience.signals import StopFlag, hold_back

@@ -7,7 +7,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.parallel.mesh import STORE_VARIABLE
 
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 

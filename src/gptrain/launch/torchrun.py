@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from gptrain.launch.process import parent_start_s
-from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.parallel.mesh import STORE_VARIABLE
 
 
 def meet_at_a_file() -> None:

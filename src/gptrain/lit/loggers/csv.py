@@ -11,12 +11,12 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.trouble import survives_trouble
+from gptrain.lit.loggers.survive_trouble import survives_trouble
 from gptrain.resilience import fileops
 
 
 class CSVLogger(Logger):
-    """metrics.csv in `save_dir` itself, a row per step and kind of metric, written at once.
+    """metrics.csv in `save_dir` itself, a row per step, written at once.
 
     Lightning's own begins such a file anew whenever a process starts.
     """
@@ -28,6 +28,8 @@ class CSVLogger(Logger):
         super().__init__()
         self._path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] = []
+        self._last: dict[str, Any] = {}  # the row that a later call of the same step completes
+        self._last_start = 0  # its place in the file, bytes
 
     @property
     def save_dir(self) -> str:
@@ -40,24 +42,31 @@ class CSVLogger(Logger):
     @survives_trouble
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Adds a row; a name that is new adds a column."""
-        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        """Adds to the row of this step, or a row; a name that is new adds a column."""
+        if not metrics:
+            return
         if not self._columns and self._path.exists():
-            self._columns, _ = self._read()
+            self._write(*self._read())
+        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        if str(self._last.get("step")) == str(step):
+            row = {**self._last, **row}
+            with self._path.open("r+b") as file:
+                file.truncate(self._last_start)
         added = [name for name in row if name not in self._columns]
         if added:
             rows = self._read()[1] if self._path.exists() else []
             self._write(self._columns + added, rows)
         with self._path.open("a", newline="") as file:
+            self._last, self._last_start = row, file.tell()
             csv.DictWriter(file, self._columns).writerow(row)
 
     @survives_trouble
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
-        """Removes the rows of step and after it, and one that was cut short."""
+        """Removes the rows after step, and one that was cut short."""
         if self._path.exists():
             columns, rows = self._read()
-            self._write(columns, [row for row in rows if int(row["step"]) < step])
+            self._write(columns, [row for row in rows if int(row["step"]) <= step])
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         with self._path.open(newline="") as file:
@@ -70,6 +79,10 @@ class CSVLogger(Logger):
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows[:-1])
+        start = len(text.getvalue().encode())
+        writer.writerows(rows[-1:])
         fileops.replace(self._path, text.getvalue().encode())
-        self._columns = columns
+        self._columns, self._last, self._last_start = columns, {}, start
+        if rows:
+            self._last = {name: value for name, value in rows[-1].items() if value != ""}

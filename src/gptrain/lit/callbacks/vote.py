@@ -17,7 +17,7 @@ class Vote:
         self._group: dist.ProcessGroup | None = None
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
-    def any(self, mine: bool) -> bool | None:
+    def ask(self, mine: bool) -> bool | None:
         """Whether any rank said yes when it was asked last; None if it was not asked yet."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return mine

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.trouble import survives_trouble
+from gptrain.lit.loggers.survive_trouble import survives_trouble
 from gptrain.resilience.lock import read_holder
 
 
@@ -27,7 +27,7 @@ class WandbLogger(pl_loggers.WandbLogger):
     def __init__(self, save_dir: str, **options: Any):
         run_id = read_holder(save_dir).get("run_id")
         super().__init__(save_dir=save_dir, id=run_id, **options)
-        del self._wandb_init["anonymous"]  # wandb warns of it, whatever its value
+        self._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
 
     log_metrics = survives_trouble(pl_loggers.WandbLogger.log_metrics)
     log_hyperparams = survives_trouble(pl_loggers.WandbLogger.log_hyperparams)

@@ -1,4 +1,4 @@
-"""Lightning's way to and from the checkpoint store."""
+"""Files of checkpoints: into a draft of our store, or wherever Lightning is asked to save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from gptrain.resilience.draft import Draft
 from gptrain.resilience.safe_load import load_file
@@ -14,24 +14,24 @@ from gptrain.resilience.safe_load import load_file
 STATE_NAME = "state.ckpt"
 
 
-class StoreIO(CheckpointIO):
-    """Writes a full checkpoint into a draft of the store, and reads tensors and plain values only.
+class StoreIO(TorchCheckpointIO):
+    """Lightning's files as they are, and full checkpoints of our store; both are read safely.
 
-    `trainer.save_checkpoint(path, storage_options=draft)` hands the draft through.
+    `trainer.save_checkpoint(path, storage_options=draft)` hands the store's draft through.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Draft | None = None
     ) -> None:
+        if storage_options is None:
+            super().save_checkpoint(checkpoint, path)
+            return
         with storage_options.open(STATE_NAME) as file:
             torch.save(checkpoint, file)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint on the CPU, whatever device wrote it; `path` is its folder or its file."""
+        """Tensors, on the CPU, and plain values; `path` is a checkpoint's folder or its file."""
         path = Path(path)
         return load_file(path / STATE_NAME if path.is_dir() else path)
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        raise NotImplementedError("the store removes checkpoints, by its own rules")
