@@ -277,7 +277,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     prepare_text(tmp_path / "text", "bytes", tmp_path / "cache")
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 2**24  # a batch is 1 MiB of text, 8 MiB of int64 ids
+    assert peak_bytes < 20 * 2**20  # a batch is 1 MiB of text, 8 MiB of int64 ids, copies of both
 
 
 # ---- the cache

@@ -1,4 +1,4 @@
-"""What a run will cost: batch arithmetic, memory, FLOPs and communication, without torch."""
+"""What a run will cost: batch arithmetic, memory and FLOPs, without torch."""
 
 from gptrain.plan.batch import BatchPlan, plan_batch, run_steps, token_steps, warmup_steps
 from gptrain.plan.dims import ParallelDims, dims_of, parallel_dims

@@ -26,7 +26,7 @@ class BatchPlan:
         return self.batch_size * self.data_parallel_size * self.accumulate
 
     def steps_per_epoch(self, n_samples: int) -> int:
-        """Whole optimizer steps in one pass over the data; the tail is left to the next shuffle."""
+        """Complete steps in one pass over the data; what remains is left to the next shuffle."""
         return n_samples // self.global_batch_size
 
 
@@ -83,20 +83,20 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
     """Steps of the warm-up.
 
     Args:
-        asked: a whole number of steps, a share of the run below 1, or None: 100 or a
+        asked: an integer number of steps, a fraction of the run below 1, or None: 100 or a
             tenth of the run, whichever is less.
         total_steps: None where only a time ends the run.
 
-    Raises: ValueError for a share of a run of unknown length, and for what is neither.
+    Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
     """
     if asked is None and total_steps is None:
         return DEFAULT_WARMUP_STEPS
     if asked is None:
         return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
     if asked < 0 or (asked > 1 and asked != int(asked)):
-        raise ValueError("neither a whole number of steps nor a share of the run below 1")
+        raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
     if not 0 < asked < 1:
         return int(asked)
     if total_steps is None:
-        raise ValueError("a share of a run of which no one knows the length")
+        raise ValueError("a fraction of a run of unknown length")
     return round(asked * total_steps)

@@ -14,7 +14,7 @@ from gptrain.config.checks.world import check_world, plan_dims
 from gptrain.launch.devices import accelerator_of, count_local
 from gptrain.launch.process import this_process
 from gptrain.plan import ParallelDims
-from gptrain.plan.memory import ADAM_BYTES_PER_PARAMETER, rank_parameters
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters
 from gptrain.plan.shape import GPTShape
 
 GIB = 2**30
@@ -123,7 +123,7 @@ def _check_memory(run: Run, split: ParallelDims, n_local: int, kind: str) -> Non
         for end in ends
     )
     trains = run.get("task") == "fit"
-    need = parameters * (ADAM_BYTES_PER_PARAMETER if trains else 4)
+    need = parameters * (bytes_per_parameter("32-true", "torch.optim.AdamW") if trains else 4)
     offloads = bool(run.get("strategy.cpu_offload"))
     on_host = kind == "cpu" or offloads
     have = host_bytes() if on_host else min_device_bytes(n_local)

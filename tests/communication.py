@@ -1,4 +1,4 @@
-"""Bytes that a rank sends in one optimizer step, by strategy.
+"""Bytes that a rank sends in one optimizer step, by strategy: what counted bytes are held against.
 
 Collectives are taken as rings, whose traffic is the least possible (Patarasuk & Yuan 2009,
 doi:10.1016/j.jpdc.2008.09.002): of b bytes that each of n ranks holds, or will hold, whole, a rank
@@ -48,7 +48,7 @@ def fsdp_bytes(
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
 
     Args:
-        n_tensor_ranks: that have cut most parameters before.
+        n_tensor_ranks: over which most parameters are sharded already.
     """
     blocks, root = shape.tensor_parallel_parameters(n_tensor_ranks)
     passes = 2 if reshard_after_forward else 1
@@ -76,7 +76,7 @@ def tensor_parallel_bytes(
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
     Args:
-        n_data_ranks: that have cut these gradients before, under FSDP.
+        n_data_ranks: over which these gradients are sharded, under FSDP.
     """
     padded = -(-seq_len // n_ranks) * n_ranks
     activation = batch_size * padded * shape.d_model * activation_bytes
@@ -118,7 +118,7 @@ def pipeline_bytes(
 def step_bytes(
     name: str,
     shape: GPTShape,
-    split: ParallelDims,
+    dims: ParallelDims,
     *,
     batch_size: int,
     seq_len: int,
@@ -137,26 +137,26 @@ def step_bytes(
     """
     work = {"batch_size": batch_size, "seq_len": seq_len, "accumulate": accumulate}
     if "pipeline" in name:
-        n_stages = split.pipeline * stages_per_rank
-        held = shape.stage_parameters(range(pipeline_rank, n_stages, split.pipeline), n_stages)
+        n_stages = dims.pipeline * stages_per_rank
+        held = shape.stage_parameters(range(pipeline_rank, n_stages, dims.pipeline), n_stages)
         place = {"rank": pipeline_rank, "stages_per_rank": stages_per_rank}
-        return pipeline_bytes(shape, split.pipeline, **place, **work) + ddp_bytes(held, split.data)
+        return pipeline_bytes(shape, dims.pipeline, **place, **work) + ddp_bytes(held, dims.data)
     total = 0.0
     if "fsdp" in name:
         total += fsdp_bytes(
             shape,
-            split.data,
+            dims.data,
             accumulate=accumulate,
             reshard_after_forward=reshard_after_forward,
             accumulate_shards=accumulate_shards,
-            n_tensor_ranks=split.tensor,
+            n_tensor_ranks=dims.tensor,
         )
     if "tensor" in name:
         total += tensor_parallel_bytes(
             shape,
-            split.tensor,
+            dims.tensor,
             activation_checkpointing=activation_checkpointing,
-            n_data_ranks=split.data,
+            n_data_ranks=dims.data,
             **work,
         )
-    return total or ddp_bytes(shape.parameters, split.data)
+    return total or ddp_bytes(shape.parameters, dims.data)
