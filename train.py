@@ -38,7 +38,6 @@ def main(cfg: DictConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
     from gptrain import launch  # likewise
 
-    config.check(cfg)
     metrics = launch.run(train, cfg)
     return metrics.get(cfg.objective)
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import nn
 
 from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import choose_checkpoint
 from gptrain.assemble.weights import load_weights
-from gptrain.config.checks.objects import check_objects, resolve
-from gptrain.config.checks.run import Run
-from gptrain.config.checks.targets import check_target_names
-from gptrain.config.schema import register_resolvers
-from gptrain.problems import ConfigError
+from gptrain.config import register_resolvers, trust
+from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.small_files import UnreadableFile, read_yaml
 
 CHOICES = ("best", "last")
 
 
-def load(run_dir: str | Path, which: str = "best") -> nn.Module:
+def load(
+    run_dir: str | Path, which: str = "best", allowed_targets: Sequence[str] = ()
+) -> nn.Module:
     """The net of a run, on the CPU in evaluation mode, as one of its checkpoints left it.
 
     Of the folder only tensors and plain values are read, and the names of the net's classes, which
@@ -29,6 +29,8 @@ def load(run_dir: str | Path, which: str = "best") -> nn.Module:
     random numbers are touched.
 
     Args:
+        allowed_targets: packages that the net's classes may come from, besides this checkout and
+            torch.
         which: "best" by the run's checkpoint.monitor (the newest where none was measured), or
             "last".
 
@@ -41,31 +43,14 @@ def load(run_dir: str | Path, which: str = "best") -> nn.Module:
     if not config.is_file():
         raise FileNotFoundError(f"{run_dir}: no run in this folder, {config} is missing")
     register_resolvers()
-    cfg = OmegaConf.load(config)
-    check_classes(cfg)
+    try:
+        cfg = OmegaConf.create(trust.plain(OmegaConf.create(read_yaml(config))))
+    except UnreadableFile as error:
+        raise ConfigError([Problem("run_dir", str(run_dir), str(error), code=BAD_DATA)]) from None
+    if problems := trust.check_targets(OmegaConf.to_container(cfg.model), "model", allowed_targets):
+        raise ConfigError(problems)
     checkpoint = choose_checkpoint(run_dir, which, cfg.checkpoint.monitor)
     with torch.random.fork_rng(devices=[]):
         net = build_net(cfg)
     load_weights(net, checkpoint)
     return net.eval()
-
-
-def check_classes(cfg: DictConfig) -> None:
-    """Imports what the model group names, if the run may use it, and makes sure of its kind.
-
-    Stricter than training by one rule, since the folder may be someone else's, and says itself
-    which packages it may use: arguments, too, are made by nn.Modules only.
-
-    Raises: ConfigError.
-    """
-    run = Run.of(OmegaConf.masked_copy(cfg, ["model", "allowed_targets"]))
-    check_target_names(run)
-    if not run.problems:
-        check_objects(run)
-    for path, node in run.targets():
-        if not run.problems:
-            found, _ = resolve(node["_target_"])
-            if not (inspect.isclass(found) and issubclass(found, nn.Module)):
-                run.error(f"{path}._target_", "no nn.Module", value=node["_target_"])
-    if run.problems:
-        raise ConfigError(run.problems)

@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 
 from gptrain.assemble.parts import MODEL_KEYS, build_net, build_optimizer, fits
-from gptrain.config.checks.strategies import WHOLE
+from gptrain.config.check import ANY_NET as WHOLE
 from gptrain.parallel.fit import check_fit
 from gptrain.plan import BatchPlan, dims_of
 from gptrain.problems import ConfigError

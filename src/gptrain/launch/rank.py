@@ -17,7 +17,7 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
 from gptrain import problems
-from gptrain.config.schema import register
+from gptrain.config import register_resolvers as register
 from gptrain.launch.ending import (
     Ending,
     classify,
