@@ -30,7 +30,6 @@ def main(cfg: DictConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
     from gptrain import assemble, launch  # likewise
 
-    config.check(cfg)
     assemble.check(cfg)
     metrics = launch.run(train, cfg, assemble.find_checkpoint)
     return metrics.get(cfg.objective)

@@ -13,13 +13,14 @@ from torch import nn
 from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import choose_checkpoint
 from gptrain.assemble.weights import load_weights, read_state
-from gptrain.config import trust
-from gptrain.problems import ConfigError, Problem
+from gptrain.config import register_resolvers, trust
+from gptrain.problems import BAD_DATA, ConfigError, Problem
 from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint
 from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import UnreadableFile, read_yaml
 
 CHOICES = ("best", "last")
+NOT_READ = ("callbacks", "logger", "profiler", "hydra")
 _PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
@@ -76,11 +77,13 @@ def _find_config(source: Path) -> Path | None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Plain values of a composed config; groups that a net cannot depend on are left out."""
     try:
         content = read_yaml(path)
         if not isinstance(content, dict):
             raise UnreadableFile(path, "not a mapping")
-        model = OmegaConf.create({**content, "callbacks": {}, "logger": {}, "hydra": {}})
-        return {**content, "model": trust.plain(OmegaConf.masked_copy(model, ["model"]))["model"]}
     except UnreadableFile as error:
-        raise ConfigError([Problem("", None, str(error), code=65)]) from error
+        raise ConfigError([Problem("", None, str(error), code=BAD_DATA)]) from error
+    register_resolvers()
+    kept = {key: value for key, value in content.items() if key not in NOT_READ}
+    return trust.plain(OmegaConf.create(kept))

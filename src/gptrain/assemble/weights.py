@@ -146,7 +146,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def net_tensors(net: nn.Module, content: dict[str, Any], path: Path) -> dict[str, Tensor]:
     """The net's tensors in the content of a file, averaged ones where the run averaged them.
 
-    Lightning's WeightAveraging puts the averages where the weights are; its StochasticWeightAveraging
+    Lightning's WeightAveraging puts the averages where the weights are, StochasticWeightAveraging
     keeps them in its own state. A module that calls its net otherwise has its name in front.
     """
     state = content.get("state_dict", content)

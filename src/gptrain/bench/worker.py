@@ -113,14 +113,12 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     from lightning.pytorch import Callback
 
     from gptrain.assemble import build
-    from gptrain.config.cli import compose_command
-    from gptrain.config.schema import register
+    from gptrain.config import compose_command
 
     class TakeTurns(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             turns.step_done()
 
-    register()
     run = build(compose_command(spec["overrides"]))
     run.trainer.callbacks.append(TakeTurns())
     run.trainer.fit(run.module, datamodule=run.datamodule)
