@@ -1,8 +1,8 @@
 """cfg -> (module, datamodule, trainer): the only place that instantiates a `_target_`.
 
 Here: the order in which the parts of a run are made. `parts`: net, data, module, lengths,
-optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `weights`, `resume`,
-`load`: where weights come from, which checkpoint a run goes on from, a net in a notebook.
+optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `weights`,
+`resume`, `load`: where weights come from, which checkpoint a run goes on from, a net in a notebook.
 """
 
 from __future__ import annotations

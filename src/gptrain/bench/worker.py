@@ -144,7 +144,7 @@ def loader(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 def matmul(spec: Spec, device: torch.device, turns: Turns) -> None:
     """The peak that the others' MFU is taken against."""
-    from gptrain.lit.speed import measure_matmul
+    from gptrain.lit.perf import measure_matmul
 
     dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
     side = 1024 if device.type == "cpu" else 8192
