@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from count_bytes import CountBytes
 from parallel_kinds import (
     ACCUMULATE,
     BATCH,
@@ -27,14 +28,13 @@ from parallel_kinds import (
 from torch.distributed.tensor import DTensor
 
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.count import CountBytes
 from gptrain.parallel.ddp import comm_hook
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.tensor import partial_parameters
 from gptrain.plan import ParallelDims
-from gptrain.plan.communication import step_bytes
 from gptrain.plan.memory import state_bytes
 from gptrain.plan.shape import GPTShape
+from tests.communication import step_bytes
 
 N_STEPS = 3
 SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)

@@ -12,13 +12,13 @@ from gptrain.loss import chunked_next_token_loss
 from gptrain.models import SimpleGPT
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
-from gptrain.parallel.materialize import build_spread
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.pipeline import Pipeline
-from gptrain.parallel.slices import whole_of
+from gptrain.parallel.slices import build_partitioned, whole_of
 from gptrain.parallel.state import (
     load_whole_net_state,
     load_whole_optimizer_state,
+    named_parameters,
     whole_net_state,
     whole_optimizer_state,
 )
@@ -71,11 +71,12 @@ class OneProcess:
         return {name: whole_of(p.grad) for name, p in self.net.named_parameters()}
 
     def states(self):
-        return whole_net_state(self.net), whole_optimizer_state(self.net, self.optimizer)
+        parameters = named_parameters(self.net)
+        return whole_net_state(self.net), whole_optimizer_state(parameters, self.optimizer)
 
     def load(self, net_state, optimizer_state):
         load_whole_net_state(self.net, net_state)
-        load_whole_optimizer_state(self.net, self.optimizer, optimizer_state)
+        load_whole_optimizer_state(named_parameters(self.net), self.optimizer, optimizer_state)
 
 
 class Sharded(OneProcess):
@@ -97,7 +98,7 @@ class Sharded(OneProcess):
             if self.is_fsdp:
                 apply_fsdp(net, self.mesh, **fsdp)
 
-        self.net = build_spread(make_net, spread, "cpu")
+        self.net = build_partitioned(make_net, spread, "cpu")
         self.optimizer = make_optimizer(self.net)
 
     def loss(self, tokens, targets):
@@ -159,7 +160,7 @@ class Piped(OneProcess):
                 ),
             )
 
-        self.net = build_spread(make_net, spread, "cpu")
+        self.net = build_partitioned(make_net, spread, "cpu")
         self.optimizer = make_optimizer(self.net)
         self.whole = {"aliases": self.pipeline.aliases, "stages": self.pipeline.group}
 
@@ -188,11 +189,12 @@ class Piped(OneProcess):
         return {aliases.get(name, name): p.grad for name, p in self.net.named_parameters()}
 
     def states(self):
+        parameters = named_parameters(self.net, self.pipeline.aliases)
         return whole_net_state(self.net, **self.whole), whole_optimizer_state(
-            self.net, self.optimizer, **self.whole
+            parameters, self.optimizer, stages=self.pipeline.group
         )
 
     def load(self, net_state, optimizer_state):
-        aliases = self.pipeline.aliases
-        load_whole_net_state(self.net, net_state, aliases=aliases)
-        load_whole_optimizer_state(self.net, self.optimizer, optimizer_state, aliases=aliases)
+        load_whole_net_state(self.net, net_state, **self.whole)
+        parameters = named_parameters(self.net, self.pipeline.aliases)
+        load_whole_optimizer_state(parameters, self.optimizer, optimizer_state)

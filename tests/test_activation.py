@@ -5,7 +5,7 @@ import torch
 
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.unfit import Unfit
+from gptrain.parallel.fit import Unfit
 
 B, T, V = 2, 16, 61
 

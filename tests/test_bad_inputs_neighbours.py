@@ -27,7 +27,7 @@ ONLY_IN = {
     "data.dtype": "data=tokens",
     "data.num_samples": "data=dummy_text",
     "optimizer.momentum": "optimizer=muon",
-    "scheduler.decay_share": "scheduler=warmup_stable_decay",
+    "scheduler.decay_fraction": "scheduler=warmup_stable_decay",
 }
 
 

@@ -14,7 +14,6 @@ import gptrain
 from gptrain.assemble.parts import build_optimizer, build_schedule, check_vocabulary, peak_lr
 from gptrain.config.cli import compose_command, register
 from gptrain.lit import LanguageModel
-from gptrain.optim import call_closure_first
 from gptrain.plan import BatchPlan
 from gptrain.problems import ConfigError
 
@@ -154,57 +153,6 @@ def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
     assert [build_schedule(cfg, 10)(step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
     cfg.scheduler = {**cfg.scheduler, "_target_": "lab.to_the_end", "power": 2.0}
     assert [build_schedule(cfg, 4)(step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
-
-
-def test_a_closure_runs_once_whatever_an_optimizer_does_with_it():
-    class Keeps(torch.optim.SGD):
-        def step(self):
-            super().step()
-
-    class Twice(torch.optim.SGD):
-        def step(self, closure):
-            with torch.enable_grad():
-                return closure(), closure()
-
-    calls = []
-    for own, expected in ((Keeps, 1), (torch.optim.SGD, 1), (Twice, 2)):
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer = call_closure_first(own([weight], lr=0.5))
-
-        def closure(weight=weight):
-            calls.append(torch.is_grad_enabled())
-            weight.grad = torch.ones(1)
-            return torch.zeros(())
-
-        with torch.no_grad():
-            optimizer.step(closure=closure)
-        assert calls == [True] * expected, own
-        assert own is Twice or weight.item() == 0.5
-        assert type(optimizer).__name__ == own.__name__
-        calls.clear()
-
-
-def test_an_optimizer_that_asks_at_other_weights_is_given_the_gradient_there(train, lab):
-    from lab import Ahead
-
-    weight = torch.nn.Parameter(torch.tensor([3.0]))
-    optimizer = call_closure_first(Ahead([weight], lr=0.1))
-
-    def closure():
-        loss = (weight**2).sum()
-        loss.backward()  # adds to the gradient that is there
-        return loss.detach()
-
-    with torch.no_grad():
-        loss = optimizer.step(closure=closure)
-    up = 3.0 + 0.5 * 6.0
-    assert loss == up**2 and weight.item() == pytest.approx(3.0 - 0.1 * 2 * up)
-
-    run = train("optimizer=ahead", *lab)
-    assert run.code == 0, run.err
-    run = train("optimizer=ahead", "trainer.accumulate_grad_batches=2", *lab, name="accumulates")
-    assert run.code == 70
-    assert "Ahead evaluates the loss more than once in a step, and of its 2 micro" in run.err
 
 
 def test_lbfgs_finds_the_minimum_of_a_net_of_matrices():

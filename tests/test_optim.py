@@ -116,14 +116,14 @@ def test_cosine_and_line_differ_between_their_common_points():
     assert warmup_linear(quarter, **RUN) == pytest.approx(0.8)
 
 
-def test_stable_decay_falls_over_its_share_of_the_run():
+def test_stable_decay_falls_over_its_fraction_of_the_run():
     run = {**RUN, "total_steps": 100}
     factors = [warmup_stable_decay(step, **run) for step in range(100)]
     assert factors[10:80] == [1.0] * 70
     assert factors[89] == pytest.approx(0.6)
     assert factors[99] == pytest.approx(0.2)
-    assert warmup_stable_decay(49, **run, decay_share=0.5) == 1.0
-    assert warmup_stable_decay(50, **run, decay_share=0.5) < 1.0
+    assert warmup_stable_decay(49, **run, decay_fraction=0.5) == 1.0
+    assert warmup_stable_decay(50, **run, decay_fraction=0.5) < 1.0
 
 
 @pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_stable_decay])

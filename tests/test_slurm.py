@@ -10,7 +10,7 @@ from gptrain.launch.devices import cores_per_rank
 from gptrain.launch.process import Process, this_process
 from gptrain.launch.rendezvous import attempt, first_host, set_rendezvous
 from gptrain.lit.environment import Ranks
-from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.parallel.mesh import STORE_VARIABLE
 
 TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task
     "SLURM_JOB_ID": "40015", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",

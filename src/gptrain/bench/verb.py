@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import Result, summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config.schema import RunConfig
+from gptrain.config import schema
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 
 log = logging.getLogger(__name__)
@@ -47,15 +46,23 @@ FIXED = (
 )
 
 
-@dataclass
-class BenchConfig(RunConfig):
-    """A run's keys and the verb's own."""
+class BenchRun(schema.Run):
+    """A run's keys and the command's own."""
 
-    size: str = "cpu"
-    rounds: int = 5  # turns of each loop
-    steps: int = 2  # of a turn
-    loops: list[str] = field(default_factory=lambda: ["tutorial", "bare", "accelerate", "ours"])
-    json: bool = False  # print JSON on stdout, also typed --json
+    size: schema.choice(*SIZES)
+    rounds: schema.Count  # turns of each loop
+    steps: schema.Count  # of a turn
+    loops: schema.Words
+    json: schema.Flag  # print JSON on stdout, also typed --json
+
+
+DEFAULTS = {
+    "size": "cpu",
+    "rounds": 5,
+    "steps": 2,
+    "loops": "[tutorial,bare,accelerate,ours]",
+    "json": "false",
+}
 
 
 def main() -> None:
@@ -69,7 +76,7 @@ def main() -> None:
     preset = SIZES[size].split()
     typed = {word.partition("=")[0] for word in words}
     sys.argv[1:] = ["name=bench", *(w for w in preset if w.partition("=")[0] not in typed), *words]
-    config.main(bench, schema=BenchConfig, usage=package.__doc__)
+    config.main(bench, BenchRun, DEFAULTS, usage=package.__doc__)
 
 
 def bench(cfg: DictConfig) -> None:

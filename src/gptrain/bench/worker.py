@@ -113,14 +113,12 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     from lightning.pytorch import Callback
 
     from gptrain.assemble import build
-    from gptrain.config.cli import compose_command
-    from gptrain.config.schema import register
+    from gptrain.config import compose_command
 
     class TakeTurns(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             turns.step_done()
 
-    register()
     run = build(compose_command(spec["overrides"]))
     run.trainer.callbacks.append(TakeTurns())
     run.trainer.fit(run.module, datamodule=run.datamodule)
@@ -146,7 +144,7 @@ def loader(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 def matmul(spec: Spec, device: torch.device, turns: Turns) -> None:
     """The peak that the others' MFU is taken against."""
-    from gptrain.lit.speed import measure_matmul
+    from gptrain.lit.perf import measure_matmul
 
     dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
     side = 1024 if device.type == "cpu" else 8192
@@ -205,7 +203,7 @@ def batches(spec: Spec, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]
     dataset = DummyTextDataset(spec["num_samples"], spec["seq_len"], spec["model"]["vocab_size"])
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     order = SampleOrder(len(dataset), 0)
-    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size)
+    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size, epoch_steps=2**40)
     is_cuda = device.type == "cuda"
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=is_cuda)
     for tokens, targets in loader:

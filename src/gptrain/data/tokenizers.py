@@ -16,11 +16,12 @@ from types import ModuleType
 
 import numpy as np
 
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
+from gptrain.small_files import UnreadableFile, read_bytes
 
 FILE_NAME = "tokenizer.json"
 _BYTES_JSON = b'{"type": "bytes"}\n'
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_BYTES = 2**28  # the largest in use, of vocabularies of 256,000, have 35 MB
 
 
 class ByteTokenizer:
@@ -41,7 +42,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text; what is no UTF-8 (yet), or no byte, shows as U+FFFD."""
-        no_byte = _REPLACEMENT.encode()
+        no_byte = "\N{REPLACEMENT CHARACTER}".encode()
         text = b"".join(bytes([i]) if 0 <= i < 256 else no_byte for i in map(int, ids))
         return text.decode(errors="replace")
 
@@ -62,12 +63,10 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        path = Path(path).expanduser()
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file")
-        self._json = path.read_bytes()
+        self._json, library = _read(Path(path).expanduser()), _library()
         try:
-            self._tokenizer = _library().Tokenizer.from_buffer(self._json)
+            self._tokenizer = library.Tokenizer.from_buffer(self._json)
+            self._decoder = json.dumps(json.loads(self._json).get("decoder"))
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
                 f"{path}: no tokenizer.json of the tokenizers library: {error}"
@@ -85,8 +84,7 @@ class JsonTokenizer:
         Special tokens stand for none. None unless the tokenizer is byte-level: others drop or
         add spaces, and a token's length in the text is not known.
         """
-        config = json.loads(self._json)
-        if "ByteLevel" not in _types(config.get("decoder")):
+        if '"type": "ByteLevel"' not in self._decoder:  # it may be one of a sequence
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self._tokenizer.get_vocab().items():
@@ -150,18 +148,14 @@ def load_tokenizer(spec: str | os.PathLike) -> ByteTokenizer | JsonTokenizer:
         path = path / FILE_NAME
     if not path.exists():
         raise FileNotFoundError(f"{spec}: no such file; or did you mean: bytes, bpe")
-    if path.read_bytes() == _BYTES_JSON:
-        return ByteTokenizer()
-    return JsonTokenizer(path)
+    return ByteTokenizer() if _read(path) == _BYTES_JSON else JsonTokenizer(path)
 
 
-def _types(component: object) -> set[str]:
-    """Names of a component of tokenizer.json and of all within it."""
-    if isinstance(component, list):
-        return set().union(*map(_types, component))
-    if not isinstance(component, dict):
-        return set()
-    return {component.get("type")}.union(*map(_types, component.values()))
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, _MAX_BYTES)
+    except UnreadableFile as error:
+        raise DataError(str(error)) from None
 
 
 def _library() -> ModuleType:

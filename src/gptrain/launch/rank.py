@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
 from gptrain.launch.process import this_process
 from gptrain.launch.rendezvous import attempt
 from gptrain.problems import (

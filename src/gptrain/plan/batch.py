@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class BatchPlan:
         return self.batch_size * self.data_parallel_size * self.accumulate
 
     def steps_per_epoch(self, n_samples: int) -> int:
-        """Whole optimizer steps in one pass over the data; the tail is left to the next shuffle."""
+        """Complete steps in one pass over the data; what remains is left to the next shuffle."""
         return n_samples // self.global_batch_size
 
 
@@ -83,20 +85,37 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
     """Steps of the warm-up.
 
     Args:
-        asked: a whole number of steps, a share of the run below 1, or None: 100 or a
+        asked: an integer number of steps, a fraction of the run below 1, or None: 100 or a
             tenth of the run, whichever is less.
         total_steps: None where only a time ends the run.
 
-    Raises: ValueError for a share of a run of unknown length, and for what is neither.
+    Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
     """
     if asked is None and total_steps is None:
         return DEFAULT_WARMUP_STEPS
     if asked is None:
         return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
     if asked < 0 or (asked > 1 and asked != int(asked)):
-        raise ValueError("neither a whole number of steps nor a share of the run below 1")
+        raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
     if not 0 < asked < 1:
         return int(asked)
     if total_steps is None:
-        raise ValueError("a share of a run of which no one knows the length")
+        raise ValueError("a fraction of a run of unknown length")
     return round(asked * total_steps)
+
+
+DEFAULT_MAX_EPOCHS = 3
+
+
+def effective_max_epochs(trainer: Mapping[str, Any], max_tokens: float | None) -> int | None:
+    """Epochs of the run; None for no limit.
+
+    As in Lightning a limit by steps or time alone lifts the default.
+
+    Args:
+        trainer: the trainer group.   max_tokens: the run's.
+    """
+    if trainer["max_epochs"] is not None:
+        return None if trainer["max_epochs"] == -1 else trainer["max_epochs"]
+    is_limited = trainer["max_steps"] != -1 or trainer["max_time"] is not None
+    return None if is_limited or max_tokens is not None else DEFAULT_MAX_EPOCHS

@@ -1,7 +1,7 @@
 """What happens around the steps: logging, progress, checkpoints, the end of the run."""
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.curves import Curves
+from gptrain.lit.callbacks.finite import FiniteCheck
 from gptrain.lit.callbacks.garbage import CollectGarbage
 from gptrain.lit.callbacks.guarded import Guarded
 from gptrain.lit.callbacks.progress import ProgressBar
@@ -12,7 +12,7 @@ from gptrain.lit.callbacks.stragglers import Stragglers
 __all__ = [
     "Checkpoints",
     "CollectGarbage",
-    "Curves",
+    "FiniteCheck",
     "Guarded",
     "ProgressBar",
     "SampleText",

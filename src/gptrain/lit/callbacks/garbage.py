@@ -7,6 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from gptrain.lit.lightning import ends_step
+
 
 class CollectGarbage(Callback):
     """Collects every `every_n_steps` and after validations only, on all ranks at the same step.
@@ -31,7 +33,7 @@ class CollectGarbage(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop._should_accumulate():
+        if not ends_step(trainer, batch_idx):
             return
         if trainer.global_step % self.every_n_steps == 0:
             gc.collect()

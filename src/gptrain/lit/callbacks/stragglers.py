@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from gptrain.lit.lightning import ends_step
+
 log = logging.getLogger(__name__)
 SLOW, SLOW_S = 1.5, 0.1  # times the median of the others, and seconds above it
 IN_A_ROW = 3  # logged steps: one slow step is an accident
@@ -29,25 +31,29 @@ class Stragglers(Callback):
         self.started: float | torch.cuda.Event | None = None
         self.ended: float | torch.cuda.Event | None = None
         self.slow_rank, self.times = -1, 0
-        self.told: set[int] = set()
+        self.warned: set[int] = set()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if self.started is None:  # of the first step of all
-            self.started = read_clock(module.device)
+            self.started = read_clock(trainer.strategy.root_device)
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if (trainer.global_step + 1) % self.every_n_steps == 0:
-            self.ended = read_clock(module.device)
+            self.ended = read_clock(trainer.strategy.root_device)
 
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if self.ended is not None and not trainer.fit_loop._should_accumulate():
-            mine = torch.tensor([seconds_between(self.started, self.ended)], device=module.device)
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.ended is not None and ends_step(trainer, batch_idx):
+            mine = torch.tensor(
+                [seconds_between(self.started, self.ended)], device=trainer.strategy.root_device
+            )
             all_ranks = [torch.empty_like(mine) for _ in range(trainer.world_size)]
             dist.all_gather(all_ranks, mine)
             self.ended = None
             if trainer.is_global_zero:
                 self.judge(trainer.global_step, [float(seconds) for seconds in all_ranks])
-        self.started = read_clock(module.device)
+        self.started = read_clock(trainer.strategy.root_device)
 
     def judge(self, step: int, seconds: list[float]) -> None:
         """Counts how often in a row the same rank was slow, by each rank's seconds."""
@@ -56,8 +62,8 @@ class Stragglers(Callback):
         is_slow = seconds[slowest] > max(SLOW * others, SLOW_S + others)
         self.times = self.times + 1 if is_slow and slowest == self.slow_rank else int(is_slow)
         self.slow_rank = slowest if is_slow else -1
-        if self.times == IN_A_ROW and slowest not in self.told:
-            self.told.add(slowest)
+        if self.times == IN_A_ROW and slowest not in self.warned:
+            self.warned.add(slowest)
             log.warning(
                 "warning: rank %d keeps the others waiting: at step %d it took %.2g s to its "
                 "backward pass, %.1f times what the others take",
