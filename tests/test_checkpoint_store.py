@@ -148,7 +148,8 @@ def test_large_and_many_small_pieces_arrive_as_written(store):
 
 def test_an_empty_folder_has_no_checkpoint_and_that_is_no_error(store):
     assert store.newest_good() is None
-    assert store.steps() == [] and store.clean() == [] and store.best("val/loss") is None
+    store.clean()
+    assert store.steps() == [] and store.best("val/loss") is None
 
 
 def test_an_exception_in_the_block_leaves_nothing(store):
@@ -507,7 +508,7 @@ def test_the_best_is_the_whole_one_with_the_lowest_metric(store):
 
 def test_prune_keeps_the_newest_and_the_protected(store):
     paths = [save(store, step) for step in range(1, 7)]
-    assert store.prune(2, protect=[paths[0]]) == [paths[3], paths[2], paths[1]]
+    store.prune(2, protect=[paths[0]])
     assert store.steps() == [1, 5, 6] and len(os.listdir(store.folder)) == 3
     with pytest.raises(ValueError, match="at least two"):
         store.prune(1)
@@ -518,7 +519,7 @@ def test_an_older_one_stays_as_long_as_the_newer_is_not_known_to_be_whole(store)
         save(store, step)
     damage(store.folder / "step-00000003", "swapped")
     store = CheckpointStore(store.folder, RUN)
-    assert store.prune(2) == []
+    store.prune(2)
     assert store.steps() == [1, 2]
 
 

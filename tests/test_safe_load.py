@@ -73,9 +73,8 @@ def test_a_file_with_foreign_code_is_refused_and_the_code_named(tmp_path, mark, 
         torch.save({"w": torch.ones(2), "config": [1, attack]}, path)
     else:
         path.write_bytes(pickle.dumps({"config": attack}, protocol=2))
-    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system; refused") as refused:
+    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system; refused"):
         load_file(path, mmap=mmap)
-    assert refused.value.what == "os.system"
 
 
 def test_a_pickle_of_a_protocol_that_torch_does_not_read_is_refused(tmp_path, mark):
