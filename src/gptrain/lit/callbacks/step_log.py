@@ -96,7 +96,7 @@ class StepLog(Callback):
             metrics["grad_norm"] = strategy.grad_norm
         if is_logged:
             metrics |= self._perf(trainer, module, step)
-        module.log_dict(metrics)
+        module.log_dict({name: exact(value) for name, value in metrics.items()})
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         module.log(STEP, float(trainer.global_step))
@@ -166,6 +166,11 @@ class StepLog(Callback):
         if trainer.strategy.root_device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+
+def exact(value: float | Tensor) -> Tensor:
+    """The value as Lightning keeps it without rounding to fp32: tokens are counted in billions."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:
