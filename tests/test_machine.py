@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,7 +11,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from gptrain.assemble.trainer import hand_devices
-from gptrain.launch.devices import Machine, find_machine, listed_numbers
+from gptrain.launch.devices import Machine, find_machine, listed_numbers, set_threads
+from gptrain.launch.process import calm_threads
 from gptrain.lit.environment import Ranks
 from gptrain.lit.strategies.ranks import Replicated, Single
 
@@ -108,3 +111,44 @@ def make_trainer(strategy, machine, rank):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+# Threads
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """How many threads torch is told to take."""
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return told
+
+
+def test_a_rank_takes_its_part_of_the_cores_and_obeys_omp_num_threads(threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    set_threads(1), set_threads(3), set_threads(16)
+    assert threads == [8, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    set_threads(1)
+    assert threads == [8, 2, 1]
+
+
+def test_where_the_system_has_no_affinity_all_cores_are_divided(threads, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    set_threads(2)
+    assert threads == [2]
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_threads_are_calmed_where_the_user_has_not_said_how_they_wait(name, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    calm_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv(name, "5")
+    calm_threads()
+    assert os.environ.get("GOMP_SPINCOUNT") == ("5" if name == "GOMP_SPINCOUNT" else None)

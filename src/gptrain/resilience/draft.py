@@ -16,7 +16,7 @@ import io
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -69,7 +69,7 @@ class Draft:
     Attributes:
         files: name -> {"bytes", "sha256"} of this rank's finished files.
         n_bytes: bytes offered so far, written or not.
-        error: the first OSError of this rank, None as long as all went well.
+        error: the first of this rank, None as long as all went well.
 
     Args:
         path: a hidden folder beside the target, into which all ranks write.
@@ -94,24 +94,23 @@ class Draft:
         self.needed_bytes, self.in_background = needed_bytes, in_background
         self.progress = None if in_background else progress
         self.files: dict[str, dict] = {}
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
         self.n_bytes = 0
         self._held: dict[str, bytes] = {}
         self._thread: threading.Thread | None = None
-        self._crash: BaseException | None = None  # of the thread, other than a refused operation
 
     @contextmanager
     def open(self, name: str) -> Iterator[IO[bytes]]:
         """A new file of the checkpoint, for torch.save and the like."""
         if not is_file_name(name):
             raise ValueError(f"{name}: a checkpoint is one flat folder")
-        if not self.in_background:
-            with DraftFile(self, name) as file:
+        if self.in_background:
+            with io.BytesIO() as memory:
+                yield memory
+                self._held[name] = memory.getvalue()  # no copy: the buffer is given away
+        else:
+            with io.BufferedWriter(DraftFile(self, name), _PIECE_BYTES) as file:
                 yield file
-            return
-        with io.BytesIO() as memory:
-            yield memory
-            self._held[name] = memory.getvalue()  # no copy: the buffer is given away
 
     def start_writing(self) -> None:
         """Lets a thread write the files that are held."""
@@ -127,8 +126,6 @@ class Draft:
         """The entries of every rank's files, once all are on the disk. Raises: SaveFailed."""
         if self._thread is not None:
             self._thread.join()
-        if self._crash is not None:
-            raise self._crash
         with self.same_answer():
             if self.error is not None:
                 raise self.error
@@ -149,8 +146,10 @@ class Draft:
         except OSError as error:
             if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
                 raise  # of the network, not of the file system
-            folder, needed = self.path.parent, max(self.needed_bytes, self.n_bytes)
-            mine = SaveFailed(error.errno, folder, needed, _free_bytes(folder), self.rank)
+            folder, needed, free = self.path.parent, max(self.needed_bytes, self.n_bytes), None
+            with suppress(OSError):
+                free = fileops.free_bytes(folder)
+            mine = SaveFailed(error.errno, folder, needed, free, self.rank)
             mine.__cause__ = error
         for failure in self.gather(mine):
             if failure is not None:
@@ -160,11 +159,11 @@ class Draft:
         try:
             while self._held:
                 name, content = self._held.popitem()
-                with DraftFile(self, name) as file:
+                with io.BufferedWriter(DraftFile(self, name), 1) as file:
                     file.write(content)
                 del content  # freed as soon as it is on the disk
-        except BaseException as crash:
-            self._crash = crash
+        except BaseException as error:  # it ends no more than this thread
+            self.error = error
 
 
 class DraftFile(io.RawIOBase):
@@ -175,23 +174,19 @@ class DraftFile(io.RawIOBase):
         self._draft, self._path = draft, draft.path / name
         self._digest = hashlib.sha256()
         self._n_bytes = 0
-        self._pending = bytearray()
         self._descriptor: int | None = None
-        with self._keep_error():
-            self._descriptor = fileops.create(self._path)
+        self._guarded(self._create)
 
     def write(self, data: bytes | memoryview) -> int:
-        """Number of bytes given: all are taken."""
-        view = memoryview(data).cast("B")
-        self._n_bytes += len(view)
-        self._draft.n_bytes += len(view)
-        if len(self._pending) + len(view) < _PIECE_BYTES:
-            self._pending += view
-        else:
-            self._put_pending()
-            for start in range(0, len(view), _PIECE_BYTES):
-                self._put(view[start : start + _PIECE_BYTES])
-        return len(view)
+        """Number of bytes taken: all, or as many as are hashed in one piece."""
+        piece = memoryview(data)[:_PIECE_BYTES]
+        self._n_bytes += len(piece)
+        self._draft.n_bytes += len(piece)
+        self._digest.update(piece)
+        self._guarded(fileops.write_all, self._descriptor, piece)
+        if self._draft.progress:
+            self._draft.progress()
+        return len(piece)
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -202,47 +197,32 @@ class DraftFile(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Writes what is pending, waits for the disk, reads it back, and adds it to the draft."""
+        """Waits for the disk, reads the file back, and adds it to the draft."""
         if self.closed:
             return
-        self._put_pending()
-        entry = {"bytes": self._n_bytes, "sha256": self._digest.hexdigest()}
-        if self._descriptor is not None:
-            with self._keep_error():
-                os.fsync(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self._guarded(os.fsync, descriptor)
             try:  # even after an error: the descriptor is ours to give back
-                os.close(self._descriptor)
+                os.close(descriptor)
             except OSError as error:
                 self._draft.error = self._draft.error or error
-        with self._keep_error():
-            if found := difference(self._path, entry, self._draft.progress):
-                raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
+        entry = {"bytes": self._n_bytes, "sha256": self._digest.hexdigest()}
+        self._guarded(self._read_back, entry)
         self._draft.files[self._path.name] = entry
         super().close()
 
-    def _put_pending(self) -> None:
-        if self._pending:
-            self._put(memoryview(self._pending))
-            self._pending = bytearray()
+    def _create(self) -> None:
+        self._descriptor = fileops.create(self._path)
 
-    def _put(self, piece: memoryview) -> None:
-        self._digest.update(piece)
-        with self._keep_error():
-            fileops.write_all(self._descriptor, piece)
-        if self._draft.progress:
-            self._draft.progress()
+    def _read_back(self, entry: dict) -> None:
+        if found := difference(self._path, entry, self._draft.progress):
+            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
 
-    @contextmanager
-    def _keep_error(self) -> Iterator[None]:
-        """Keeps the block's OSError in the draft."""
-        try:
-            yield
-        except OSError as error:
-            self._draft.error = self._draft.error or error
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return fileops.free_bytes(folder)
-    except OSError:
-        return None
+    def _guarded(self, operation: Callable, *arguments: object) -> None:
+        """Keeps the operation's OSError in the draft; after one nothing more is tried."""
+        if self._draft.error is None:
+            try:
+                operation(*arguments)
+            except OSError as error:
+                self._draft.error = error

@@ -25,8 +25,8 @@ from gptrain.resilience.manifest import (
     DamagedCheckpoint,
     NoGoodCheckpoint,
     folder_name,
-    manifest_bytes,
     read_manifest,
+    seal,
     verify,
 )
 
@@ -156,9 +156,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are here, verified or not, in order."""
-        if not self.folder.is_dir():
-            return []
-        names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
+        names = (_STEP.fullmatch(path.name) for path in self.folder.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     def newest(self) -> Path | None:
@@ -191,9 +189,8 @@ class CheckpointStore:
             for error in damaged:
                 _set_aside(error)
             return found
-        if self.folder.is_dir():
-            for path in sorted(self.folder.glob("step-*.corrupt*")):
-                damaged.append(DamagedCheckpoint(path, "found damaged before"))
+        for path in sorted(self.folder.glob("step-*.corrupt*")):
+            damaged.append(DamagedCheckpoint(path, "found damaged before"))
         if damaged:
             raise NoGoodCheckpoint(self.folder, damaged)
         return None
@@ -223,8 +220,8 @@ class CheckpointStore:
 
     # Housekeeping
 
-    def prune(self, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-        """Removes all but the newest `keep` good checkpoints and the protected; says which went.
+    def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
+        """Removes all but the newest `keep` good checkpoints and the protected.
 
         The ones kept are read back first (once per process), so a checkpoint only ever makes room
         for newer ones that are known to be whole.
@@ -233,7 +230,7 @@ class CheckpointStore:
         """
         if keep < 2:
             raise ValueError(f"keep={keep}: at least two checkpoints are kept")
-        n_good, removed = 0, []
+        n_good = 0
         for step in reversed(self.steps()):
             path = self.folder / folder_name(step)
             if n_good < keep:
@@ -247,40 +244,34 @@ class CheckpointStore:
                 _discard(trash)
                 if _rename_or_warn(path, trash):
                     _discard(trash)
-                    removed.append(path)
-        return removed
 
-    def clean(self) -> list[Path]:
-        """Removes what dead writers left, and says what; call it under the run lock, at the start.
+    def clean(self) -> None:
+        """Removes what dead writers left; call it under the run lock, at the start.
 
         A checkpoint that was being replaced comes back if its replacement did not arrive.
         """
-        left = sorted(self.folder.glob(".*-step-*")) if self.folder.is_dir() else []
-        for path in left:
+        for path in sorted(self.folder.glob(".*-step-*")):
             kind, _, name = path.name.removeprefix(".").partition("-")
             if kind == "old" and not (self.folder / name).exists():
                 os.rename(path, self.folder / name)
             elif kind in ("old", "draft", "trash"):
                 fileops.remove_tree(path)
-        return left
 
     def _begin(self, draft: Path, needed_bytes: int) -> None:
         self.check_space(needed_bytes)
-        missing = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            os.mkdir(folder)
-            fileops.sync_folder(folder.parent)
+        if not self.folder.exists():
+            os.mkdir(self.folder)
+            fileops.sync_folder(self.folder.parent)
         if os.path.lexists(draft):  # of a save that failed and could not be removed
             fileops.remove_tree(draft)
         os.mkdir(draft)
 
     def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
         """Makes a checkpoint of a draft; one of the same step is replaced, or comes back."""
-        files = {name: entry for own in files_of_ranks for name, entry in own.items()}
-        world_size = len(files_of_ranks)
-        text = manifest_bytes(run_id=self.run_id, world_size=world_size, files=files, **about)
+        entries = sorted(entry for files in files_of_ranks for entry in files.items())
+        about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
         target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
-        fileops.write_whole(draft / MANIFEST_NAME, text)
+        fileops.write_whole(draft / MANIFEST_NAME, seal(about))
         fileops.sync_folder(draft)
         if target.exists():
             os.rename(target, old)
