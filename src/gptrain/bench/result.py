@@ -84,7 +84,7 @@ def table(results: list[dict[str, Any]]) -> str:
         if "ours_ratio" in one:
             ratio, added_ms = one["ours_ratio"], 1e3 * one["added_s"]["median"]
             lines[-1] += (
-                f"  ours: {ratio['median']:.3g} ({ratio['low']:.3g}-{ratio['high']:.3g}) x tokens/s,"
-                f" {added_ms:+.3f} ms, {one['memory_ratio']:.2f} x memory"
+                f"  ours: {ratio['median']:.3g} ({ratio['low']:.3g}-{ratio['high']:.3g}) x its"
+                f" tokens/s, {added_ms:+.3f} ms, {one['memory_ratio']:.2f} x its memory"
             )
     return "\n".join(lines)
