@@ -51,23 +51,43 @@ def next_token_loss(
 
 
 def cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, wants_gradient: bool, label_smoothing: float, z_loss: float
+    logits: Tensor,
+    targets: Tensor,
+    wants_gradient: bool,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    *,
+    start: int = 0,
+    vocab_size: int | None = None,
+    all_reduce: Callable[[Tensor, str], None] | None = None,
 ) -> Tensor:
     """Losses (C, 1) of logits (C, V), whose memory then holds d(sum of them)/d(logits).
 
     One exponential and few passes over the logits: 1.6 times faster than logsumexp followed by a
     softmax. Ignored rows have loss 0 and gradient 0.
+
+    Args:
+        start, vocab_size, all_reduce: where each rank has only columns of vocab_size, this one
+            those from start on; all_reduce(tensor, "max" or "sum") combines all ranks' in place.
     """
-    targets = targets[:, None]  # (C, 1)
-    counts = targets != IGNORED
-    targets = targets.where(counts, 0)
+    vocab_size, columns = vocab_size or logits.shape[1], (targets - start)[:, None]  # (C, 1)
+    counts = (targets != IGNORED)[:, None]  # (C, 1)
+    here = counts if all_reduce is None else counts & (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.where(here, 0)
     highest = logits.amax(dim=-1, keepdim=True)  # (C, 1)
+    if all_reduce is not None:
+        all_reduce(highest, "max")
     logits.sub_(highest)
-    wanted = logits.gather(1, targets)  # (C, 1): sum of target probabilities times logits
+    wanted = logits.gather(1, columns).where(here, 0.0)  # target probabilities times logits
     if label_smoothing:
-        wanted.lerp_(logits.mean(dim=-1, keepdim=True), label_smoothing)
+        mean = logits.sum(dim=-1, keepdim=True) / vocab_size
+        wanted = wanted.lerp(mean, label_smoothing)
     exps = logits.exp_()
     sums = exps.sum(dim=-1, keepdim=True)  # (C, 1)
+    if all_reduce is not None:
+        both = torch.cat((sums, wanted), dim=1)  # (C, 2)
+        all_reduce(both, "sum")
+        sums, wanted = both.split(1, dim=1)
     losses, scale = sums.log() - wanted, counts / sums
     if z_loss:
         log_z = sums.log() + highest
@@ -76,8 +96,8 @@ def cross_entropy_in_place(
     if wants_gradient:
         exps.mul_(scale)
         if label_smoothing:
-            exps.sub_(counts.to(exps.dtype) * (label_smoothing / logits.shape[1]))
-        exps.scatter_add_(1, targets, counts.to(exps.dtype) * (label_smoothing - 1.0))
+            exps.sub_(counts.to(exps.dtype) * (label_smoothing / vocab_size))
+        exps.scatter_add_(1, columns, here.to(exps.dtype) * (label_smoothing - 1.0))
     return losses.where(counts, 0.0)
 
 
@@ -86,8 +106,8 @@ def cross_entropy_to_compile(
     targets: Tensor,
     vocab_size: int,
     wants_gradient: bool,
-    label_smoothing: float,
-    z_loss: float,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Losses (C, 1) of logits (C, W), of which the first V count, and d(sum of them)/d(logits).
 

@@ -2,70 +2,88 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import nn
 
 from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import choose_checkpoint
-from gptrain.assemble.weights import load_weights
-from gptrain.config.checks.objects import check_objects, resolve
-from gptrain.config.checks.run import Run
-from gptrain.config.checks.targets import check_target_names
-from gptrain.config.schema import register_resolvers
-from gptrain.problems import ConfigError
+from gptrain.assemble.weights import load_weights, read_state
+from gptrain.config import register_resolvers, trust
+from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint
+from gptrain.resilience.store import CheckpointStore
+from gptrain.small_files import UnreadableFile, read_yaml
 
 CHOICES = ("best", "last")
+NOT_READ = ("callbacks", "logger", "profiler", "hydra")
+_PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
-def load(run_dir: str | Path, which: str = "best") -> nn.Module:
-    """The net of a run, on the CPU in evaluation mode, as one of its checkpoints left it.
+def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str] = ()) -> nn.Module:
+    """The net of a run or of a checkpoint, on the CPU in evaluation mode.
 
-    Of the folder only tensors and plain values are read, and the names of the net's classes, which
-    must pass the check that training makes, and be nn.Modules. Neither Hydra's global state nor the
-    random numbers are touched.
+    Of a folder only tensors and plain values are read, and the names of the net's classes, which
+    must be nn.Modules of this project's own code, of torch or Lightning, or of a package allowed
+    here. Neither Hydra's global state nor the random numbers are touched.
 
     Args:
-        which: "best" by the run's checkpoint.monitor (the newest where none was measured), or
+        source: a run folder, a checkpoint's folder, or a file that Lightning saved.
+        which: of a run: "best" by its checkpoint.monitor (the newest where none was measured), or
             "last".
+        allowed_targets: packages from which this run may take classes.
 
     Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint; ConfigError for a class that
-        may not be imported.
+        may not be imported, or a config that cannot be read.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
-    config = Path(run_dir).expanduser() / ".hydra" / "config.yaml"
-    if not config.is_file():
-        raise FileNotFoundError(f"{run_dir}: no run in this folder, {config} is missing")
-    register_resolvers()
-    cfg = OmegaConf.load(config)
-    check_classes(cfg)
-    checkpoint = choose_checkpoint(run_dir, which, cfg.checkpoint.monitor)
+    source = Path(source).expanduser()
+    config = _find_config(source)
+    found: str | Path | Checkpoint = source
+    if config is None:
+        cfg = {"model": read_state(source).get("model")} if source.is_file() else {}
+    else:
+        cfg = _read_config(config)
+    if not isinstance(cfg.get("model"), dict):
+        raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    if config is not None and source == config.parent.parent:
+        checkpoint = cfg.get("checkpoint") or {}
+        monitor, mode = checkpoint.get("monitor", "val/loss"), checkpoint.get("mode", "min")
+        found = choose_checkpoint(source, which, monitor, mode)
+    elif (source / MANIFEST_NAME).exists():
+        found = CheckpointStore(source.parent).verify(source)
+    if problems := trust.check_targets(cfg["model"], "model", allowed_targets):
+        raise ConfigError(problems)
     with torch.random.fork_rng(devices=[]):
-        net = build_net(cfg)
-    load_weights(net, checkpoint)
+        net = build_net(OmegaConf.create({"model": cfg["model"]}))
+    load_weights(net, found)
     return net.eval()
 
 
-def check_classes(cfg: DictConfig) -> None:
-    """Imports what the model group names, if the run may use it, and makes sure of its kind.
+def _find_config(source: Path) -> Path | None:
+    """The composed config of the run that source is, or lies in."""
+    folders = [source, *source.absolute().parents[:_PLACES]]
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    for folder in folders:
+        if (folder / ".hydra" / "config.yaml").is_file():
+            return folder / ".hydra" / "config.yaml"
+    return None
 
-    Stricter than training by one rule, since the folder may be someone else's, and says itself
-    which packages it may use: arguments, too, are made by nn.Modules only.
 
-    Raises: ConfigError.
-    """
-    run = Run.of(OmegaConf.masked_copy(cfg, ["model", "allowed_targets"]))
-    check_target_names(run)
-    if not run.problems:
-        check_objects(run)
-    for path, node in run.targets():
-        if not run.problems:
-            found, _ = resolve(node["_target_"])
-            if not (inspect.isclass(found) and issubclass(found, nn.Module)):
-                run.error(f"{path}._target_", "no nn.Module", value=node["_target_"])
-    if run.problems:
-        raise ConfigError(run.problems)
+def _read_config(path: Path) -> dict[str, Any]:
+    """Plain values of a composed config; groups that a net cannot depend on are left out."""
+    try:
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise UnreadableFile(path, "not a mapping")
+    except UnreadableFile as error:
+        raise ConfigError([Problem("", None, str(error), code=BAD_DATA)]) from error
+    register_resolvers()
+    kept = {key: value for key, value in content.items() if key not in NOT_READ}
+    return trust.plain(OmegaConf.create(kept))

@@ -1,9 +1,7 @@
-"""The front door: composes a run's config, and answers every wrong input in one line."""
+"""The front of every command: composes a run's config, and answers wrong input in one line."""
 
-from gptrain.config.checks import check
-from gptrain.config.cli import main
-from gptrain.config.schema import register
-from gptrain.launch.process import Process, this_process
+from gptrain.config.cli import check, compose_command, main
+from gptrain.config.compose import register_resolvers
 from gptrain.problems import ConfigError, Problem
 
-__all__ = ["ConfigError", "Problem", "Process", "check", "main", "register", "this_process"]
+__all__ = ["ConfigError", "Problem", "check", "compose_command", "main", "register_resolvers"]

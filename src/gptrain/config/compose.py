@@ -1,215 +1,177 @@
-"""From overrides to a config, with every override that does not fit told by itself.
-
-Hydra stops at the first. Here the groups are composed first, then the values are put in one by
-one, so that the rest of the command can be checked, too.
-"""
+"""From overrides to a config, by Hydra's public API; what it refuses becomes one line each."""
 
 from __future__ import annotations
 
-import copy
 import os
-from dataclasses import dataclass, field
-from functools import cached_property
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import yaml
-from hydra import version
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
-from hydra.core.object_type import ObjectType
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gptrain.config.schema import PROJECT
-from gptrain.config.wording import (
-    explain_base,
-    explain_before,
-    explain_group,
-    explain_parse,
-    explain_value,
-)
-from gptrain.problems import Problem
+from gptrain.config.schema import unknown_key
+from gptrain.config.suggest import find_alias, nearest
+from gptrain.launch.process import run_stamp
+from gptrain.problems import ConfigError, Problem
 
+PROJECT = Path(__file__).resolve().parents[3]
 CONF = str(PROJECT / "conf")
-NOT_RUN = ("schema", "_dummy_empty_config_")  # primary configs by name: our types, Hydra's nothing
-# What Hydra raises on words that it cannot use; ValueError and others are not wrapped by it.
+# What Hydra raises on words that it cannot use; not all of it is wrapped.
 REFUSALS = (
     HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, KeyError,
-    AttributeError, OSError, RecursionError,
+    AttributeError, OSError, RecursionError, AssertionError,
 )  # fmt: skip
+PLUGINS = {  # choice -> what to install for it
+    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
+    "hydra/launcher=submitit_local": "hydra-submitit-launcher",
+    "hydra/launcher=submitit_slurm": "hydra-submitit-launcher",
+}
 
 
-@dataclass
-class Composed:
-    """A command as far as it could be composed.
+@dataclass(frozen=True)
+class Place:
+    """Where configs are looked for: Hydra's --config-path, --config-name and --config-dir."""
 
-    Attributes:
-        cfg: with Hydra's own node; None if not even the groups could be composed.
-        overrides: those that took effect.
-    """
-
-    cfg: DictConfig | None
-    overrides: list[str]
-    problems: list[Problem] = field(default_factory=list)
-
-
-@dataclass
-class Composer:
-    """Composes commands over one set of folders, without touching Hydra's global state.
-
-    Attributes:
-        config_name: of the primary config.   config_path: folder of it, or a `pkg://`.
-        config_dir: a folder more, searched before.
-        many: keep what was composed, for the next command.
-    """
-
-    config_name: str = "train"
     config_path: str = CONF
+    config_name: str = "train"
     config_dir: str | None = None
-    many: bool = False
 
-    @cached_property
-    def hydra(self) -> Hydra:
-        """Hydra with its plugins found, which costs a tenth of a second."""
-        version.setbase("1.3")
-        search_path = create_config_search_path(self.config_path)
-        if self.config_dir is not None:
-            search_path.prepend(
-                "command-line",
-                f"file://{os.path.abspath(self.config_dir)}",
-                SearchPathQuery(provider="schema"),
-            )
-        return Hydra("train", ConfigLoaderImpl(search_path))
 
-    def resolve(self, config_path: str) -> str:
-        """--config-path as Hydra takes it: relative to train.py, or a package."""
-        return config_path if config_path.startswith("pkg://") else str(PROJECT / config_path)
+def register_resolvers() -> None:
+    """Makes our resolvers known to OmegaConf."""
+    OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver("default_output_dir", default_output_dir, replace=True)
+    OmegaConf.register_new_resolver("plus", lambda left, right: left + right, replace=True)
 
-    def check_folders(self) -> list[Problem]:
-        """Folders of --config-path and --config-dir that do not exist, and the config itself."""
-        folders = {"--config-dir": self.config_dir}
-        if not self.config_path.startswith("pkg://"):
-            folders["--config-path"] = self.config_path
-        wrong = "no such folder"
-        problems = [
-            Problem(flag, folder, wrong)
-            for flag, folder in folders.items()
-            if folder is not None and not os.path.isdir(folder)
-        ]
-        if not problems and not self.hydra.config_loader.repository.config_exists(self.config_name):
-            problems.append(self._no_such_config("no such config"))
-        elif not problems and self.config_name in NOT_RUN:
-            problems.append(self._no_such_config("holds no run, only keys"))
-        return problems
 
-    def _no_such_config(self, wrong: str) -> Problem:
-        known = [name for name in self.choices("") if name not in NOT_RUN]
-        return Problem("--config-name", self.config_name, wrong, ", ".join(known))
+def default_output_dir() -> str:
+    """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever the command is typed."""
+    return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(PROJECT / "outputs")
 
-    @cached_property
-    def _composed(self) -> dict[tuple[str, ...], DictConfig]:
-        return {}
 
-    def compose_all(self, overrides: list[str]) -> DictConfig:
-        """As Hydra does it; raises what Hydra raises.
+def parse(overrides: list[str]) -> list[Override]:
+    """Overrides as Hydra reads them, those of a sweep included.
 
-        Jobs of a sweep mostly share their groups: what was composed once is copied.
-        """
-        key = tuple(overrides)
-        if key not in self._composed:
-            self._composed[key] = self._compose(overrides)
-        return copy.deepcopy(self._composed[key]) if self.many else self._composed.pop(key)
-
-    def _compose(self, overrides: list[str]) -> DictConfig:
-        return self.hydra.compose_config(self.config_name, list(overrides), RunMode.RUN)
-
-    def compose(self, overrides: list[str]) -> Composed:
-        """The config of all overrides that fit, and a problem for each that does not."""
-        problems: list[Problem] = []
-        groups, values = [], []
-        for line in overrides:
-            parsed = self._parse(line, problems)
-            if parsed is None:
-                continue
-            if self._is_group(parsed):
-                found = explain_group(parsed, self.choices)
-                problems += [found] if found else []
-                groups += [] if found else [parsed]
-            else:
-                values.append(parsed)
-        cfg, taken = self._compose_groups(groups, problems)
-        if cfg is None:
-            return Composed(None, [], problems)
-        for override in values:
-            found = explain_before(override, cfg)
-            if found:
-                problems.append(found)
-                continue
-            try:
-                ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
-                taken.append(override.input_line)
-            except REFUSALS as error:
-                problems.append(explain_value(override, error, cfg, self.choices))
-        return Composed(cfg, taken, problems)
-
-    def parse(self, overrides: list[str]) -> tuple[list[Override], list[Problem]]:
-        """Overrides as Hydra reads them, those of a sweep included."""
-        parsed, problems = [], []
-        for line in overrides:
-            try:
-                parsed += OverridesParser.create().parse_overrides([line])
-            except REFUSALS as error:
-                problems.append(explain_parse(line, error))
-        return parsed, problems
-
-    def choices(self, group: str) -> list[str]:
-        """Names of the configs of a group; empty if there is no such group."""
-        return self.hydra.config_loader.get_group_options(group, ObjectType.CONFIG)
-
-    def _parse(self, line: str, problems: list[Problem]) -> Override | None:
-        parsed, found = self.parse([line])
-        problems += found
-        if not parsed:
-            return None
-        if not parsed[0].key_or_group:
-            problems.append(explain_parse(line, None))
-            return None
-        if parsed[0].is_sweep_override():
-            problems.append(explain_parse(line, None, parsed[0]))
-            return None
-        return parsed[0]
-
-    def _is_group(self, override: Override) -> bool:
-        key = override.key_or_group
-        if key == "hydra.searchpath":  # decides where groups are
-            return True
-        if isinstance(override.value(), dict):
-            return False
-        return self.hydra.config_loader.repository.group_exists(key)
-
-    def _compose_groups(
-        self, groups: list[Override], problems: list[Problem]
-    ) -> tuple[DictConfig | None, list[str]]:
-        lines = [override.input_line for override in groups]
+    Raises: ConfigError, naming each that cannot be read.
+    """
+    parsed, problems = [], []
+    for line in overrides:
         try:
-            return self.compose_all(lines), lines
+            parsed += OverridesParser.create().parse_overrides([line])
+            if not parsed[-1].key_or_group:
+                problems.append(Problem("", None, f"{line}: no key", attempt="key=value"))
         except REFUSALS:
-            pass
+            problems.append(_unreadable(line))
+    if problems:
+        raise ConfigError(problems)
+    return parsed
+
+
+def compose_config(overrides: list[str], place: Place = Place()) -> DictConfig:
+    """The config that these overrides compose, with Hydra's own node. Raises: REFUSALS."""
+    with _hydra(place) as loader:
+        return _compose(overrides, place, loader)
+
+
+def compose_or_explain(overrides: list[str], place: Place = Place()) -> DictConfig:
+    """compose_config, with a line for each override that does not fit.
+
+    Raises: ConfigError.
+    """
+    parsed = parse(overrides)
+    with _hydra(place) as loader:
         try:
-            self.compose_all([])
-        except REFUSALS as error:  # nothing that was typed is to blame
-            problems.append(explain_base("", error))
-            return None, []
-        good: list[str] = []
-        for line in lines:  # one by one: which of them is it
+            return _compose(overrides, place, loader)
+        except REFUSALS as error:
+            whole = error
+        is_group = {id(one): bool(_choices(loader, one.key_or_group)) for one in parsed}
+        good, problems = [], []
+        for one in sorted(parsed, key=lambda one: not is_group[id(one)]):
             try:
-                self.compose_all([*good, line])
-                good.append(line)
+                cfg = _compose([*good, one.input_line], place, loader)
+                good.append(one.input_line)
             except REFUSALS as error:
-                problems.append(explain_base(line, error))
-        return self.compose_all(good), good
+                cfg = _compose(good, place, loader) if good or parsed else None
+                problems.append(_explain(one, error, cfg, loader))
+        raise ConfigError(problems or [Problem("", None, f"cannot be composed: {_first(whole)}")])
+
+
+@contextmanager
+def _hydra(place: Place) -> Iterator[ConfigLoader]:
+    register_resolvers()
+    with initialize_config_dir(place.config_path, job_name="train", version_base="1.3"):
+        yield GlobalHydra.instance().config_loader()
+
+
+def _compose(overrides: list[str], place: Place, loader: ConfigLoader) -> DictConfig:
+    extra = []
+    if place.config_dir is not None:
+        extra = [f"hydra.searchpath=['file://{os.path.abspath(place.config_dir)}']"]
+    return compose(place.config_name, [*extra, *overrides], return_hydra_config=True)
+
+
+def _choices(loader: ConfigLoader, group: str) -> list[str]:
+    return loader.get_group_options(group.split("@")[0])
+
+
+def _explain(one: Override, error: Exception, cfg: DictConfig, loader: ConfigLoader) -> Problem:
+    """Why an override does not fit: no such choice, no such key."""
+    key, value = one.key_or_group, (one.input_line or "").partition("=")[2] or None
+    if one.is_sweep_override():
+        attempt = f"-m for a sweep, or '{key}=[{value}]' for a list"
+        return Problem(key, value, "several values, and this is no sweep", attempt=attempt)
+    known = _choices(loader, key)
+    if known:
+        if plugin := PLUGINS.get(f"{key}={value}"):
+            return Problem(key, value, "needs a plugin", attempt=f"pip install {plugin}")
+        near = nearest(str(value), known)
+        words = "no such choice" + (f', did you mean "{near}"?' if near else "")
+        if str(value) in known or not isinstance(error, MissingConfigException):
+            words = f"cannot be composed: {_first(error)}"
+        return Problem(key, value, words, ", ".join(known), find_alias(key, str(value)) or "")
+    group, _, leaf = key.rpartition(".")
+    if leaf == "name" and (names := _choices(loader, group)):
+        near = nearest(str(value), names)
+        words = "unknown" + (f', did you mean "{near}"?' if near else "")
+        return Problem(key, value, words, ", ".join(names), f"{group}={near or names[0]}")
+    there = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+    if one.is_add() and there is not None:
+        plain = (one.input_line or "").lstrip("+")
+        return Problem(key, value, "is there already, no + is needed", attempt=plain)
+    parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False) if group else cfg
+    if group and parent is not None and not OmegaConf.is_config(parent):
+        words = f"unknown key, {group} is one value"
+        return Problem(key, value, words, attempt=f"{group}={value}")
+    return unknown_key(key, value, _raw(cfg))
+
+
+def _raw(cfg: DictConfig) -> dict[str, Any]:
+    return {key: value for key, value in OmegaConf.to_container(cfg).items() if key != "hydra"}
+
+
+def _unreadable(line: str) -> Problem:
+    key, has_value, value = line.partition("=")
+    if not has_value:
+        return Problem("", None, f"{line}: no key=value", attempt=f"{line}=<value>, or --help")
+    if not key.strip("+~ "):
+        return Problem("", None, f"{line}: no key", attempt="key=value")
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return Problem(key.lstrip("+~"), value, "cannot be read", attempt=f"\"{key}='{escaped}'\"")
+
+
+def _first(error: object) -> str:
+    """The first line of a message, and the next where the first only says where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return re.sub(r"\s+", " ", found) or type(error).__name__

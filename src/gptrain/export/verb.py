@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from torch import nn
 
 from gptrain import config
 from gptrain import export as package
-from gptrain.config.schema import RunConfig
+from gptrain.config import schema
 from gptrain.data import DataError
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 
 log = logging.getLogger(__name__)
-Format = Enum("Format", ["safetensors", "hf"])
-Dtype = Enum("Dtype", ["fp32", "bf16"])
 
 
-@dataclass
-class ExportConfig(RunConfig):
-    """A run's keys and the verb's own."""
+class ExportRun(schema.Run):
+    """A run's keys and the command's own."""
 
-    from_run: str = MISSING
-    format: Format = Format.safetensors
-    dtype: Dtype = Dtype.fp32
+    from_run: schema.Path
+    format: schema.choice("safetensors", "hf")
+    dtype: schema.choice("fp32", "bf16")
+
+
+DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
 
 
 def main() -> None:
     """The command line."""
-    config.main(export, schema=ExportConfig, usage=package.__doc__)
+    config.main(export, ExportRun, DEFAULTS, usage=package.__doc__)
 
 
 def export(cfg: DictConfig) -> None:
@@ -54,14 +52,14 @@ def export(cfg: DictConfig) -> None:
         problem = Problem("from_run", cfg.from_run, str(error), code=BAD_DATA)
         raise ConfigError([problem]) from error
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
-    if cfg.format is Format.hf:
+    if cfg.format == "hf":
         write_tokenizer(cfg, folder)
-    log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype.name, n_bytes / 2**20)
+    log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)
     log.info("%-9s python train.py init_from=%s", "next", folder)
 
 
-def write_net(net: nn.Module, folder: Path, form: Format, dtype: Dtype) -> int:
+def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
     """Writes model.safetensors, and config.json for transformers; returns the bytes of weights.
 
     Raises: ConfigError for a net that is no GPT-2.
@@ -71,8 +69,8 @@ def write_net(net: nn.Module, folder: Path, form: Format, dtype: Dtype) -> int:
     from gptrain.export.files import write_json, write_tensors
     from gptrain.parallel.state import tied_names
 
-    name = {Dtype.fp32: "float32", Dtype.bf16: "bfloat16"}[dtype]
-    if form is Format.hf:
+    name = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    if form == "hf":
         if not hasattr(net, "to_gpt2"):
             wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
             raise ConfigError([Problem("format", "hf", wrong, attempt="format=safetensors")])

@@ -56,7 +56,12 @@ def whole_net_loss(
     if has_chunks(net):
         hidden = net.hidden(tokens)  # (B, T, D)
         return chunked_next_token_loss(
-            hidden, net.head.weight, targets, reduction=reduction, compiles=options.compiles, **added
+            hidden,
+            net.head.weight,
+            targets,
+            reduction=reduction,
+            compiles=options.compiles,
+            **added,
         )
     return next_token_loss(_logits(net, tokens, targets), targets, reduction=reduction, **added)
 

@@ -132,4 +132,3 @@ def best_checkpoint(trainer: pl.Trainer) -> Path | None:
             found = part.store.best(part.monitor, part.mode)
             return part.store.newest() if found is None else found.path
     return None
-

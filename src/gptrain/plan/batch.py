@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,20 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
     if total_steps is None:
         raise ValueError("a fraction of a run of unknown length")
     return round(asked * total_steps)
+
+
+DEFAULT_MAX_EPOCHS = 3
+
+
+def effective_max_epochs(trainer: Mapping[str, Any], max_tokens: float | None) -> int | None:
+    """Epochs of the run; None for no limit.
+
+    As in Lightning a limit by steps or time alone lifts the default.
+
+    Args:
+        trainer: the trainer group.   max_tokens: the run's.
+    """
+    if trainer["max_epochs"] is not None:
+        return None if trainer["max_epochs"] == -1 else trainer["max_epochs"]
+    is_limited = trainer["max_steps"] != -1 or trainer["max_time"] is not None
+    return None if is_limited or max_tokens is not None else DEFAULT_MAX_EPOCHS

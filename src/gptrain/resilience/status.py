@@ -1,8 +1,8 @@
-"""How a run ended, for people and schedulers: `status.json` and `result.json`, whole or absent.
+"""How a run ended: exit codes, the exceptions that mean an ending, `status.json`, `result.json`.
 
-When several ranks fail, the first one tells: the others fail only because of it. "First" is decided
-by the file system: a hard link to a finished file can be made once, so of any number of writers
-exactly one wins, and nobody ever reads half a status.
+When several ranks fail, the first one writes the status: the others fail only because of it.
+"First" is decided by the file system: a hard link to a finished file can be made once, so of any
+number of writers exactly one wins, and nobody ever reads half a status.
 """
 
 import errno
@@ -14,12 +14,61 @@ import time
 from pathlib import Path
 
 from gptrain.resilience import fileops
+from gptrain.small_files import UnreadableFile, read_json
+
+DONE = 0
+BAD_CONFIG = 2
+BAD_DATA = 65
+INPUT_NOT_FOUND = 66
+FAILED = 70
+FOLDER_UNUSABLE = 73
+IO_ERROR = 74
+PREEMPTED = 75
+HUNG = 76
+NON_FINITE = 79
+INTERRUPTED = 130
 
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"
 CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
 # File systems without hard links (FAT, some network mounts) answer with one of these.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class Preempted(BaseException):
+    """The run was asked to stop, saved itself and left; the same command goes on with it.
+
+    No Exception, as KeyboardInterrupt is none: a signal's handler may raise it inside any library,
+    whose `except Exception` would make another error of it (Hydra: "Error locating target").
+
+    Attributes:
+        step: optimizer steps that are done and saved; None where there was nothing to save.
+    """
+
+    def __init__(self, step: int | None = None) -> None:
+        what = "there was nothing to save" if step is None else f"saved at step {step}"
+        super().__init__(f"asked to stop: {what}")
+        self.step = step
+
+
+class NonFinite(Exception):
+    """A loss or a gradient was NaN or infinite; the weights are those of the step before.
+
+    Attributes:
+        step: the optimizer step that was not taken, counted from 0.
+        rank: the first rank whose own loss was not finite, None where only gradients were.
+        samples: those that the step had read: that rank's, or all.
+    """
+
+    def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
+        where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
+        super().__init__(f"{where} at step {step} is not finite; samples: {shorten(samples)}")
+        self.step, self.rank, self.samples = step, rank, samples
+
+
+def shorten(samples: list[int]) -> str:
+    """The first of many numbers."""
+    return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
 
 
 def write_status(
@@ -37,7 +86,7 @@ def write_status(
 ) -> bool:
     """Whether this became the run's status: False if another rank was first.
 
-    A rank that fails once another has said that the run is done has the word all the same.
+    The failure of a rank replaces another's word that the run is done.
 
     Args:
         cause: one word for machines: done, preempted, hang, nonfinite, killed, error …
@@ -60,7 +109,7 @@ def write_status(
         "pid": os.getpid(),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
-    replace = replace or (exit_code != 0 and (read_status(run_dir) or {}).get("exit_code") == 0)
+    replace = replace or (exit_code != DONE and (read_status(run_dir) or {}).get("exit_code") == 0)
     if replace:
         fileops.replace(path, to_json(status))
         return True
@@ -75,7 +124,7 @@ def write_status(
             raise
         if path.exists():
             return False
-        fileops.rename(beside, path)
+        os.rename(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     fileops.sync_folder(path.parent)
@@ -83,15 +132,17 @@ def write_status(
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """The status of the last attempt, None if there is none yet."""
+    """The status of the last attempt; None if there is none, or none of ours."""
     try:
-        return json.loads((Path(run_dir) / STATUS_NAME).read_bytes())
-    except FileNotFoundError:
+        status = read_json(Path(run_dir) / STATUS_NAME)
+    except (FileNotFoundError, UnreadableFile):
         return None
+    ours = isinstance(status, dict) and isinstance(status.get("exit_code"), int)
+    return status if ours else None
 
 
 def clear_status(run_dir: str | Path) -> None:
-    """Open the floor for a new attempt: call it under the run lock, before any rank starts."""
+    """Makes room for a new attempt's: call it under the run lock, before any rank starts."""
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
@@ -119,14 +170,9 @@ def write_result(
     Args:
         metrics: final values under their logged names.   checkpoint: the best one.
     """
-    result = {
-        "metrics": metrics,
-        "steps": steps,
-        "tokens": tokens,
-        "seconds": seconds,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-    }
-    fileops.replace(Path(path), to_json(result))
+    about = {"metrics": metrics, "steps": steps, "tokens": tokens, "seconds": seconds}
+    best = None if checkpoint is None else str(checkpoint)
+    fileops.replace(Path(path), to_json(about | {"checkpoint": best}))
 
 
 def to_json(value: object) -> bytes:

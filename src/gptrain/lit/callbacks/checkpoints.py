@@ -15,8 +15,6 @@ from gptrain.lit.callbacks.finite import gather
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.lightning import ends_step, loops_after, start_epoch_anew
 from gptrain.problems import DONE, Problem
-from gptrain.resilience.draft import NoSpace
-from gptrain.resilience.ends import FolderFull
 from gptrain.resilience.rng import capture, restore
 from gptrain.resilience.store import CheckpointStore
 
@@ -75,15 +73,12 @@ class Checkpoints(Checkpoint):
         self._writing = Vote()
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        """Raises FolderFull unless there is room for two saves: the newer before the older goes."""
+        """Raises NoSpace unless there is room for two saves: the newer before the older goes."""
         if stage != "fit":
             return
         self._needed_bytes = PARAMETER_BYTES * trainer.strategy.info.n_parameters
         if trainer.is_global_zero:
-            try:
-                self.store.check_space(2 * self._needed_bytes)
-            except NoSpace as full:
-                raise FolderFull(str(full)) from full
+            self.store.check_space(2 * self._needed_bytes)
 
     # A resume
 
@@ -147,16 +142,24 @@ class Checkpoints(Checkpoint):
                     if key not in fresh:
                         continue
                     before, now = group[key], fresh[key]
-                    if key == "lr" and group.get("initial_lr"):
-                        now = group["lr"] / group["initial_lr"] * fresh["initial_lr"]
-                        group["initial_lr"] = fresh["initial_lr"]
+                    if key == "lr" and "initial_lr" in group:  # under a schedule
+                        before, now = group["initial_lr"], fresh["initial_lr"]
+                        if before == now:
+                            continue
+                        group["initial_lr"] = now
+                        group["lr"] *= now / before if before else 1.0
+                        self._log_change(trainer, key, before, now)
+                        continue
                     group[key] = now
-                    if trainer.is_global_zero and before != now:
-                        log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
+                    self._log_change(trainer, key, before, now)
         for scheduled in trainer.lr_scheduler_configs:
             if "lr" in self.changed and hasattr(scheduled.scheduler, "base_lrs"):
                 groups = scheduled.scheduler.optimizer.param_groups
                 scheduled.scheduler.base_lrs = [group["initial_lr"] for group in groups]
+
+    def _log_change(self, trainer: Trainer, key: str, before: Any, now: Any) -> None:
+        if trainer.is_global_zero and before != now:
+            log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
 
     def _follow_schedule(self, trainer: Trainer, step: int) -> None:
         """The next step's learning rate by the schedule of today: it follows the run's length."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from gptrain.lit.module import LanguageModel
-from gptrain.resilience.ends import NonFinite
+from gptrain.resilience.status import NonFinite
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class FiniteCheck(Callback):
 
 
 def clips_by_strategy(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether Lightning's clipping of this module ends in our strategy's, which measures as well."""
+    """Whether Lightning's clipping of this module ends in our strategy's, which measures."""
     if not isinstance(module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return type(module).configure_gradient_clipping is LightningModule.configure_gradient_clipping

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.lightning import ends_step
-from gptrain.resilience.ends import Preempted, shorten
-from gptrain.resilience.guard import Guard
+from gptrain.resilience.status import Preempted, shorten
+from gptrain.resilience.watchdog import Guard
 
 COMPILING_S = 3600.0  # what a first step may take where it compiles
 

@@ -45,7 +45,9 @@ class Stragglers(Callback):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.ended is not None and ends_step(trainer, batch_idx):
-            mine = torch.tensor([seconds_between(self.started, self.ended)], device=trainer.strategy.root_device)
+            mine = torch.tensor(
+                [seconds_between(self.started, self.ended)], device=trainer.strategy.root_device
+            )
             all_ranks = [torch.empty_like(mine) for _ in range(trainer.world_size)]
             dist.all_gather(all_ranks, mine)
             self.ended = None

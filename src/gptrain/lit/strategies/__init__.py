@@ -15,8 +15,8 @@ from gptrain.parallel.activation import (
     apply_compile,
     compiles_loss,
 )
-from gptrain.parallel.group import start_group_of_one
-from gptrain.parallel.unfit import Unfit
+from gptrain.parallel.fit import Unfit
+from gptrain.parallel.mesh import start_group_of_one
 from gptrain.plan import ParallelDims
 from gptrain.plan.dims import STRATEGIES
 

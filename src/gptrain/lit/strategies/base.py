@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
+from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
-from gptrain.parallel.unfit import Unfit
 
 if TYPE_CHECKING:
     from gptrain.lit.callbacks.finite import FiniteCheck

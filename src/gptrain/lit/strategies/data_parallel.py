@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gptrain.lit.strategies.base import NetStrategy
 from gptrain.lit.strategies.states import NamedStates
 from gptrain.parallel.ddp import comm_hook
-from gptrain.parallel.materialize import build_spread
+from gptrain.parallel.slices import build_partitioned as make_net_on
 
 _SYNC_BUFFERS = (  # renamed in torch 2.13
     "forward_sync_buffers"
@@ -58,11 +58,16 @@ def build_single(
     make_net: Callable[[], nn.Module], finish: Callable, device: torch.device, **_: object
 ) -> tuple[nn.Module, Strategy]:
     """The net on its device."""
-    return build_spread(make_net, finish, device), SingleDevice(device)
+    return make_net_on(make_net, finish, device), SingleDevice(device)
 
 
 def build_ddp(
-    make_net: Callable[[], nn.Module], finish: Callable, device: torch.device, *, options, **_: object
+    make_net: Callable[[], nn.Module],
+    finish: Callable,
+    device: torch.device,
+    *,
+    options,
+    **_: object,
 ) -> tuple[nn.Module, Strategy]:
     """A copy of the net on every rank.
 
@@ -78,4 +83,4 @@ def build_ddp(
         static_graph=options.static_graph,
         find_unused_parameters=options.find_unused_parameters,
     )
-    return build_spread(make_net, finish, device), strategy
+    return make_net_on(make_net, finish, device), strategy

@@ -12,18 +12,18 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
 
-from gptrain.lit.losses import LossOptions, has_chunks, whole_net_loss, whole_net_logits
+from gptrain.lit.losses import LossOptions, has_chunks, whole_net_logits, whole_net_loss
 from gptrain.lit.strategies.base import named_beside_net
 from gptrain.lit.strategies.data_parallel import Ranks
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
-from gptrain.parallel.materialize import build_spread
 from gptrain.parallel.mesh import build_mesh
+from gptrain.parallel.slices import build_partitioned as make_net_on
 from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters
 from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks, vocab_parallel_loss
 from gptrain.plan import ParallelDims
-from torchmetrics import Metric
 
 
 class MeshStrategy(Ranks):
@@ -165,6 +165,6 @@ def build_partitioned(
             )
 
     offloads = is_fsdp and options.cpu_offload
-    net = build_spread(make_net, partition, "cpu" if offloads else device)
+    net = make_net_on(make_net, partition, "cpu" if offloads else device)
     syncs_each = is_fsdp and options.accumulate_shards
     return net, Partitioned(mesh, is_fsdp=is_fsdp, is_tensor=is_tensor, syncs_each=syncs_each)

@@ -20,11 +20,11 @@ from gptrain.loss import (
     next_token_loss,
     reduce_total,
 )
+from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
-from gptrain.parallel.materialize import build_spread
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.pipeline import Pipeline, count_microbatches
-from gptrain.parallel.unfit import Unfit
+from gptrain.parallel.slices import build_partitioned as make_net_on
 from gptrain.plan import ParallelDims
 
 
@@ -74,7 +74,8 @@ class PipelineStrategy(MeshStrategy):
 
     def share_metric(self, metric: Metric) -> Tensor:
         """Computed where the logits were, sent to the other stages."""
-        device, last = self.root_device, self.pipeline.last_rank
+        device = self.root_device
+        last = dist.get_global_rank(self.stages, (self.pipeline.n_stages - 1) % self.stages.size())
         value = torch.zeros((), device=device)
         if self.pipeline.has_last:
             value = metric.compute().to(device, torch.float32)
@@ -177,5 +178,5 @@ def build_pipeline(
         made.append(PipelineStrategy(pipeline, loss_sum))
         finish(net)
 
-    net = build_spread(make_net, partition, device)
+    net = make_net_on(make_net, partition, device)
     return net, made[0]

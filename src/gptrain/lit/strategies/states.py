@@ -77,7 +77,7 @@ class NamedStates:
         """Name in a checkpoint -> parameter, each once."""
         module = self.lightning_module
         net = getattr(module, "net", None)
-        of_net = named_parameters(net) if isinstance(net, nn.Module) else {}
+        of_net = named_parameters(net, self.aliases) if isinstance(net, nn.Module) else {}
         beside = {f"{BESIDE}{name}": p for name, p in named_beside_net(module).items()}
         return {**of_net, **beside}
 
@@ -96,11 +96,9 @@ class NamedStates:
         """The optimizer's state by names; in a sharded save the options of its groups alone."""
         optimizer, parameters = bare_optimizer(optimizer), self.saved_parameters()
         if self._writes_shards:
-            groups = named_groups(parameters, optimizer, self.aliases, self.stages)
+            groups = named_groups(parameters, optimizer, self.stages)
             return {"state": {}, "param_groups": groups}
-        return whole_optimizer_state(
-            parameters, optimizer, aliases=self.aliases, stages=self.stages
-        )
+        return whole_optimizer_state(parameters, optimizer, stages=self.stages)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -134,10 +132,10 @@ class NamedStates:
             return
         state = checkpoint["state_dict"]
         if reader is not None:
-            load_sharded_net(self.net, reader, aliases=self.aliases)
+            load_sharded_net(self.net, reader, aliases=self.aliases, stages=self.stages)
         else:
             net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
-            load_whole_net_state(self.net, net, aliases=self.aliases)
+            load_whole_net_state(self.net, net, aliases=self.aliases, stages=self.stages)
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
         missing, unexpected = self.lightning_module.load_state_dict(beside, strict=False)
         lost = [name for name in missing if not name.startswith(NET)] + list(unexpected)
@@ -152,10 +150,9 @@ class NamedStates:
         ]
         parameters, reader = self.saved_parameters(), self._reader()
         if reader is not None:
-            groups = state["param_groups"]
-            load_sharded_optimizer(parameters, optimizer, groups, reader, aliases=self.aliases)
+            load_sharded_optimizer(parameters, optimizer, state["param_groups"], reader)
         else:
-            load_whole_optimizer_state(parameters, optimizer, state, aliases=self.aliases)
+            load_whole_optimizer_state(parameters, optimizer, state)
 
     def _reader(self) -> SafeFileSystemReader | None:
         if not (self._loaded / INDEX_NAME).exists():

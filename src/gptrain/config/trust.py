@@ -1,0 +1,202 @@
+"""What may be taken from somebody else's run folder.
+
+One's own yaml is code, and is not judged here. A config that lies in a run folder (from_run,
+gptrain.load, export, init_from) is data: a `_target_` in it may only name a class of the kind that
+its group holds, which comes from this checkout, torch or Lightning, or from a package that the user
+allows now; and its values must be plain, or plain references to one another.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain.config.compose import PROJECT, default_output_dir
+from gptrain.config.schema import targets
+from gptrain.problems import ConfigError, Problem, show
+
+LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+# Group -> base class that its objects have; of a dataset what it can do is looked at.
+KINDS = {
+    "model": "torch.nn.Module",
+    "module": "lightning.pytorch.LightningModule",
+    "optimizer": "torch.optim.Optimizer",
+    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "trainer": "lightning.pytorch.Trainer",
+    "callbacks": "lightning.pytorch.Callback",
+    "logger": "lightning.pytorch.loggers.Logger",
+    "profiler": "lightning.pytorch.profilers.Profiler",
+    "metrics": "torchmetrics.Metric",
+}
+SCHEDULES = "gptrain.optim"  # functions of the step
+OURS = r"\$\{(?:[\w.]+\}|(?:plus|run_stamp|default_output_dir):)"  # plain, or a resolver of ours
+LONGEST = 10_000  # characters of a value; references can double it again and again
+
+
+class NotFound(Exception):
+    """Why a dotted name stands for nothing."""
+
+
+def check_targets(node: dict[str, Any], group: str, allowed: Sequence[str] = ()) -> list[Problem]:
+    """What a stranger's group may not name, arguments included. Imports only trusted packages.
+
+    Args:
+        node: plain values.   group: where they stand: model, data, optimizer, ...
+        allowed: packages that the user trusts.
+    """
+    problems = []
+    for place, found in targets(node, group):
+        kind = "metrics" if place.startswith("module.metrics.") else group
+        if reason := _reason(found["_target_"], kind, allowed):
+            key = f"{place}._target_"
+            problems.append(Problem(key, show(found["_target_"]), reason, attempt=_way_out(found)))
+    return problems
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """The values of a stranger's config, resolved once. Objects are built from exactly these.
+
+    Raises: ConfigError where a value would run a resolver, or still holds a reference.
+    """
+    problems = [
+        Problem(key, show(value), "only plain references are read from somebody else's run")
+        for key, value in _texts(OmegaConf.to_container(cfg))
+        if not is_plain(value)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    values = OmegaConf.to_container(cfg, resolve=True)
+    for key, value in _texts(values):
+        if "${" in value or len(value) > LONGEST:
+            raise ConfigError([Problem(key, show(value), "does not resolve to a plain value")])
+    return values
+
+
+def is_plain(text: str) -> bool:
+    """Whether all that a text refers to are other keys, or resolvers of ours."""
+    return text.count("${") == len(re.findall(OURS, text))
+
+
+def locate(target: str) -> Any:
+    """What a dotted name stands for. Raises: NotFound."""
+    parts = target.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:depth])
+        try:
+            found = import_module(name)
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                package = (error.name or str(error)).split(".")[0]
+                raise NotFound(f"needs the package {package}, which is not installed") from error
+        except Exception as error:  # whatever a user's module raises is a line, not a traceback
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise NotFound(f"{name} cannot be imported: {reason}") from error
+    else:
+        raise NotFound(f"no module named {parts[0]}")
+    for i in range(depth, len(parts)):
+        owner, found = found, getattr(found, parts[i], None)
+        if found is None:
+            from gptrain.config.suggest import nearest
+
+            name = ".".join(parts[:i])
+            near = nearest(parts[i], [name for name in dir(owner) if name[0] != "_"])
+            raise NotFound(
+                f"nothing of that name in {name}"
+                + (f", did you mean {name}.{near}?" if near else "")
+            )
+    return found
+
+
+def wrong_kind(found: Any, group: str) -> str | None:
+    """Why an object is not what a group holds; None where it is, or cannot be known."""
+    owner = found.__self__ if inspect.ismethod(found) else found
+    if group == "data":
+        is_set = inspect.isclass(owner) and hasattr(owner, "__getitem__")
+        return None if is_set else "no dataset, as this place needs"
+    kind = KINDS.get(group)
+    if kind is None or (inspect.isclass(owner) and issubclass(owner, locate(kind))):
+        return None
+    return f"no {kind.rpartition('.')[2]}, as this place needs"
+
+
+def is_own(package: str) -> bool:
+    """Whether a top-level package is code of this checkout, and not of its outputs or libraries."""
+    if package in sys.stdlib_module_names:
+        return False
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    places = [*(spec.submodule_search_locations or []), spec.origin or ""] if spec else []
+    places = [Path(place).resolve() for place in places if place]
+    outputs = (PROJECT / "outputs", Path(default_output_dir()).resolve())
+    return bool(places) and all(
+        place.is_relative_to(PROJECT)
+        and not any(place.is_relative_to(folder) for folder in outputs)
+        and not any(
+            part.startswith(".") or part == "site-packages"
+            for part in place.relative_to(PROJECT).parts
+        )
+        for place in places
+    )
+
+
+def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
+    if not isinstance(target, str) or not re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", target):
+        return "not the name of a class"
+    if not _is_trusted(target, allowed):
+        return "somebody else's run may not name it"
+    try:
+        found = locate(target)
+    except NotFound as error:
+        return str(error)
+    owner = found.__self__ if inspect.ismethod(found) else found
+    home = getattr(owner, "__module__", None) or ""
+    if not _is_trusted(home, allowed):
+        return f"stands for {home}.{getattr(found, '__qualname__', '')}, which it may not name"
+    if group == "scheduler" and inspect.isfunction(found):
+        is_schedule = home.startswith(f"{SCHEDULES}.") or home.split(".")[0] in allowed
+        return None if is_schedule else "no schedule"
+    if inspect.ismethod(found) and not (group == "data" and found.__name__.startswith("from_")):
+        return "not a class"
+    return wrong_kind(found, group)
+
+
+def _is_trusted(name: str, allowed: Sequence[str]) -> bool:
+    package = name.split(".")[0]
+    listed = any(name == one or name.startswith(f"{one}.") for one in allowed)
+    return package in LIBRARIES or listed or is_own(package)
+
+
+def _way_out(node: dict[str, Any]) -> str:
+    package = str(node["_target_"]).split(".")[0]
+    if (
+        package in (*LIBRARIES, *sys.stdlib_module_names)
+        or not package.isidentifier()
+        or is_own(package)
+    ):
+        return ""
+    return f"allowed_targets=[{package}], if you trust its code"
+
+
+def _texts(node: Any, key: str = "") -> list[tuple[str, str]]:
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    found = []
+    for name, value in items:
+        here = f"{key}.{name}" if key else str(name)
+        if isinstance(name, str) and "${" in name:
+            found.append((here, name))
+        if isinstance(value, dict | list):
+            found += _texts(value, here)
+        elif isinstance(value, str):
+            found.append((here, value))
+    return found
