@@ -11,13 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.problems import BAD_CONFIG, ConfigError, Problem
+from gptrain.config import schema
+from gptrain.problems import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,12 @@ SIZES = {
     "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
 }
 LOOPS = ("tutorial", "bare", "accelerate", "ours", "ours_saving")
-OWN_KEYS = {"size": "cpu", "rounds": "5", "steps": "2", "loops": "[tutorial,bare,accelerate,ours]"}
+DEFAULTS = {
+    "size": "cpu",
+    "rounds": 5,
+    "steps": 2,
+    "loops": "[tutorial,bare,accelerate,ours]",
+}
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
 COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
@@ -45,45 +52,26 @@ FIXED = (
 )
 
 
+class BenchRun(schema.Run):
+    """A run's keys and the command's own."""
+
+    size: schema.choice(*SIZES)
+    rounds: schema.Count  # turns of each loop
+    steps: schema.Count  # of a turn
+    loops: list[schema.choice(*LOOPS)]
+
+
 def main() -> None:
-    """The command line: its own keys are taken out, the others are those of a run."""
-    typed = [word for word in sys.argv[1:] if word != "--json"]
-    sizes = [word.partition("=")[2] for word in typed if word.startswith("size=")]
-    preset = SIZES.get(sizes[-1] if sizes else OWN_KEYS["size"], "").split()
-    own, words = dict(OWN_KEYS), ["name=bench"]
-    for word in [*preset, *typed]:
-        key, _, value = word.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            words.append(word)
-    own["loops"] = [name for name in own["loops"].strip("[]").replace(" ", "").split(",") if name]
-    if problems := find_problems(own):  # before Hydra makes a folder
-        print("\n".join(problem.line for problem in problems), file=sys.stderr)
-        sys.exit(BAD_CONFIG)
-    own |= {"rounds": int(own["rounds"]), "steps": int(own["steps"])}
-    own["json"] = "--json" in sys.argv
-
-    def job(cfg: DictConfig) -> None:
-        bench(cfg, own, words)
-
-    sys.argv[1:] = words
-    config.main(job, usage=package.__doc__)
+    """The command line, in which size=… stands for what SIZES says."""
+    words = [word for word in sys.argv[1:] if word != "--json"]
+    as_json = "--json" in sys.argv
+    sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
+    preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
+    sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
+    config.main(lambda cfg: bench(cfg, as_json), BenchRun, DEFAULTS, usage=package.__doc__)
 
 
-def find_problems(own: dict[str, Any]) -> list[Problem]:
-    """What is wrong with the command's own keys."""
-    found = []
-    for key, known in (("size", SIZES), ("loops", LOOPS)):
-        if not set(own[key] if key == "loops" else [own[key]]) <= set(known):
-            found.append(Problem(key, own[key], "not known", allowed=", ".join(known)))
-    for key in ("rounds", "steps"):
-        if not own[key].isdecimal() or int(own[key]) < 1:
-            found.append(Problem(key, own[key], "must be an integer >= 1"))
-    return found
-
-
-def bench(cfg: DictConfig, own: dict[str, Any], words: list[str]) -> None:
+def bench(cfg: DictConfig, as_json: bool) -> None:
     """Runs the loops in turn and prints what was found; result.json in the run folder has all.
 
     Raises: ConfigError for a model without these sizes, or another data set or optimizer.
@@ -95,13 +83,14 @@ def bench(cfg: DictConfig, own: dict[str, Any], words: list[str]) -> None:
     machine = find_machine(cfg)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
-    spec = make_spec(cfg, machine.accelerator)
-    folder, mine = Path(cfg.run_dir), [word for word in words if not word.startswith("run_dir=")]
+    spec, folder = make_spec(cfg, machine.accelerator), Path(cfg.run_dir)
+    words = HydraConfig.get().overrides.task
+    mine = [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
     cores = max(1, len(os.sched_getaffinity(0)) // machine.n_local)
     threads = int(os.environ.get("OMP_NUM_THREADS", cores))
     with ExitStack() as stack:
         contestants = []
-        for name in choose_loops(own["loops"], machine.n_local):
+        for name in choose_loops(cfg.loops, machine.n_local):
             overrides = [*mine, *FIXED, f"run_dir={json.dumps(str(folder / name))}"]
             if name == "ours_alone":
                 overrides += ["trainer.devices=1", "strategy=single"]
@@ -110,12 +99,12 @@ def bench(cfg: DictConfig, own: dict[str, Any], words: list[str]) -> None:
             contestants.append(Contestant(name, its, n_ranks, threads, folder))
             stack.callback(contestants[-1].end)
             contestants[-1].first_step()
-        peaks = run_rounds(contestants, own, spec)
+        peaks = run_rounds(contestants, cfg.rounds, cfg.steps, spec)
     results = summarize(contestants, spec, peaks)
-    found = {"size": own["size"], "spec": {**spec, "overrides": mine}, "loops": results}
+    found = {"size": cfg.size, "spec": {**spec, "overrides": mine}, "loops": results}
     text = json.dumps(found, indent=1)
     (folder / "result.json").write_text(text + "\n")
-    print(text if own["json"] else table(results), flush=True)
+    print(text if as_json else table(results), flush=True)
 
 
 def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
@@ -150,7 +139,7 @@ def choose_loops(asked: list[str], n_ranks: int) -> list[str]:
 
 
 def run_rounds(
-    contestants: list[Contestant], own: dict[str, Any], spec: dict[str, Any]
+    contestants: list[Contestant], rounds: int, steps: int, spec: dict[str, Any]
 ) -> list[float]:
     """Every loop once a round, each round in the other direction; the first does not count.
 
@@ -163,9 +152,9 @@ def run_rounds(
 
     dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
     peaks = []
-    for number in trange(own["rounds"] + 1, desc="rounds", disable=None, leave=False):
+    for number in trange(rounds + 1, desc="rounds", disable=None, leave=False):
         for contestant in contestants[:: 1 if number % 2 else -1]:
-            contestant.take_turn(own["steps"])
+            contestant.take_turn(steps)
         peaks.append(measure_matmul(torch.device(spec["device"]), dtype))
     for contestant in contestants:
         del contestant.turns[0]
