@@ -18,7 +18,8 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import Result, summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config import schema
+from gptrain.config import forms
+from gptrain.config.schema import Run
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 
 log = logging.getLogger(__name__)
@@ -46,14 +47,14 @@ FIXED = (
 )
 
 
-class BenchRun(schema.Run):
+class BenchRun(Run):
     """A run's keys and the command's own."""
 
-    size: schema.choice(*SIZES)
-    rounds: schema.Count  # turns of each loop
-    steps: schema.Count  # of a turn
-    loops: schema.Words
-    json: schema.Flag  # print JSON on stdout, also typed --json
+    size: forms.choice(*SIZES)
+    rounds: forms.Count  # turns of each loop
+    steps: forms.Count  # of a turn
+    loops: forms.Words
+    json: forms.Flag  # print JSON on stdout, also typed --json
 
 
 DEFAULTS = {
