@@ -18,7 +18,8 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config import schema
+from gptrain.config import forms
+from gptrain.config.schema import Run
 from gptrain.problems import ConfigError, Problem
 
 log = logging.getLogger(__name__)
@@ -52,13 +53,13 @@ FIXED = (
 )
 
 
-class BenchRun(schema.Run):
+class BenchRun(Run):
     """A run's keys and the command's own."""
 
-    size: schema.choice(*SIZES)
-    rounds: schema.Count  # turns of each loop
-    steps: schema.Count  # of a turn
-    loops: list[schema.choice(*LOOPS)]
+    size: forms.choice(*SIZES)
+    rounds: forms.Count  # turns of each loop
+    steps: forms.Count  # of a turn
+    loops: list[forms.choice(*LOOPS)]
 
 
 def main() -> None:

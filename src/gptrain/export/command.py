@@ -11,19 +11,20 @@ from torch import nn
 
 from gptrain import config
 from gptrain import export as package
-from gptrain.config import schema
+from gptrain.config import forms
+from gptrain.config.schema import Run
 from gptrain.data import DataError
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
 
-class ExportRun(schema.Run):
+class ExportRun(Run):
     """A run's keys and the command's own."""
 
-    from_run: schema.Path
-    format: schema.choice("safetensors", "hf")
-    dtype: schema.choice("fp32", "bf16")
+    from_run: forms.Path
+    format: forms.choice("safetensors", "hf")
+    dtype: forms.choice("fp32", "bf16")
 
 
 DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
