@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from gptrain.assemble.weights import load_weights
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
+from gptrain.export.command import Dtype, ExportConfig, Format, export, write_net
 from gptrain.export.files import byte_level_tokenizer, write_json
-from gptrain.export.verb import Dtype, ExportConfig, Format, export, write_net
 from gptrain.models import SimpleGPT
 from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import DamagedCheckpoint

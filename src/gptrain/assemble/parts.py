@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
 from gptrain.plan import (
     BatchPlan,
+    Lengths,
     effective_max_epochs,
     plan_batch,
     run_steps,
@@ -38,35 +38,6 @@ MODEL_KEYS = {"compile", "activation_checkpointing"}
 OPTIMIZER_KEYS = {"lr", "weight_decay", "lr_scaling", "reference_batch_size"}
 SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """How long a run is.
-
-    Attributes:
-        batch: the batch arithmetic of one step.
-        sample_tokens: positions of one sample.
-        epoch_steps: optimizer steps of an epoch.
-        n_steps: optimizer steps of the run; None where only max_time ends it.
-        validate_every: optimizer steps between two validations, at most n_steps.
-    """
-
-    batch: BatchPlan
-    sample_tokens: int
-    epoch_steps: int
-    n_steps: int | None
-    validate_every: int
-
-    @property
-    def step_tokens(self) -> int:
-        """Positions that a step trains on, over all ranks."""
-        return self.batch.global_batch_size * self.sample_tokens
-
-    @property
-    def n_epochs(self) -> int:
-        """Epochs of the run, the last of which may be cut short; -1: no limit."""
-        return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
 
 
 def build_target(node: DictConfig, *args: Any, **kwargs: Any) -> Any:

@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 from gptrain.assemble.resume import choose_checkpoint
 from gptrain.lit.checkpointing import STATE_NAME
 from gptrain.lit.strategies.states import BESIDE, NET
+from gptrain.parallel.fit import tied_names
 from gptrain.parallel.state import (
     NO_ALIASES,
     Unmatched,
     load_sharded_net,
     load_whole_net_state,
-    tied_names,
 )
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.resilience.manifest import (

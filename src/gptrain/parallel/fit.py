@@ -27,6 +27,16 @@ def check_attributes(net: nn.Module, needed: tuple[str, ...]) -> None:
         )
 
 
+def tied_names(net: nn.Module) -> dict[str, str]:
+    """Second name of a parameter that has two -> its first."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first[parameter]
+        for name, parameter in net.named_parameters(remove_duplicate=False)
+        if first.setdefault(parameter, name) != name
+    }
+
+
 def check_fit(
     net: nn.Module, options, dims, *, compile: str, activation_checkpointing: str
 ) -> None:

@@ -19,7 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
+from gptrain.parallel.fit import tied_names
 from gptrain.parallel.fsdp import reshard
 from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
 
@@ -49,16 +51,6 @@ class Unmatched(NamedTuple):
         wrong += [f"{name} there only" for name in self.unexpected]
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         return "; ".join(wrong[:_SHOWN]) + more
-
-
-def tied_names(net: nn.Module) -> dict[str, str]:
-    """Second name of a parameter that has two -> its first."""
-    first: dict[nn.Parameter, str] = {}
-    return {
-        name: first[parameter]
-        for name, parameter in net.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
 
 
 def named_parameters(
@@ -121,9 +113,9 @@ def whole_optimizer_state(
     """
     flat = {}
     for key, value in _flat_optimizer_state(parameters, optimizer).items():
-        whole = torch.utils._pytree.tree_map_only(Tensor, whole_of, value)
+        value = tree_map_only(Tensor, whole_of, value)
         if _keeps(stages):
-            flat[key] = torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, whole)
+            flat[key] = tree_map_only(Tensor, Tensor.cpu, value)
     state: State = {"state": {}, "param_groups": named_groups(parameters, optimizer, stages)}
     for key, value in _merge_stages(flat, stages).items():
         name, _, kind = key.rpartition(".")
@@ -136,7 +128,7 @@ def load_whole_optimizer_state(
 ) -> None:
     """Give optimizer each rank's slices of a named state. No communication.
 
-    Raises: ValueError if a parameter is in no group of the state, or its group was divided.
+    Raises: ValueError if the state has no such groups.
     """
     values = {
         name: {
@@ -228,7 +220,7 @@ def load_sharded_optimizer(
 def named_groups(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, stages: Group = None
 ) -> list[State]:
-    """Options of the optimizer's groups with their parameters' names, over all stages."""
+    """The optimizer's groups, plain options and names of parameters; those of all stages."""
     names = _names(parameters, optimizer)
     groups = [
         {
@@ -237,16 +229,7 @@ def named_groups(
         }
         for group in optimizer.param_groups
     ]
-    merged: list[State] = []
-    for group in (group for theirs in _gather(groups, stages) for group in theirs):
-        options = {key: value for key, value in group.items() if key != "params"}
-        alike = (g for g in merged if {**g, "params": None} == {**options, "params": None})
-        known = next(alike, None) if stages is not None else None
-        if known is None:
-            merged.append(group)
-        else:
-            known["params"] += [name for name in group["params"] if name not in known["params"]]
-    return merged
+    return [group for theirs in _gather(groups, stages) for group in theirs]
 
 
 def _load_named(
@@ -257,17 +240,19 @@ def _load_named(
 ) -> None:
     """Hand optimizer the local values of each parameter, and the options of its group."""
     names = _names(parameters, optimizer)
-    saved_in = {name: i for i, group in enumerate(groups) for name in group["params"]}
+    options_of = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+        for name in group["params"]
+    }
     numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     restored = []
     for group in optimizer.param_groups:
         members = [names[p] for p in group["params"]]
-        unknown = [name for name in members if name not in saved_in]
-        if unknown:
-            raise ValueError(f"{unknown[0]}: in no group of the optimizer that was saved")
-        if len({saved_in[name] for name in members}) > 1:
-            raise ValueError(f"{members[0]} and others: in one group here, in several there")
-        options = groups[saved_in[members[0]]] if members else {}
+        options = options_of.get(members[0]) if members else {}
+        other = next((n for n in members if options_of.get(n) != options or not options), None)
+        if other is not None:
+            raise ValueError(f"{other}: not in a group with {members[0]} in the saved optimizer")
         restored.append({**group, **options, "params": [numbers[p] for p in group["params"]]})
     state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
     optimizer.load_state_dict({"state": state, "param_groups": restored})
@@ -338,25 +323,19 @@ def _match(
 
 
 def _merge_stages(state: State, stages: Group) -> State:
-    """All stages' values on the first of them, tensors sent one at a time; {} on the others."""
+    """All stages' values on the first of them, sent one at a time; {} on the others."""
     if stages is None or stages.size() == 1:
         return state
-    first = dist.get_global_rank(stages, 0)
-    device = "cpu" if dist.get_backend(stages) == "gloo" else torch.cuda.current_device()
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in state.items() if name not in tensors}
-    headers = _gather(([(n, t.shape, t.dtype) for n, t in tensors.items()], others), stages)
+    counts, first = _gather(len(state), stages), dist.get_global_rank(stages, 0)
     if stages.rank() != 0:
-        for tensor in tensors.values():
-            dist.send(tensor.to(device).contiguous(), first, group=stages)
+        for item in state.items():
+            dist.send_object_list([item], first, group=stages)
         return {}
     for sender in range(1, stages.size()):
-        incoming, others = headers[sender]
-        for name, shape, dtype in incoming:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(tensor, dist.get_global_rank(stages, sender), group=stages)
-            state.setdefault(name, tensor.cpu())
-        state = others | state
+        for _ in range(counts[sender]):
+            received: list = [None]
+            dist.recv_object_list(received, dist.get_global_rank(stages, sender), group=stages)
+            state.setdefault(*received[0])
     return state
 
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from gptrain.lit.callbacks.finite import gather
 from gptrain.lit.callbacks.vote import Vote
 from gptrain.lit.lightning import ends_step, loops_after, start_epoch_anew
+from gptrain.plan import Lengths
 from gptrain.problems import DONE, Problem
 from gptrain.resilience.rng import capture, restore
 from gptrain.resilience.store import CheckpointStore
@@ -33,12 +34,10 @@ class Checkpoints(Checkpoint):
     Args:
         store: the run's checkpoints.
         identity: key -> value of what must not change on a resume; kept in each manifest.
-        every_n_steps: between validations too; None: only after them.
-        keep: newest ones kept, besides the best by `monitor`, any logged name, and `mode`.
-        validate_every: steps between validations.
-        n_steps: of the run; its last step is always saved.
-        in_background: of a large save only the copy in memory stops the training; it is written
-            while the steps go on, and is a checkpoint when all ranks have written.
+        options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
+            ones besides the best by `monitor` and `mode`; background, of a large save only the copy
+            in memory stops the training.
+        lengths: of the run; its last step is always saved.
         changed: options of the optimizer that a resume is allowed to change, and does.
     """
 
@@ -46,21 +45,14 @@ class Checkpoints(Checkpoint):
         self,
         store: CheckpointStore,
         identity: dict[str, Any],
-        *,
-        every_n_steps: int | None,
-        keep: int,
-        monitor: str,
-        mode: str,
-        validate_every: int,
-        n_steps: int | None,
-        in_background: bool = True,
+        options: Any,
+        lengths: Lengths,
         changed: tuple[str, ...] = (),
     ):
-        self.store, self.identity = store, identity
-        self.every_n_steps, self.keep = every_n_steps, keep
-        self.monitor, self.mode = monitor, mode
-        self.validate_every, self.n_steps = validate_every, n_steps
-        self.in_background, self.changed = in_background, changed
+        self.store, self.identity, self.options = store, identity, options
+        self.monitor, self.mode = options.monitor, options.mode
+        self.n_steps, self.validate_every = lengths.n_steps, lengths.validate_every
+        self.changed = changed
         self.stopping = False  # the ranks have agreed to leave: save this step in any case
         self.saved: tuple[int, bool] | None = None  # step, and whether its validation was done
         self.metrics: dict[str, float] = {}  # of the validation that was just done
@@ -209,7 +201,7 @@ class Checkpoints(Checkpoint):
         if self._ends_epoch(trainer):
             return  # saved after the hooks of its end
         step = trainer.global_step
-        is_due = bool(self.every_n_steps) and step % self.every_n_steps == 0
+        is_due = bool(self.options.every_n_steps) and step % self.options.every_n_steps == 0
         if self.stopping:
             self.save(trainer, validated=not self._is_validated(trainer), at_once=True)
         elif (is_due or trainer.should_stop) and not self._is_validated(trainer):
@@ -239,7 +231,10 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        is_due = bool(self.every_n_steps) and trainer.global_step % self.every_n_steps == 0
+        is_due = (
+            bool(self.options.every_n_steps)
+            and trainer.global_step % self.options.every_n_steps == 0
+        )
         asked = is_due or self._awaits_epoch_end or self.stopping or trainer.should_stop
         if asked and self._ends_epoch(trainer):
             self.save(trainer, epoch_ended=True)
@@ -286,7 +281,7 @@ class Checkpoints(Checkpoint):
                 needed_bytes=self._needed_bytes,
                 rank=trainer.global_rank,
                 gather=gather,
-                in_background=self.in_background and is_large and not (at_once or is_last),
+                in_background=self.options.background and is_large and not (at_once or is_last),
             ) as draft,
         ):
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
@@ -312,7 +307,7 @@ class Checkpoints(Checkpoint):
     def _prune(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             best = self.store.best(self.monitor, self.mode)
-            self.store.prune(self.keep, protect=[best.path] if best else [])
+            self.store.prune(self.options.keep, protect=[best.path] if best else [])
 
     def _is_validated(self, trainer: Trainer) -> bool:
         """Whether a validation follows this step."""

@@ -1,4 +1,4 @@
-"""Whole runs through Lightning's Trainer, on several ranks."""
+"""Whole runs through Lightning's Trainer, on several ranks: each equals one process's."""
 
 import tempfile
 from functools import partial
@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from kinds import NOISE, broadcast
+from ranks import on_ranks
 
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel, TextDataModule
@@ -26,7 +28,6 @@ from gptrain.resilience.store import CheckpointStore
 
 V, SEQ_LEN, BATCH, ACCUMULATE, N_STEPS = 61, 16, 8, 2, 6
 SAVED_STEP, STEP_3 = 3, "step-00000003"
-NOISE = "k_proj.bias"  # see parallel_cases
 RTOL, WEIGHT_RTOL = 1e-5, 1e-4
 OPTIONS = {
     "tensor_parallel_size": None,
@@ -45,6 +46,16 @@ OPTIONS = {
 }
 
 
+class SomeIgnored(DummyTextDataset):
+    """Random tokens; three targets of each sample, at other places in each, count for nothing."""
+
+    def __getitems__(self, indices):
+        tokens, targets = super().__getitems__(indices)
+        for row, index in enumerate(indices):
+            targets[row, [(index + place) % targets.shape[1] for place in (0, 1, 5)]] = -100
+        return tokens, targets
+
+
 class OnlyForward(torch.nn.Module):
     """A user's net that offers nothing but forward."""
 
@@ -57,6 +68,7 @@ class OnlyForward(torch.nn.Module):
 
 
 TRUTH = {}
+PLAIN_NAMES = ["ddp", "fsdp", "tensor_parallel", "pipeline"]
 
 
 def make_net(dropout=0.0):
@@ -126,8 +138,8 @@ def fit(
         compiles_loss=compiles_loss(made_of.get("compile", "none"), device),
     )
     data = TextDataModule(
-        DummyTextDataset(500, SEQ_LEN, V, seed=3),
-        DummyTextDataset(21, SEQ_LEN, V, seed=4),  # no multiple of the ranks
+        SomeIgnored(500, SEQ_LEN, V, seed=3),
+        SomeIgnored(21, SEQ_LEN, V, seed=4),  # no multiple of the ranks
         batch_size=BATCH // split.data,
         accumulate=ACCUMULATE,
         n_steps=n_steps,
@@ -204,48 +216,50 @@ def assert_close(mine, expected, rtol=RTOL):
         assert abs(a / b - 1) < rtol, (mine, expected)
 
 
-def broadcast(value):
-    values = [value]
-    dist.broadcast_object_list(values, 0)
-    return values[0]
-
-
 def check_equals_one_process(name, **options):
     check_same_run(fit(name, **options), TRUTH["plain"])
 
 
-def ddp_run_equals_one_process():
+@on_ranks(2)
+def test_ddp_run_equals_one_process():
     check_equals_one_process("ddp")
 
 
-def fsdp_run_equals_one_process():
+@on_ranks(2)
+def test_fsdp_run_equals_one_process():
     check_equals_one_process("fsdp")
 
 
-def tensor_parallel_run_equals_one_process():
+@on_ranks(2)
+def test_tensor_parallel_run_equals_one_process():
     check_equals_one_process("tensor_parallel")
 
 
-def pipeline_run_equals_one_process():
+@on_ranks(2)
+def test_pipeline_run_equals_one_process():
     check_equals_one_process("pipeline")
 
 
-def interleaved_pipeline_run_equals_one_process():
+@on_ranks(2)
+def test_interleaved_pipeline_run_equals_one_process():
     check_equals_one_process("pipeline", schedule="interleaved_1f1b")
 
 
-def muon_of_cut_matrices_equals_one_process():
+@on_ranks(2)
+def test_muon_of_sharded_matrices_equals_one_process():
     with _in_fp32():
         for name in ("fsdp", "tensor_parallel"):
             check_same_run(fit(name, make_optimizer=muon), TRUTH["muon"])
 
 
-def a_net_with_forward_alone_trains_under_ddp():
+@on_ranks(2)
+def test_a_net_with_forward_alone_trains_under_ddp():
     run = fit("ddp", make_net=OnlyForward)
     assert_close(run.losses, TRUTH["only_forward"].losses)
 
 
-def other_strategies_name_what_such_a_net_lacks():
+@on_ranks(2)
+def test_other_strategies_name_what_such_a_net_lacks():
     lacks = {
         "fsdp": "blocks",
         "tensor_parallel": "tensor_plan, n_heads, head",
@@ -256,14 +270,16 @@ def other_strategies_name_what_such_a_net_lacks():
             fit(name, make_net=OnlyForward)
 
 
-def dropout_makes_the_same_run_twice():
+@on_ranks(2)
+def test_dropout_makes_the_same_run_twice():
     for name in PLAIN_NAMES:
         runs = [fit(name, 2, make_net=partial(make_net, dropout=0.2)) for _ in range(2)]
         assert runs[0].losses == runs[1].losses
         assert abs(runs[0].losses[1] / TRUTH["plain"].losses[1] - 1) > RTOL
 
 
-def options_that_save_memory_change_no_number():
+@on_ranks(2)
+def test_options_that_save_memory_change_no_number():
     for name, mode in zip(PLAIN_NAMES, ("full", "selective") * 2, strict=True):
         run = fit(name, 2, activation_checkpointing=mode)
         assert_close(run.losses, TRUTH["plain"].losses[:2])
@@ -272,13 +288,15 @@ def options_that_save_memory_change_no_number():
         assert_close(run.losses, TRUTH["plain"].losses[:2])
 
 
-def bf16_trains_close_to_fp32():
+@on_ranks(2)
+def test_bf16_trains_close_to_fp32():
     for name in PLAIN_NAMES:
         run = fit(name, 2, precision="bf16-mixed")
         assert_close(run.losses, TRUTH["plain"].losses[:2], 1e-2)  # 8 bits of mantissa
 
 
-def a_run_of_any_strategy_goes_on_under_any_other():
+@on_ranks(2)
+def test_a_run_of_any_strategy_goes_on_under_any_other():
     folder = Path(broadcast(tempfile.mkdtemp()))
     for source, target in pairwise([*PLAIN_NAMES, PLAIN_NAMES[0]]):
         fit(source, save_to=folder / source)
@@ -287,27 +305,32 @@ def a_run_of_any_strategy_goes_on_under_any_other():
         assert_close([run.val_loss], [TRUTH["plain"].val_loss])
 
 
-def any_strategy_reads_a_whole_checkpoint():
+@on_ranks(2)
+def test_any_strategy_reads_a_whole_checkpoint():
     saved = Path(broadcast(str(TRUTH["saved"])))
     for name in PLAIN_NAMES:
         run = fit(name, 6, seed=1, ckpt_path=saved)
         assert_close(run.losses, TRUTH["plain"].losses[3:])
 
 
-def fsdp_by_tensor_parallel_run_equals_one_process():
+@on_ranks(4)
+def test_fsdp_by_tensor_parallel_run_equals_one_process():
     check_equals_one_process("fsdp_tensor_parallel")
 
 
-def ddp_by_pipeline_run_equals_one_process():
+@on_ranks(4)
+def test_ddp_by_pipeline_run_equals_one_process():
     check_equals_one_process("ddp_pipeline", microbatches=2)
 
 
-def muon_of_matrices_cut_twice_equals_one_process():
+@on_ranks(4)
+def test_muon_of_matrices_sharded_twice_equals_one_process():
     with _in_fp32():
         check_same_run(fit("fsdp_tensor_parallel", make_optimizer=muon), TRUTH["muon"])
 
 
-def a_run_goes_on_from_one_mix_to_the_other():
+@on_ranks(4)
+def test_a_run_goes_on_from_one_mix_to_the_other():
     folder = Path(broadcast(tempfile.mkdtemp()))
     names = ["fsdp_tensor_parallel", "ddp_pipeline"]
     for source, target in (names, reversed(names)):
@@ -317,36 +340,12 @@ def a_run_goes_on_from_one_mix_to_the_other():
         assert_close(run.losses, TRUTH["plain"].losses[3:])
 
 
-PLAIN_NAMES = ["ddp", "fsdp", "tensor_parallel", "pipeline"]
-CASES = {
-    2: [
-        ddp_run_equals_one_process,
-        fsdp_run_equals_one_process,
-        tensor_parallel_run_equals_one_process,
-        pipeline_run_equals_one_process,
-        interleaved_pipeline_run_equals_one_process,
-        muon_of_cut_matrices_equals_one_process,
-        a_net_with_forward_alone_trains_under_ddp,
-        other_strategies_name_what_such_a_net_lacks,
-        dropout_makes_the_same_run_twice,
-        options_that_save_memory_change_no_number,
-        bf16_trains_close_to_fp32,
-        a_run_of_any_strategy_goes_on_under_any_other,
-        any_strategy_reads_a_whole_checkpoint,
-    ],
-    4: [
-        fsdp_by_tensor_parallel_run_equals_one_process,
-        ddp_by_pipeline_run_equals_one_process,
-        muon_of_matrices_cut_twice_equals_one_process,
-        a_run_goes_on_from_one_mix_to_the_other,
-    ],
-}
-
-
-def find_truths(folder):
-    """Runs of one process, by each rank alone, before there is a group for metrics to join."""
-    TRUTH["plain"] = one_process(save_to=folder)
-    TRUTH["saved"] = folder / STEP_3
-    with _in_fp32():
-        TRUTH["muon"] = one_process(make_optimizer=muon)
-    TRUTH["only_forward"] = one_process(make_net=OnlyForward)
+def prepare(folder):
+    """Runs of one process, before there is a group for their metrics to join: once for all ranks."""
+    if not (folder / "truth.pt").exists():
+        TRUTH["plain"] = one_process(save_to=folder)
+        with _in_fp32():
+            TRUTH["muon"] = one_process(make_optimizer=muon)
+        TRUTH["only_forward"] = one_process(make_net=OnlyForward)
+        torch.save(TRUTH, folder / "truth.pt")
+    TRUTH.update(torch.load(folder / "truth.pt", weights_only=False), saved=folder / STEP_3)
