@@ -207,12 +207,12 @@ _PLACEMENTS = {  # (role, parameter) -> dimension that is split; all others are 
 
 def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Slices (..., t, D) of all ranks side by side, (..., T', D). Backward sums over ranks."""
-    return _GatherSequence.apply(part, group)
+    return _AlongSequence.apply(part, group, True)
 
 
 def scatter_sequence(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's slice (..., t, D) of the sum over ranks of (..., T', D). Backward gathers."""
-    return _ScatterSequence.apply(partial, group)
+    return _AlongSequence.apply(partial, group, False)
 
 
 def gather_vocabulary(part: Tensor, n_columns: int, group: dist.ProcessGroup) -> Tensor:
@@ -228,26 +228,15 @@ def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
     return F.pad(tokens, (0, -tokens.shape[-1] % n))
 
 
-class _GatherSequence(torch.autograd.Function):
+class _AlongSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, group):
-        ctx.group = group
-        return _all_gather(part, group)
+    def forward(ctx, tensor, group, gathers):
+        ctx.group, ctx.gathers = group, gathers
+        return (_all_gather if gathers else _reduce_scatter)(tensor, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial, group):
-        ctx.group = group
-        return _reduce_scatter(partial, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _all_gather(grad, ctx.group), None
+        return (_reduce_scatter if ctx.gathers else _all_gather)(grad, ctx.group), None, None
 
 
 class _GatherVocabulary(torch.autograd.Function):
