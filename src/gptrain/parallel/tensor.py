@@ -46,13 +46,13 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
-        role = roles.get(name)
+        role, _, split_dims = _ROLES.get(roles.get(name), (None, (), {}))
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in sharded:
-                sharded[parameter] = _shard(parameter, _PLACEMENTS.get((role, key)), mesh)
+                sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
             setattr(module, key, sharded[parameter])
         if role is not None:
-            module.__class__ = _mixed(_ROLES[role][0], type(module))
+            module.__class__ = _mixed(role, type(module))
             module.tensor_group = group
     net.forward = partial(_without_padding, net.forward)
     if hasattr(net, "hidden"):
@@ -188,20 +188,13 @@ def _mixed(role: type, layer: type) -> type:
     return type(layer.__name__, (role, layer), {})
 
 
-_ROLES = {  # role -> (its class, the layers that it knows)
-    "colwise": (_Colwise, (nn.Linear,)),
-    "rowwise": (_Rowwise, (nn.Linear,)),
-    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm)),
-    "position_embedding": (_PositionEmbedding, (nn.Embedding,)),
-    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,)),
-    "vocab_head": (_VocabHead, (nn.Linear,)),
-}
-_PLACEMENTS = {  # (role, parameter) -> dimension that is split; all others are whole on every rank
-    ("colwise", "weight"): 0,
-    ("colwise", "bias"): 0,
-    ("rowwise", "weight"): 1,
-    ("vocab_embedding", "weight"): 0,
-    ("vocab_head", "weight"): 0,
+_ROLES = {  # role -> its class, the layers that it knows, the dimensions in which they are split
+    "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
+    "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
+    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm), {}),
+    "position_embedding": (_PositionEmbedding, (nn.Embedding,), {}),
+    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,), {"weight": 0}),
+    "vocab_head": (_VocabHead, (nn.Linear,), {"weight": 0}),
 }
 
 
