@@ -28,7 +28,9 @@ from gptrain.resilience.store import CheckpointStore
 
 V, SEQ_LEN, BATCH, ACCUMULATE, N_STEPS = 61, 16, 8, 2, 6
 SAVED_STEP, STEP_3 = 3, "step-00000003"
-RTOL, WEIGHT_RTOL = 1e-5, 1e-4
+# Adam moves a weight by about lr whatever its gradient's size: one of 1e-7, whose sum in another
+# order differs by 1 %, moves it by another 1e-5 of lr in each of the steps.
+RTOL, WEIGHT_RTOL = 1e-5, 3e-4
 OPTIONS = {
     "tensor_parallel_size": None,
     "pipeline_parallel_size": None,
@@ -208,7 +210,8 @@ def check_same_run(run, truth):
     assert_close([run.val_loss], [truth.val_loss])
     for name, weight in run.weights.items():  # on rank 0
         if NOISE not in name:
-            assert (weight - truth.weights[name]).abs().max() < WEIGHT_RTOL * weight.abs().max()
+            error = (weight - truth.weights[name]).abs().max()
+            assert error < WEIGHT_RTOL * weight.abs().max(), (name, error, weight.abs().max())
 
 
 def assert_close(mine, expected, rtol=RTOL):
@@ -341,7 +344,7 @@ def test_a_run_goes_on_from_one_mix_to_the_other():
 
 
 def prepare(folder):
-    """Runs of one process, before there is a group for their metrics to join: once for all ranks."""
+    """Runs of one process, once for all ranks; later their metrics would join the group."""
     if not (folder / "truth.pt").exists():
         TRUTH["plain"] = one_process(save_to=folder)
         with _in_fp32():
