@@ -101,15 +101,15 @@ class Checkpoints(Checkpoint):
             {name: torch.tensor(value) for name, value in resumed["logged"].items()}
         )
         self._apply_changes(trainer)
-        self._follow_schedule(trainer, step)
-        rng, on_cpu = resumed["rng"], trainer.strategy.root_device.type == "cpu"
-        if on_cpu and resumed["threads"] != torch.get_num_threads() and trainer.is_global_zero:
-            log.warning(
+        self._follow_schedule(trainer)
+        rng, threads, warns = resumed["rng"], resumed["threads"], trainer.is_global_zero
+        if threads != torch.get_num_threads() and trainer.strategy.root_device.type == "cpu":
+            log.log(
+                logging.WARNING if warns else logging.DEBUG,
                 "warning: resumed with %d threads what %d threads saved: sums may differ in their "
-                "last bits; the same bits: OMP_NUM_THREADS=%d",
+                "last bits",
                 torch.get_num_threads(),
-                resumed["threads"],
-                resumed["threads"],
+                threads,
             )
         if len(rng) == trainer.world_size:
             restore(rng[trainer.global_rank])
@@ -117,60 +117,50 @@ class Checkpoints(Checkpoint):
         restore(rng[0])
         stream = int(torch.randint(2**62, ()))
         torch.manual_seed(stream + trainer.datamodule.rank)
-        if trainer.is_global_zero:
-            log.warning(
-                "resumed on %d ranks what %d ranks saved: the same samples in every step, "
-                "but other dropout and another order of summation",
-                trainer.world_size,
-                len(rng),
-            )
+        log.log(
+            logging.WARNING if warns else logging.DEBUG,
+            "resumed on %d ranks what %d ranks saved: the same samples in every step, but other "
+            "dropout and another order of summation",
+            trainer.world_size,
+            len(rng),
+        )
 
     def _apply_changes(self, trainer: Trainer) -> None:
         """Gives the optimizer the new value of each option that was allowed to change."""
-        fresh_options = trainer.strategy.fresh_options or []
-        for optimizer in trainer.optimizers:
-            for key in self.changed:
-                for group, fresh in zip(optimizer.param_groups, fresh_options, strict=True):
-                    if key not in fresh:
-                        continue
-                    before, now = group[key], fresh[key]
-                    if key == "lr" and "initial_lr" in group:  # under a schedule
-                        before, now = group["initial_lr"], fresh["initial_lr"]
-                        if before == now:
-                            continue
-                        group["initial_lr"] = now
-                        group["lr"] *= now / before if before else 1.0
-                        self._log_change(trainer, key, before, now)
-                        continue
-                    group[key] = now
-                    self._log_change(trainer, key, before, now)
-        for scheduled in trainer.lr_scheduler_configs:
-            if "lr" in self.changed and hasattr(scheduled.scheduler, "base_lrs"):
-                groups = scheduled.scheduler.optimizer.param_groups
-                scheduled.scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        for group, fresh in zip(
+            trainer.optimizers[0].param_groups, trainer.strategy.fresh_options or [], strict=True
+        ):
+            for key in set(self.changed) & fresh.keys():
+                name = "initial_lr" if key == "lr" and "initial_lr" in fresh else key
+                before, now = group[name], fresh[name]
+                if before == now:
+                    continue
+                group[name] = now
+                if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
+                    group["lr"] *= now / before if before else 1.0
+                if trainer.is_global_zero:
+                    log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
 
-    def _log_change(self, trainer: Trainer, key: str, before: Any, now: Any) -> None:
-        if trainer.is_global_zero and before != now:
-            log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
-
-    def _follow_schedule(self, trainer: Trainer, step: int) -> None:
+    def _follow_schedule(self, trainer: Trainer) -> None:
         """The next step's learning rate by the schedule of today: it follows the run's length."""
         for scheduled in trainer.lr_scheduler_configs:
-            scheduler = scheduled.scheduler
+            scheduler, groups = scheduled.scheduler, scheduled.scheduler.optimizer.param_groups
+            if "lr" in self.changed and hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [group["initial_lr"] for group in groups]
             if not isinstance(scheduler, LambdaLR):
                 continue
-            groups, factors = scheduler.optimizer.param_groups, scheduler.lr_lambdas
-            before = groups[0]["lr"] if groups else 0.0
-            for group, base, factor in zip(groups, scheduler.base_lrs, factors, strict=True):
+            before = groups[0]["lr"]
+            for group, base, factor in zip(
+                groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
                 group["lr"] = base * factor(scheduler.last_epoch)
-            now = groups[0]["lr"] if groups else 0.0
-            if trainer.is_global_zero and not math.isclose(before, now, rel_tol=1e-6):
+            if trainer.is_global_zero and not math.isclose(before, groups[0]["lr"], rel_tol=1e-6):
                 log.warning(
                     "resumed with another schedule: after step %d the learning rate was to be %.3g "
                     "and is %.3g; it follows the run's length unless scheduler.total_steps is set",
-                    step,
+                    trainer.global_step,
                     before,
-                    now,
+                    groups[0]["lr"],
                 )
 
     # Saves
