@@ -31,7 +31,7 @@ from gptrain.plan import (
     token_steps,
     warmup_steps,
 )
-from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
@@ -63,8 +63,7 @@ def unfit_is_told(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except Unfit as error:
-        problem = Problem(error.key, OmegaConf.select(cfg, error.key), str(error))
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(error.key, OmegaConf.select(cfg, error.key), str(error)) from error
 
 
 def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
@@ -89,10 +88,8 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     vocab_size, highest = cfg.model.get("vocab_size"), int(max(v.max() for v in sequences))
     if isinstance(vocab_size, int) and highest >= vocab_size:
         wrong = f"data.train has token {highest} in its first sample"
-        way_out = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError(
-            [Problem("model.vocab_size", vocab_size, wrong, attempt=way_out, code=BAD_DATA)]
-        )
+        attempt = f"model.vocab_size={highest + 1} or above"
+        raise ConfigError.of("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)
     return len(sequences[0])
 
 
@@ -249,8 +246,7 @@ def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any
     taken = inspect.signature(get_method(target)).parameters
     if cfg.optimizer.get(key) is not None:
         if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            wrong = f"{target} takes no {key}"
-            raise ConfigError([Problem(f"optimizer.{key}", cfg.optimizer[key], wrong)])
+            raise ConfigError.of(f"optimizer.{key}", cfg.optimizer[key], f"{target} takes no {key}")
         return cfg.optimizer[key]
     default = taken[key].default if key in taken else inspect.Parameter.empty
     return otherwise if default is inspect.Parameter.empty else default
@@ -268,4 +264,4 @@ def _named(key: str, value: object) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError([Problem(key, value, str(error))]) from error
+        raise ConfigError.of(key, value, str(error)) from error

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from gptrain.launch.process import Process
-from gptrain.problems import ConfigError, Problem
+from gptrain.problems import ConfigError
 
 NOISE = (
     "isinstance(treespec, LeafSpec)",  # Lightning 2.6 on torch 2.13
@@ -172,7 +172,7 @@ def refusals_in_one_line() -> Iterator[None]:
         yield
     except MisconfigurationException as error:
         said = " ".join(str(error).split())
-        raise ConfigError([Problem("trainer", None, said)]) from error
+        raise ConfigError.of("trainer", None, said) from error
 
 
 def quiet() -> None:
