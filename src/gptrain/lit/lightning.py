@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -190,8 +189,3 @@ def quiet() -> None:
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Whether this micro-batch was the last of its optimizer step; epochs end on whole steps."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-
-
-def options_of(node: Any) -> dict[str, Any]:
-    """An optimizer group's options without its parameters."""
-    return {key: value for key, value in node.items() if key != "params"}
