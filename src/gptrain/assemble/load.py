@@ -44,7 +44,7 @@ def load(
         raise FileNotFoundError(f"{run_dir}: no run in this folder, {config} is missing")
     register_resolvers()
     try:
-        cfg = OmegaConf.create(trust.plain(OmegaConf.create(read_yaml(config))))
+        cfg = OmegaConf.create(trust.plain(read_yaml(config)))
     except UnreadableFile as error:
         raise ConfigError([Problem("run_dir", str(run_dir), str(error), code=BAD_DATA)]) from None
     if problems := trust.check_targets(OmegaConf.to_container(cfg.model), "model", allowed_targets):
