@@ -113,6 +113,8 @@ def verify(
         raise DamagedCheckpoint(path, f"of another run ({manifest['run_id']}, this is {run_id})")
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
+    if missing := sorted(manifest["files"].keys() - set(os.listdir(path))):
+        raise DamagedCheckpoint(path, f"{missing[0]} is missing")
 
     def check(name: str) -> str | None:
         return difference(path / name, manifest["files"][name], progress)
@@ -164,6 +166,8 @@ def _wrong_entry(manifest: dict) -> str | None:
         return f"format {manifest['format']}, this version reads {FORMAT}"
     if not 0 <= manifest["step"] < 2**63:
         return "step"
+    if manifest["kind"] not in ("full", "sharded"):
+        return "kind"
     for name, value in manifest["metrics"].items():
         if not isinstance(value, int | float | None):
             return f"metrics.{name}"
