@@ -19,7 +19,6 @@ from pathlib import Path
 
 from gptrain.resilience.status import to_json
 from gptrain.small_files import (
-    MAX_JSON_BYTES,
     UnreadableFile,
     open_regular,
     parse_json,
@@ -28,6 +27,7 @@ from gptrain.small_files import (
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
+MAX_BYTES = 2**22  # 120 a file: tens of thousands of ranks
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
 _KINDS = {
     "format": int, "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict,
@@ -80,7 +80,7 @@ def read_manifest(path: Path) -> dict:
     Raises: DamagedCheckpoint.
     """
     try:
-        text = read_bytes(path / MANIFEST_NAME, MAX_JSON_BYTES)
+        text = read_bytes(path / MANIFEST_NAME, MAX_BYTES)
         manifest = parse_json(text, path / MANIFEST_NAME)
         # The text is compared, not the values: JSON has many spellings of one value.
         is_sealed = isinstance(manifest, dict) and seal(manifest) == text
