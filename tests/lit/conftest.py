@@ -92,7 +92,8 @@ def fit(tmp_path, capfd, monkeypatch) -> Fit:
     def run(*words: str, name: str = "run", code: int = 0) -> Ended:
         folder = tmp_path / name
         before = folder.exists()
-        found = cli.run_command(train.main, [*TINY, f"run_dir={folder}", *words])
+        tiny = () if any(word.startswith("from_run=") for word in words) else TINY
+        found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
         ended = Ended(found, "".join(capfd.readouterr()), folder)
         assert found == code, ended.out
         if code == 2:
@@ -114,12 +115,14 @@ def refused(fit) -> Callable[..., str]:
 def resumes(fit) -> Callable[..., Ended]:
     """Makes sure that a run resumed after any of its steps ends in the same bits."""
 
-    def check(*words: str, stops: tuple[int, ...] = (1, 3, 4, 5), n: int = 6, **names) -> Ended:
+    def check(
+        *words: str, stops: tuple[int, ...] = (1, 3, 4, 5), n: int = 6, start: tuple[str, ...] = ()
+    ) -> Ended:
         words = (
             "checkpoint.every_n_steps=1", "checkpoint.keep=99", "model.dropout=0.1",
             "trainer.val_check_interval=3", f"trainer.max_steps={n}", *words,
         )  # fmt: skip
-        full = fit(*words, name=names.get("name", "full"))
+        full = fit(*words, *start, name="full")
         assert full.steps() == list(range(1, n + 1)), full.steps()
         for stop in stops:
             copy = full.copy_until(stop, f"{full.folder.name}-{stop}")

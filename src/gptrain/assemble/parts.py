@@ -14,7 +14,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
 from gptrain.lit.losses import LossOptions
@@ -41,12 +41,12 @@ MUON = "gptrain.optim.Muon"
 
 
 def build_target(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """What a node's `_target_` makes; raises what that raises, without Hydra's exception around it.
+    """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
 
     Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
     """
     try:
-        return instantiate(node, *args, **kwargs)
+        return instantiate(node, *args, _convert_="all", **kwargs)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
 
@@ -165,7 +165,7 @@ def build_module(
     return made(
         net=net,
         make_optimizer=partial(build_optimizer, cfg, lengths.batch),
-        make_schedule=partial(build_schedule, cfg, lengths.n_steps),
+        make_schedule=partial(build_schedule, cfg, lengths),
         loss=LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
         metrics={name: build_target(metrics[name]) for name in metrics},
         token_bytes=bytes_of_tokens(val),
@@ -216,13 +216,14 @@ def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
 
 
 def build_schedule(
-    cfg: DictConfig, n_steps: int | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler:
-    """The scheduler group over an optimizer: a function of the step, or a class of torch's kind.
+    cfg: DictConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Lightning's lr_scheduler entry of the scheduler group: a function of the step, or a class.
 
-    A user's own takes besides its own keys those of our four keywords that it names.
+    A user's own takes besides its own keys those of our four keywords that it names. One that
+    looks at a metric is stepped after each validation, with checkpoint.monitor.
     """
-    total_steps = cfg.scheduler.total_steps or n_steps
+    total_steps = cfg.scheduler.total_steps or lengths.n_steps
     options = _arguments(cfg.scheduler, SCHEDULER_KEYS)
     schedule = get_method(options.pop("_target_"))
     with _named("scheduler.warmup_steps", cfg.scheduler.warmup_steps):
@@ -235,9 +236,16 @@ def build_schedule(
     }
     named = inspect.signature(schedule).parameters
     options |= {key: ours[key] for key in ours if key in named and key not in options}
-    if inspect.isclass(schedule) and issubclass(schedule, LRScheduler):
-        return schedule(optimizer, **options)
-    return lambda_schedule(optimizer, partial(schedule, **options))
+    if not inspect.isclass(schedule):
+        return {"scheduler": lambda_schedule(optimizer, partial(schedule, **options))}
+    if not issubclass(schedule, ReduceLROnPlateau):
+        return {"scheduler": schedule(optimizer, **options)}
+    frequency = lengths.validate_every * lengths.batch.accumulate
+    return {
+        "scheduler": schedule(optimizer, **{"mode": cfg.checkpoint.mode, **options}),
+        "monitor": cfg.checkpoint.monitor,
+        "frequency": frequency,
+    }
 
 
 def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any:
