@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from gptrain.lit.checkpoint_io import StoreIO
 
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.checkpoint_io import StoreIO
 from gptrain.lit.strategies import spread_net
 from gptrain.models import SimpleGPT
 from gptrain.optim import Muon, muon_groups

@@ -5,13 +5,13 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
+from gptrain.lit.environment import Ranks
+from gptrain.lit.strategies.ranks import Replicated, Single
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from gptrain.assemble.trainer import hand_devices
 from gptrain.launch.devices import Machine, find_machine, listed_numbers
-from gptrain.lit.environment import Ranks
-from gptrain.lit.strategies.ranks import Replicated, Single
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
-
 from gptrain.resilience.ends import Preempted
 from gptrain.resilience.guard import Guard
+
 from gptrain.resilience.signals import SIGNALS, StopFlag
 
 RUN = """

@@ -6,11 +6,11 @@ import os
 
 import pytest
 import torch
+from gptrain.launch.slurm import first_host, meet
+from gptrain.lit.environment import Ranks
 
 from gptrain.launch.devices import share_cores
 from gptrain.launch.process import Process, this_process
-from gptrain.launch.slurm import first_host, meet
-from gptrain.lit.environment import Ranks
 from gptrain.parallel.mesh import STORE_VARIABLE
 
 TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task

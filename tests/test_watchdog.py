@@ -7,9 +7,9 @@ import sys
 import time
 
 import pytest
+from gptrain.resilience.heartbeat import Heartbeat, StallWatch, read_lives
 
 from gptrain.resilience import heartbeat
-from gptrain.resilience.heartbeat import Heartbeat, StallWatch, read_lives
 from gptrain.resilience.status import read_status, write_status
 from gptrain.resilience.watchdog import Watchdog
 

@@ -91,7 +91,9 @@ class Checkpoints(Checkpoint):
         step, validated = self.saved = checkpoint["global_step"], checkpoint["validated"]
         loops = loops_after(trainer, step, validated, checkpoint["epoch_ended"])
         checkpoint["loops"]["fit_loop"] = loops
-        self._resumed = {key: checkpoint[key] for key in ("rng", "threads", "logged", "epoch_ended")}
+        self._resumed = {
+            key: checkpoint[key] for key in ("rng", "threads", "logged", "epoch_ended")
+        }
         if step == self.n_steps and not validated:  # there is only its validation to do
             trainer.fit_loop.epoch_loop.max_steps = -1
             trainer.val_check_batch = 1
