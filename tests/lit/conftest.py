@@ -94,7 +94,11 @@ def fit(tmp_path, capfd, monkeypatch) -> Fit:
         before = folder.exists()
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY
         found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
-        ended = Ended(found, "".join(capfd.readouterr()), folder)
+        said = "".join(capfd.readouterr())
+        status = folder / "status.json"
+        if "error: " not in said and status.exists():  # of ranks, which print elsewhere
+            said += f"\n{json.loads(status.read_text())['message']}"
+        ended = Ended(found, said, folder)
         assert found == code, ended.out
         if code == 2:
             assert len(ended.errors) == 1 and "Traceback" not in ended.out, ended.out

@@ -44,7 +44,7 @@ def test_a_metric_is_alike_on_one_and_two_ranks(fit):
 
 def test_a_metric_may_be_monitored_and_the_best_be_the_highest(fit):
     run = fit(
-        ACCURACY, "checkpoint.monitor=val/top5", "checkpoint.mode=max", "checkpoint.keep=1",
+        ACCURACY, "checkpoint.monitor=val/top5", "checkpoint.mode=max", "checkpoint.keep=2",
         "trainer.val_check_interval=1", "optimizer.lr=0.02",
     )  # fmt: skip
     values = run.column("val/top5")

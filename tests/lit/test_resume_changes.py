@@ -58,4 +58,4 @@ def test_on_two_ranks_too(fit):
         "trainer.max_steps=4",
     )  # fmt: skip
     assert run.column("lr") == pytest.approx([3e-4, 3e-4, 3e-5, 3e-5])
-    assert run.out.count("before") == 1
+    assert (run.folder / "train.log").read_text().count("0.0003 before, 3e-05 now") == 1
