@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from command_line import accepted, answer, refused
+
 from gptrain.config.checks.machine import check_visible
 from gptrain.config.checks.run import Run
 from gptrain.config.checks.versions import judge_versions
-
 from gptrain.config.cli import compose_command
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.store import CheckpointStore

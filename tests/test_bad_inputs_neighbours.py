@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from command_line import accepted, refused
+
 from gptrain.config.checks.rules import Either, Flag, Listing, Number, Text, Word
 from gptrain.config.checks.values import RULES, judge
 

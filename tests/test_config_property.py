@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from command_line import answer
-from gptrain.config.checks.values import RULES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from gptrain.config.checks.values import RULES
 
 VALID = [
     ["model=gpt_nano"],

@@ -48,11 +48,11 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused, trim
     """A fused AdamW takes the scale away itself, after clipping."""
     import lightning.pytorch as pl
     import torch
-    from gptrain.lit.step import trim_step
     from lightning.pytorch.plugins import MixedPrecision
 
     from gptrain.data import DummyTextDataset, collate
     from gptrain.lit import LanguageModel
+    from gptrain.lit.step import trim_step
     from gptrain.models import SimpleGPT
 
     net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)

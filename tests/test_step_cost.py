@@ -11,8 +11,6 @@ from functools import partial
 import lightning.pytorch as pl
 import pytest
 import torch
-from gptrain.lit.step import STEP_HOOKS, trim_step
-from gptrain.lit.trainer import FetchClock, NoProfiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -22,6 +20,8 @@ from gptrain.data import DummyTextDataset, collate
 from gptrain.lit import LanguageModel, finite
 from gptrain.lit.callbacks import CollectGarbage
 from gptrain.lit.loggers import CSVLogger
+from gptrain.lit.step import STEP_HOOKS, trim_step
+from gptrain.lit.trainer import FetchClock, NoProfiler
 from gptrain.models import SimpleGPT
 
 N_STEPS, LOGGED_EVERY = 9, 4

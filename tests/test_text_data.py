@@ -166,7 +166,7 @@ def test_tokens_of_blocks_are_the_tokens_of_the_text(bpe):
         cut = cut_at(text[:100])
         blocks.append(text[:cut])
         text = text[cut:]
-    assert np.array_equal(tokenizer.encode_blocks([*blocks, text]), tokenizer.encode(words * 20))
+    assert np.array_equal(tokenizer.encode(*blocks, text), tokenizer.encode(words * 20))
 
 
 def test_hidden_files_and_those_that_do_not_match_are_left_out(tmp_path):

@@ -19,6 +19,7 @@ from gptrain.data import (
     count_windows,
     find_token_files,
     open_token_file,
+    prepare_text,
 )
 
 
@@ -101,6 +102,17 @@ def test_a_raw_file_needs_a_dtype(tmp_path):
 def test_a_short_raw_file_of_zeros_is_no_header(tmp_path):
     assert open_token_file(write_raw(tmp_path / "a", [0] * 600), "uint16").n_tokens == 600
     assert open_token_file(write_raw(tmp_path / "b", [7]), "uint16").n_tokens == 1
+
+
+def test_tokens_of_a_prepared_text_that_changed_are_refused(tmp_path):
+    (tmp_path / "text").write_text("all work and no play\n" * 100)
+    prepared = prepare_text(tmp_path / "text", "bytes", tmp_path / "cache")
+    assert TokenDataset(prepared.train_file, 8, "uint16").files[0].n_tokens > 0
+    content = bytearray(prepared.train_file.read_bytes())
+    content[8] ^= 1
+    prepared.train_file.write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.bin: sha256 differs"):
+        TokenDataset(prepared.train_file, 8, "uint16")
 
 
 # ---- which files

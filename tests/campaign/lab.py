@@ -168,9 +168,8 @@ class Lab:
 def warm_up() -> None:
     """Imports what a run imports, without computing anything."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    import gptrain.launch.local
-
     import gptrain.assemble
+    import gptrain.launch.local
     import gptrain.launch.rank
     import gptrain.lit.loggers  # noqa: F401
 

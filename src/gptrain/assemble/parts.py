@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,48 +24,20 @@ from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
 from gptrain.plan import (
     BatchPlan,
+    Lengths,
     effective_max_epochs,
     plan_batch,
     run_steps,
     token_steps,
     warmup_steps,
 )
-from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
 OPTIMIZER_KEYS = {"lr", "weight_decay", "lr_scaling", "reference_batch_size"}
 SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """How long a run is.
-
-    Attributes:
-        batch: the batch arithmetic of one step.
-        sample_tokens: positions of one sample.
-        epoch_steps: optimizer steps of an epoch.
-        n_steps: optimizer steps of the run; None where only max_time ends it.
-        validate_every: optimizer steps between two validations, at most n_steps.
-    """
-
-    batch: BatchPlan
-    sample_tokens: int
-    epoch_steps: int
-    n_steps: int | None
-    validate_every: int
-
-    @property
-    def step_tokens(self) -> int:
-        """Positions that a step trains on, over all ranks."""
-        return self.batch.global_batch_size * self.sample_tokens
-
-    @property
-    def n_epochs(self) -> int:
-        """Epochs of the run, the last of which may be cut short; -1: no limit."""
-        return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
 
 
 def build_target(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
@@ -92,8 +63,7 @@ def unfit_is_told(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except Unfit as error:
-        problem = Problem(error.key, OmegaConf.select(cfg, error.key), str(error))
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(error.key, OmegaConf.select(cfg, error.key), str(error)) from error
 
 
 def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
@@ -118,10 +88,8 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     vocab_size, highest = cfg.model.get("vocab_size"), int(max(v.max() for v in sequences))
     if isinstance(vocab_size, int) and highest >= vocab_size:
         wrong = f"data.train has token {highest} in its first sample"
-        way_out = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError(
-            [Problem("model.vocab_size", vocab_size, wrong, attempt=way_out, code=BAD_DATA)]
-        )
+        attempt = f"model.vocab_size={highest + 1} or above"
+        raise ConfigError.of("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)
     return len(sequences[0])
 
 
@@ -286,8 +254,7 @@ def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any
     taken = inspect.signature(get_method(target)).parameters
     if cfg.optimizer.get(key) is not None:
         if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            wrong = f"{target} takes no {key}"
-            raise ConfigError([Problem(f"optimizer.{key}", cfg.optimizer[key], wrong)])
+            raise ConfigError.of(f"optimizer.{key}", cfg.optimizer[key], f"{target} takes no {key}")
         return cfg.optimizer[key]
     default = taken[key].default if key in taken else inspect.Parameter.empty
     return otherwise if default is inspect.Parameter.empty else default
@@ -305,4 +272,4 @@ def _named(key: str, value: object) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError([Problem(key, value, str(error))]) from error
+        raise ConfigError.of(key, value, str(error)) from error

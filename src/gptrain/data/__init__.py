@@ -16,8 +16,8 @@ from typing import Any
 _MODULES = {
     "dummy": ("DummyTextDataset",),
     "tokens": ("TokenDataset", "TextDataset"),
-    "token_files": ("find_token_files", "open_token_file", "count_windows", "sample_tokens"),
-    "corpus": ("default_corpus", "find_documents"),
+    "token_files": ("find_token_files", "open_token_file", "count_windows"),
+    "corpus": ("default_corpus",),
     "tokenizers": ("ByteTokenizer", "JsonTokenizer", "load_tokenizer", "train_bpe"),
     "prepare": ("PreparedText", "prepare_text"),
     "order": ("SampleOrder", "TrainBatches", "EvalBatches", "PaddedDataset", "collate"),

@@ -73,6 +73,12 @@ class PreparedText:
         return load_tokenizer(self.folder)
 
 
+def check_prepared(file: Path) -> None:
+    """Raises DataError if a token file is one of a prepared text and no longer as it was."""
+    if file.name in ("train.bin", "val.bin") and (file.parent / MANIFEST).exists():
+        PreparedText.load(file.parent)
+
+
 def _check_file(file: Path, noted: dict[str, Any]) -> None:
     """Raises DataError unless a token file is a regular one that is as its manifest says."""
     match noted:

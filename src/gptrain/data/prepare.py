@@ -159,7 +159,7 @@ def _write_tokens(
     digest, blocks, rest = hashlib.sha256(), [b"\n"], corpus.read_blocks(parts)
     with path.open("wb") as file:
         while blocks:
-            tokens = tokenizer.encode_blocks(blocks).astype(dtype)
+            tokens = tokenizer.encode(*blocks).astype(dtype)
             file.write(tokens)
             digest.update(tokens)
             blocks = list(islice(rest, _BATCH_BLOCKS))

@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes (built in), a tokenizer.json, or a BPE trained on the corpus.
 
-All have `encode`, `encode_blocks`, `decode`, `save`, `vocab_size`, `identity` (what a cache is
+All have `encode`, `decode`, `save`, `vocab_size`, `identity` (what a cache is
 keyed by) and `token_bytes`. Nothing is downloaded; the `tokenizers` library is needed for
 everything but bytes, and imported when it is.
 
@@ -10,7 +10,7 @@ everything but bytes, and imported when it is.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -31,12 +31,8 @@ class ByteTokenizer:
     identity = "bytes"
     token_bytes = np.ones(256, dtype=np.int64)  # (V,)
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids, (N,) int64."""
-        return self.encode_blocks([text])
-
-    def encode_blocks(self, blocks: Sequence[str | bytes]) -> np.ndarray:
-        """Token ids of blocks that follow each other, (N,) int64."""
+    def encode(self, *blocks: str | bytes) -> np.ndarray:
+        """Token ids of a text, or of the blocks that it is made of, (N,) int64."""
         text = b"".join(b.encode() if isinstance(b, str) else b for b in blocks)
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
@@ -93,12 +89,8 @@ class JsonTokenizer:
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids, (N,) int64."""
-        return self.encode_blocks([text])
-
-    def encode_blocks(self, blocks: Sequence[str | bytes]) -> np.ndarray:
-        """Token ids of blocks that follow each other, in parallel, (N,) int64."""
+    def encode(self, *blocks: str | bytes) -> np.ndarray:
+        """Token ids of a text, or of the blocks that it is made of, in parallel, (N,) int64."""
         texts = [b if isinstance(b, str) else b.decode() for b in blocks]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return np.concatenate([np.array(e.ids, dtype=np.int64) for e in encodings])

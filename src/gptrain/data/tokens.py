@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gptrain.data import DataError
-from gptrain.data.cache import PreparedText
+from gptrain.data.cache import PreparedText, check_prepared
 from gptrain.data.order import IGNORE
 from gptrain.data.prepare import Paths, prepare_text
 from gptrain.data.token_files import (
@@ -55,8 +55,9 @@ class TokenDataset(Dataset):
             raise ValueError(f"seq_len={seq_len}: must be >= 1")
         self.files = [open_token_file(file, dtype) for file in find_token_files(path)]
         self.seq_len, self.vocab_size, self.token_bytes = seq_len, vocab_size, token_bytes
-        if vocab_size is not None:
-            for file in self.files:
+        for file in self.files:
+            check_prepared(file.path)
+            if vocab_size is not None:
                 sample_tokens(file, vocab_size)
         lengths = [count_windows(file.n_tokens, seq_len, keep_tail) for file in self.files]
         self._first = np.cumsum([0, *lengths])  # (files + 1,) first window of each file

@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -20,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from gptrain.launch.process import Process
-from gptrain.problems import ConfigError, Problem
+from gptrain.problems import ConfigError
 
 NOISE = (
     "isinstance(treespec, LeafSpec)",  # Lightning 2.6 on torch 2.13
@@ -202,7 +201,7 @@ def refusals_in_one_line() -> Iterator[None]:
         said = " ".join(str(error).split())
         if isinstance(error, RuntimeError) and not said.startswith("Early stopping conditioned"):
             raise
-        raise ConfigError([Problem("trainer", None, said)]) from error
+        raise ConfigError.of("trainer", None, said) from error
 
 
 def quiet() -> None:
@@ -220,8 +219,3 @@ def quiet() -> None:
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Whether this micro-batch was the last of its optimizer step; epochs end on whole steps."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-
-
-def options_of(node: Any) -> dict[str, Any]:
-    """An optimizer group's options without its parameters."""
-    return {key: value for key, value in node.items() if key != "params"}

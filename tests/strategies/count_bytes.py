@@ -18,12 +18,13 @@ class CountBytes(TorchDispatchMode):
     doi:10.1016/j.jpdc.2008.09.002).
 
     Attributes:
-        sent: name of the operation -> bytes.
+        sent: name of the operation -> bytes.   calls: -> how often.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     @property
     def total(self) -> float:
@@ -34,6 +35,7 @@ class CountBytes(TorchDispatchMode):
         if op.namespace == "c10d":
             name = op._opname.strip("_")
             self.sent[name] += _sent(name, args)
+            self.calls[name] += 1
         return op(*args, **(kwargs or {}))
 
 
