@@ -146,7 +146,8 @@ class Runs:
         if key not in self.made:
             self.made[key] = self._find_or_make(key, words, begun)
         run = self.made[key]
-        assert run.code == code, f"python train.py {' '.join(words)}\nexit {run.code}\n{run.said}"
+        if run.code != code:
+            pytest.fail(f"exit code {run.code}, not {code}:\n{run.said}", pytrace=False)
         return run
 
     def _find_or_make(self, key: str, words: tuple[str, ...], begun: Run | None) -> Run:
