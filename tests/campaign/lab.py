@@ -7,12 +7,16 @@ workers are processes of their own.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -23,8 +27,8 @@ from tests.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
 LEAVING_S = 10.0  # what processes may take to leave after their run has ended
-WARM = ["gptrain.assemble", "gptrain.launch.supervisor", "gptrain.lit.loggers", "hydra.utils",
-        "gptrain.config.cli", "train", "tests.campaign.faults"]  # fmt: skip
+WARM = ["tests.campaign.warm"]
+_polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
     "trainer=cpu trainer.devices=2 trainer.max_epochs=-1 model=gpt_nano model.n_layers=2 "
@@ -44,24 +48,30 @@ class Attempt:
     run_dir: Path
     log: Path
 
-    def has_ended(self) -> bool:
-        return self.process.exitcode is not None
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None: it goes on."""
+        with _polling:
+            return self.process.exitcode
 
-    def wait(self, timeout_s: float = 60.0) -> int:
-        """Its exit code, negative for a signal; at the timeout all of it is killed."""
-        self.process.join(timeout_s)
-        if not self.has_ended():
-            with self.log.open("a") as log:
-                print("killed at the timeout:", *session(self.process.pid), sep="\n", file=log)
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.join()
-        return self.process.exitcode
+    def wait(self, timeout_s: float = 90.0) -> int:
+        """Its exit code; at the timeout all of it is killed."""
+        give_up_s = time.monotonic() + timeout_s
+        while self.code is None:
+            if time.monotonic() > give_up_s:
+                with self.log.open("a") as log:
+                    print("killed at the timeout:", *session(self.process.pid), sep="\n", file=log)
+                os.killpg(self.process.pid, signal.SIGKILL)
+            time.sleep(0.02)
+        return self.code
 
     def ranks(self) -> list[int]:
         """Process numbers of its ranks, in order, as far as they have been started."""
         pid = self.process.pid
         try:
-            return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            return [
+                int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            ]
         except OSError:
             return []
 
@@ -93,20 +103,23 @@ class Lab:
 
     def __init__(self, folder: Path, n_steps: int):
         os.environ["OMP_NUM_THREADS"] = "1"
-        self.folder, self.n_steps, self.n_runs, self.run_s = folder, n_steps, 0, 0.0
+        self.folder, self.n_steps, self.run_s = folder, n_steps, 0.0
+        self.numbers = itertools.count(1)
         self.references: dict[tuple[str, ...], tuple[Path, dict]] = {}
+        self.making = defaultdict(threading.Lock)  # of a reference
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(WARM)
 
     def reference(self, *words: str) -> tuple[Path, dict]:
         """Folder and record of an undisturbed run with these words; all its checkpoints are kept."""
-        if words not in self.references:
-            attempt = self.start(self.new("reference"), "checkpoint.keep=99", *words)
-            started_s = time.monotonic()
-            if code := attempt.wait(300.0):
-                raise RuntimeError(f"the reference ended with {code}:\n{attempt.text()}")
-            self.run_s = time.monotonic() - started_s
-            self.references[words] = attempt.run_dir, record(attempt.run_dir)
+        with self.making[words]:
+            if words not in self.references:
+                attempt = self.start(self.new("reference"), "checkpoint.keep=99", *words)
+                started_s = time.monotonic()
+                if code := attempt.wait(300.0):
+                    raise RuntimeError(f"the reference ended with {code}:\n{attempt.text()}")
+                self.run_s = self.run_s or time.monotonic() - started_s
+                self.references[words] = attempt.run_dir, record(attempt.run_dir)
         return self.references[words]
 
     def cut_back(self, step: int, *words: str) -> Path:
@@ -122,16 +135,15 @@ class Lab:
 
     def new(self, name: str) -> Path:
         """A run folder that does not exist yet."""
-        self.n_runs += 1
-        return self.folder / f"{self.n_runs:04d}-{name}"
+        return self.folder / f"{next(self.numbers):04d}-{name}"
 
     def start(self, run_dir: Path, *words: str, env: dict[str, str] | None = None) -> Attempt:
         """`python train.py <words>` in a process of its own."""
-        self.n_runs += 1
-        log = self.folder / f"{self.n_runs:04d}.log"
+        log = self.folder / f"{run_dir.name}-{next(self.numbers):04d}.log"
         words = (*TINY, f"trainer.max_steps={self.n_steps}", f"run_dir={run_dir}", *words)
         process = self.context.Process(target=become_run, args=(list(words), log, env or {}))
-        process.start()
+        with _polling:
+            process.start()
         return Attempt(process, run_dir, log)
 
     def resume(self, run_dir: Path, *words: str) -> Attempt:
@@ -152,7 +164,10 @@ def become_run(words: list[str], log: Path, env: dict[str, str]) -> None:
     from gptrain.launch import supervisor
 
     supervisor.START_METHOD = "fork"
-    os._exit(cli.run_command(train.main, words))
+    code = cli.run_command(train.main, words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def session(leader: int) -> Iterator[str]:

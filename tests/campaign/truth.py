@@ -31,7 +31,9 @@ def difference(run_dir: Path, reference: dict[str, Any]) -> str | None:
         if found != expected:
             pairs = found if isinstance(found, dict) else dict(enumerate(found))
             others = expected if isinstance(expected, dict) else dict(enumerate(expected))
-            names = [key for key in pairs.keys() | others.keys() if pairs.get(key) != others.get(key)]
+            names = [
+                key for key in pairs.keys() | others.keys() if pairs.get(key) != others.get(key)
+            ]
             return f"{part} differs in {names}"
     return None
 
