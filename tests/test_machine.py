@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from gptrain.assemble.trainer import hand_devices
+from gptrain.assemble.trainer import assign_devices
 from gptrain.launch.devices import Machine, find_machine, listed_numbers, set_threads
-from gptrain.launch.process import calm_threads
-from gptrain.lit.environment import Ranks
-from gptrain.lit.strategies.ranks import Replicated, Single
+from gptrain.launch.process import Process, calm_threads
+from gptrain.lit.lightning import RankEnvironment
+from gptrain.lit.strategies.data_parallel import DDP, SingleDevice
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_nothing_is_listed_by_a_number_or_a_word():
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(Replicated(), machine, rank)
+        trainer = make_trainer(DDP(None), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices) == (2, 2)
 
@@ -96,16 +96,17 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = Machine("cuda", 1, 1, (3,))
-    trainer = make_trainer(Single(machine.device(0)), machine, rank=0)
+    trainer = make_trainer(SingleDevice(machine.device(0)), machine, rank=0)
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 
 def make_trainer(strategy, machine, rank):
+    process = Process("gptrain", rank, rank, machine.world_size)
     return pl.Trainer(
         accelerator=machine.accelerator,
-        devices=hand_devices(strategy, machine),
+        devices=assign_devices(strategy, machine),
         strategy=strategy,
-        plugins=[Ranks(rank, rank, machine.world_size, machine.n_local)],
+        plugins=[RankEnvironment(process, machine.n_local)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -188,10 +188,11 @@ def trained() -> dict:
     return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), **values, **half}
 
 
-def save_shards(folder, state):
+def save_shards(folder, state, in_background=False):
     store = CheckpointStore(folder, "a" * 32)
-    with store.writing(7, kind="sharded") as draft:
+    with store.writing(7, kind="sharded", in_background=in_background) as draft:
         dcp.save(state, storage_writer=ShardWriter(draft))
+    store.finish()
     return store.newest_good().path
 
 
@@ -210,10 +211,11 @@ def flat(state) -> list:
     ]
 
 
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("reader", [SafeFileSystemReader, FileSystemReader])
-def test_shards_in_a_draft_are_a_checkpoint_that_torch_reads_too(tmp_path, reader):
+def test_shards_in_a_draft_are_a_checkpoint_that_torch_reads_too(tmp_path, reader, in_background):
     saved = trained()
-    path = save_shards(tmp_path, saved)
+    path = save_shards(tmp_path, saved, in_background)
     assert set(verify(path)["files"]) == {".metadata", "__0_0.distcp"}
     loaded = blank(saved)
     dcp.load(loaded, storage_reader=reader(path))

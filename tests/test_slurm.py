@@ -9,7 +9,7 @@ import pytest
 from gptrain.launch.devices import cores_per_rank
 from gptrain.launch.process import Process, this_process
 from gptrain.launch.rendezvous import attempt, first_host, set_rendezvous
-from gptrain.lit.environment import Ranks
+from gptrain.lit.lightning import RankEnvironment
 from gptrain.parallel.mesh import STORE_VARIABLE
 
 TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task
@@ -77,7 +77,7 @@ def test_an_address_of_the_job_script_is_obeyed(task, monkeypatch):
 
 
 def test_lightning_is_told_the_same_rank():
-    ranks = Ranks(rank=3, local_rank=1, world_size=4, n_local=2)
+    ranks = RankEnvironment(Process("slurm", rank=3, local_rank=1, world_size=4), n_local=2)
     assert (ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (3, 1, 1)
     ranks.set_global_rank(0)
     assert (ranks.global_rank(), ranks.world_size()) == (3, 4)

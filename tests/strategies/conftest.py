@@ -17,3 +17,11 @@ def ranks(request, tmp_path_factory):
     yield run
     for group in groups.values():
         group.stop()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Runs of train.py, each made once: `runs.Runs`."""
+    from runs import Runs, shared_folder
+
+    return Runs(shared_folder(tmp_path_factory))

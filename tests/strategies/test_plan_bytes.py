@@ -4,12 +4,12 @@ from functools import partial
 
 import torch.distributed as dist
 from count_bytes import CountBytes
+from gptrain.plan.communication import step_bytes
 from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
 from ranks import on_ranks
 
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan import ParallelDims
-from gptrain.plan.communication import step_bytes
 from gptrain.plan.memory import state_bytes
 from gptrain.plan.shape import GPTShape
 

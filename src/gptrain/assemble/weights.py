@@ -22,7 +22,7 @@ from gptrain.parallel.state import (
     load_sharded_net,
     load_whole_net_state,
 )
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -95,14 +95,15 @@ def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
             stages=strategy.stages,
         )
     except FileNotFoundError as error:
-        problem = Problem("init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(
+            "init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND
+        ) from error
     except (DamagedCheckpoint, NoGoodCheckpoint, UnsafeCheckpoint, ValueError) as error:
         wrong = str(error).removeprefix(f"{Path(cfg.init_from).expanduser()}: ")
         fits_partly = "does not fit" in wrong and cfg.init_strict
         attempt = "init_strict=false to take what fits" if fits_partly else ""
-        problem = Problem("init_from", cfg.init_from, wrong, attempt=attempt, code=BAD_DATA)
-        raise ConfigError([problem]) from error
+        more = {"attempt": attempt, "code": BAD_DATA}
+        raise ConfigError.of("init_from", cfg.init_from, wrong, **more) from error
     log.info("%-9s from the weights of %s", "start", path)
     if any(left):
         log.warning("warning: init_strict=false left out: %s", left.describe())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from gptrain.bench.result import summarize, table
 from gptrain.bench.turns import Contestant
 from gptrain.config import forms
 from gptrain.config.schema import Run
-from gptrain.problems import ConfigError, Problem
+from gptrain.problems import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +76,10 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
 
     Raises: ConfigError for a model without these sizes, or another data set or optimizer.
     """
-    from gptrain import launch  # here, so that a wrong option is answered without torch
-    from gptrain.launch.devices import find_machine, native_precision
+    import torch  # here, so that a wrong option is answered without it
+
+    from gptrain import launch
+    from gptrain.launch.devices import find_machine, native_precision, set_threads
 
     cfg = launch.settle(cfg)
     machine = find_machine(cfg)
@@ -87,8 +88,7 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     spec, folder = make_spec(cfg, machine.accelerator), Path(cfg.run_dir)
     words = HydraConfig.get().overrides.task
     mine = [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
-    cores = max(1, len(os.sched_getaffinity(0)) // machine.n_local)
-    threads = int(os.environ.get("OMP_NUM_THREADS", cores))
+    set_threads(machine.n_local)
     with ExitStack() as stack:
         contestants = []
         for name in choose_loops(cfg.loops, machine.n_local):
@@ -97,7 +97,7 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
                 overrides += ["trainer.devices=1", "strategy=single"]
             n_ranks = 1 if name == "ours_alone" else machine.n_local
             its = {**spec, "loop": name, "run_dir": str(folder / name), "overrides": overrides}
-            contestants.append(Contestant(name, its, n_ranks, threads, folder))
+            contestants.append(Contestant(name, its, n_ranks, torch.get_num_threads(), folder))
             stack.callback(contestants[-1].end)
             contestants[-1].first_step()
         peaks = run_rounds(contestants, cfg.rounds, cfg.steps, spec)
@@ -112,10 +112,10 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
     """What the loops beside ours make of a run's config."""
     if missing := [key for key in SIZE_KEYS if key not in cfg.model]:
         wrong = f"has no {', '.join(missing)}: the loops beside it need the sizes of a SimpleGPT"
-        raise ConfigError([Problem("model", cfg.model.get("_target_"), wrong)])
+        raise ConfigError.of("model", cfg.model.get("_target_"), wrong)
     for key, known in COMPARED.items():
         if (target := OmegaConf.select(cfg, key)) != known:
-            raise ConfigError([Problem(key, target, "the loops beside ours have", allowed=known)])
+            raise ConfigError.of(key, target, "the loops beside ours have", allowed=known)
     options = OmegaConf.to_container(cfg.optimizer, resolve=True)
     return {
         "model": {key: cfg.model[key] for key in SIZE_KEYS},
@@ -144,7 +144,7 @@ def run_rounds(
 ) -> list[float]:
     """Every loop once a round, each round in the other direction; the first does not count.
 
-    Returns: the FLOP/s of matrix products in each round, on one device.
+    Returns: the FLOP/s of matrix products in each round, with the threads of one rank.
     """
     import torch
     from tqdm import trange
@@ -152,11 +152,11 @@ def run_rounds(
     from gptrain.lit.perf import measure_matmul
 
     dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
-    peaks = []
+    side, peaks = 1024 if spec["device"] == "cpu" else None, []
     for number in trange(rounds + 1, desc="rounds", disable=None, leave=False):
         for contestant in contestants[:: 1 if number % 2 else -1]:
             contestant.take_turn(steps)
-        peaks.append(measure_matmul(torch.device(spec["device"]), dtype))
+        peaks.append(measure_matmul(torch.device(spec["device"]), dtype, side, seconds=0.3))
     for contestant in contestants:
         del contestant.turns[0]
     return peaks[1:]

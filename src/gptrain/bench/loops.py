@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
     turns.left = SAVE_EVERY // 2  # the first turn
     overrides = [word for word in spec["overrides"] if word != "checkpoint=none"]
     saving = ["checkpoint=every_n_steps", f"checkpoint.every_n_steps={SAVE_EVERY}"]
-    with RunLock(spec["run_dir"]):
+    is_first = os.environ.get("RANK", "0") == "0"
+    with RunLock(spec["run_dir"]) if is_first else nullcontext():
         ours({**spec, "overrides": [*overrides, *saving]}, device, turns)
 
 

@@ -14,7 +14,7 @@ from gptrain import export as package
 from gptrain.config import forms
 from gptrain.config.schema import Run
 from gptrain.data import DataError
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ def export(cfg: DictConfig) -> None:
     try:
         path, _ = load_weights(net, find_source(cfg))
     except ValueError as error:
-        problem = Problem("from_run", cfg.from_run, str(error), code=BAD_DATA)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of("from_run", cfg.from_run, str(error), code=BAD_DATA) from error
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if cfg.format == "hf":
         write_tokenizer(cfg, folder)
@@ -76,7 +75,7 @@ def find_source(cfg: DictConfig) -> Any:
         return find_weights(cfg.ckpt_path, cfg.checkpoint.monitor, cfg.checkpoint.mode)
     except (FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint) as error:
         code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
-        raise ConfigError([Problem(key, cfg[key], str(error), code=code)]) from error
+        raise ConfigError.of(key, cfg[key], str(error), code=code) from error
 
 
 def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
@@ -91,7 +90,7 @@ def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
     if form == "hf":
         if not hasattr(net, "to_gpt2"):
             wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
-            raise ConfigError([Problem("format", "hf", wrong, attempt="format=safetensors")])
+            raise ConfigError.of("format", "hf", wrong, attempt="format=safetensors")
         content, tensors = net.to_gpt2()
         write_json(folder / "config.json", content | {"dtype": name})
     else:

@@ -25,10 +25,10 @@ from torch.distributed.pipelining import (
 from gptrain.parallel.fit import Unfit, check_attributes, tied_names
 from gptrain.parallel.gradients import sum_gradients
 
-_SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
+_SCHEDULES = {  # name -> class, stages per rank
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved_1f1b": (ScheduleInterleaved1F1B, 2),
 }
 _OnMicrobatch = Callable[[Tensor, Tensor], Tensor]
 
@@ -72,7 +72,7 @@ class Pipeline:
         check_pipeline(net, self.size, schedule, microbatches)
         self.net, self.schedule, self.microbatches = net, schedule, microbatches
         self.loss_sum, self.eval_loss_sum = loss_sum, eval_loss_sum or loss_sum
-        self.n_stages = self.size * stages_per_rank(schedule)
+        self.n_stages = self.size * _SCHEDULES[schedule][1]
         self.indices = range(self.rank, self.n_stages, self.size)
         self.has_first, self.has_last = 0 in self.indices, self.n_stages - 1 in self.indices
         self.n_blocks = len(net.blocks)
@@ -80,7 +80,7 @@ class Pipeline:
         self.aliases = tied if self.size > 1 else {}
         self.tied_group = _end_groups(mesh) if self.aliases else None
         _forbid_forward(net, "ddp_pipeline" if self.data_group.size() > 1 else "pipeline")
-        self._running: dict[tuple, object] = {}  # (training, shape) -> schedule with its buffers
+        self._schedules: dict[tuple, object] = {}  # (training, shape) -> one with its buffers
         self._scale: Tensor | float = 1.0
         self._on_hidden: Callable[[Tensor, Tensor], object] | None = None
 
@@ -141,13 +141,13 @@ class Pipeline:
 
     def _run(self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor) -> Tensor:
         key = (training, microbatches, tuple(tokens.shape))
-        if key not in self._running:
-            self._running[key] = self._make_schedule(training, microbatches, tokens.device)
-        running = self._running[key]
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(training, microbatches, tokens.device)
+        schedule = self._schedules[key]
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self.has_first else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if self.has_last else {}
-        (running.step if training else running.eval)(*inputs, **outputs)
+        (schedule.step if training else schedule.eval)(*inputs, **outputs)
         total = torch.zeros((), device=tokens.device)
         if self.has_last:
             total = torch.stack([loss.detach() for loss in losses]).sum().float()
@@ -162,7 +162,7 @@ class Pipeline:
             PipelineStage(Stage(self.net, i, n, self.n_blocks), i, n, device, group=group)
             for i in self.indices
         ]
-        kind = _SCHEDULES[self.schedule]
+        kind, _ = _SCHEDULES[self.schedule]
         if not training and len(stages) == 1:
             kind = ScheduleGPipe  # takes any number of microbatches, forward only it is the same
         return kind(
@@ -200,11 +200,6 @@ class Stage(nn.Module):
 def count_microbatches(options, dims) -> int:
     """Microbatches of the `strategy` group: as given, or two per rank of a pipeline."""
     return options.microbatches or 2 * dims.pipeline
-
-
-def stages_per_rank(schedule: str) -> int:
-    """Stages that one rank holds: two under interleaving, which halves the idle time, else one."""
-    return 2 if schedule == "interleaved_1f1b" else 1
 
 
 def block_range(stage: int, n_stages: int, n_blocks: int) -> range:
@@ -261,24 +256,19 @@ def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) 
     find_tied_names(net)
     if schedule not in _SCHEDULES:
         raise Unfit("strategy.schedule", f"not known; allowed: {', '.join(_SCHEDULES)}")
-    n_blocks, n_stages = len(net.blocks), size * stages_per_rank(schedule)
+    n_blocks, n_stages = len(net.blocks), size * _SCHEDULES[schedule][1]
     if n_stages > n_blocks:
         raise Unfit(
             "strategy.pipeline_parallel_size",
             f"{size} ranks under {schedule} make {n_stages} stages, but the net has {n_blocks} "
             f"blocks: a stage must hold at least one",
         )
+    too_few = f"{microbatches} for {size} stages: 1f1b needs at least one per stage; use at least "
+    uneven = f"{microbatches} is no multiple of {size} ranks, as interleaved_1f1b needs"
     if schedule == "1f1b" and microbatches < size:
-        raise Unfit(
-            "strategy.microbatches",
-            f"{microbatches} for {size} stages: 1f1b needs at least one per stage; use at least "
-            f"{size}, or schedule=gpipe",
-        )
+        raise Unfit("strategy.microbatches", f"{too_few}{size}, or schedule=gpipe")
     if schedule == "interleaved_1f1b" and microbatches % size:
-        raise Unfit(
-            "strategy.microbatches",
-            f"{microbatches} is no multiple of {size} ranks, as interleaved_1f1b needs",
-        )
+        raise Unfit("strategy.microbatches", uneven)
 
 
 def _forbid_forward(net: nn.Module, strategy: str) -> None:

@@ -27,7 +27,10 @@ from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
 
 State = dict[str, Any]
 Group = dist.ProcessGroup | None
-NO_ALIASES: Mapping[str, str] = {}
+Aliases = Mapping[str, str]
+Parameters = Mapping[str, nn.Parameter]
+Shapes = Mapping[str, tuple[int, ...]]
+NO_ALIASES: Aliases = {}
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN = 4  # names told in a message; a net of another width has one for each tensor
 
@@ -53,40 +56,34 @@ class Unmatched(NamedTuple):
         return "; ".join(wrong[:_SHOWN]) + more
 
 
-def named_parameters(
-    net: nn.Module, aliases: Mapping[str, str] = NO_ALIASES
-) -> dict[str, nn.Parameter]:
+def named_parameters(net: nn.Module, aliases: Aliases = NO_ALIASES) -> dict[str, nn.Parameter]:
     """Name in a checkpoint -> parameter of the net; a tied one once, under its first name."""
     reshard(net)
     return {aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def whole_net_state(
-    net: nn.Module, *, aliases: Mapping[str, str] = NO_ALIASES, stages: Group = None
+    net: nn.Module, *, aliases: Aliases = NO_ALIASES, stages: Group = None
 ) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     reshard(net)
-    parameters = dict(net.named_parameters(remove_duplicate=False))
-    wholes: dict[Tensor, Tensor] = {}  # a tied weight is gathered once
+    second = tied_names(net) | aliases  # such a weight is gathered and sent once
     state = {}
     for name, tensor in net.state_dict().items():
-        parameter = parameters.get(name, tensor)
-        if parameter not in wholes:
-            wholes[parameter] = whole_of(tensor)
+        if name not in second:
+            whole = whole_of(tensor)
             if _keeps(stages):
-                wholes[parameter] = wholes[parameter].cpu()
-        if _keeps(stages) and name not in aliases:
-            state[name] = wholes[parameter]
+                state[name] = whole.cpu()
     state = _merge_stages(state, stages)
-    return state | {name: state[first] for name, first in aliases.items() if state}
+    return state | {name: state[first] for name, first in second.items() if state}
 
 
 def load_whole_net_state(
     net: nn.Module,
-    state: Mapping[str, Tensor],
+    state: State,
     *,
     strict: bool = True,
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Aliases = NO_ALIASES,
     stages: Group = None,
 ) -> Unmatched:
     """Copy each rank's slices of a bare net's state dict into net. Of a pipeline all must call it.
@@ -104,7 +101,7 @@ def load_whole_net_state(
 
 
 def whole_optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, *, stages: Group = None
+    parameters: Parameters, optimizer: Optimizer, *, stages: Group = None
 ) -> State:
     """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
 
@@ -123,9 +120,7 @@ def whole_optimizer_state(
     return state
 
 
-def load_whole_optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, state: State
-) -> None:
+def load_whole_optimizer_state(parameters: Parameters, optimizer: Optimizer, state: State) -> None:
     """Give optimizer each rank's slices of a named state. No communication.
 
     Raises: ValueError if the state has no such groups.
@@ -142,10 +137,10 @@ def load_whole_optimizer_state(
 
 def sharded_state(
     net: nn.Module,
-    parameters: Mapping[str, nn.Parameter] = NO_ALIASES,
+    parameters: Parameters = NO_ALIASES,
     optimizer: Optimizer | None = None,
     *,
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Aliases = NO_ALIASES,
 ) -> State:
     """This rank's part for torch.distributed.checkpoint.save: "net.*" and "optimizer.*" values.
 
@@ -172,7 +167,7 @@ def load_sharded_net(
     reader: dcp.StorageReader,
     *,
     strict: bool = True,
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Aliases = NO_ALIASES,
     stages: Group = None,
 ) -> Unmatched:
     """As load_whole_net_state, from a sharded checkpoint of whatever slicing. Collective."""
@@ -188,10 +183,7 @@ def load_sharded_net(
 
 
 def load_sharded_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    groups: list[State],
-    reader: dcp.StorageReader,
+    parameters: Parameters, optimizer: Optimizer, groups: list[State], reader: dcp.StorageReader
 ) -> None:
     """As load_whole_optimizer_state, from a sharded checkpoint. Collective.
 
@@ -217,9 +209,7 @@ def load_sharded_optimizer(
     _load_named(parameters, optimizer, values, groups)
 
 
-def named_groups(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, stages: Group = None
-) -> list[State]:
+def named_groups(parameters: Parameters, optimizer: Optimizer, stages: Group = None) -> list[State]:
     """The optimizer's groups, plain options and names of parameters; those of all stages."""
     names = _names(parameters, optimizer)
     groups = [
@@ -233,10 +223,7 @@ def named_groups(
 
 
 def _load_named(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    values: Mapping[str, State],
-    groups: list[State],
+    parameters: Parameters, optimizer: Optimizer, values: Mapping[str, State], groups: list[State]
 ) -> None:
     """Hand optimizer the local values of each parameter, and the options of its group."""
     names = _names(parameters, optimizer)
@@ -258,7 +245,7 @@ def _load_named(
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
-def _names(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, str]:
+def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
     names = {parameter: name for name, parameter in parameters.items()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -282,9 +269,7 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
-def _flat_optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> dict[str, Any]:
+def _flat_optimizer_state(parameters: Parameters, optimizer: Optimizer) -> dict[str, Any]:
     _names(parameters, optimizer)
     return {
         f"{name}.{kind}": value
@@ -294,11 +279,7 @@ def _flat_optimizer_state(
 
 
 def _match(
-    net: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]],
-    strict: bool,
-    aliases: Mapping[str, str],
-    stages: Group,
+    net: nn.Module, shapes: Shapes, strict: bool, aliases: Aliases, stages: Group
 ) -> tuple[dict[str, Tensor], Unmatched]:
     """Name in a checkpoint of these shapes -> the net's tensor that it fits; and what fits not."""
     reshard(net)

@@ -83,21 +83,14 @@ class CheckpointStore:
             needed_bytes: expected size, checked against the free space before anything is written.
             gather: collects one picklable value of each rank on all ranks, in rank order
                 (torch.distributed.all_gather_object); it is the barrier, too.
-            in_background: the files are held in memory and written while the caller goes on; a
-                checkpoint only once `finish` was called.
+            in_background: the files are written while the caller goes on; a checkpoint only once
+                `finish` was called.
         Raises: SaveFailed, the same on every rank, for whatever the file system refused.
         """
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id is for reading only")
-        draft = Draft(
-            self._hidden("draft", step),
-            rank=rank,
-            gather=gather,
-            needed_bytes=needed_bytes,
-            progress=self.progress,
-            in_background=in_background,
-        )
+        draft = Draft(self._hidden("draft", step), rank, gather, needed_bytes, self.progress)
         with draft.same_answer():
             if rank == 0:
                 self._begin(draft.path, needed_bytes)
@@ -111,8 +104,9 @@ class CheckpointStore:
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
         self._unfinished = draft, about
         if in_background:
-            draft.start_writing()
+            draft.write_in_background()
         else:
+            draft.write()
             self.finish()
 
     @property
@@ -242,8 +236,9 @@ class CheckpointStore:
             elif path not in protect:
                 trash = self._hidden("trash", step)
                 _discard(trash)
-                if _rename_or_warn(path, trash):
-                    _discard(trash)
+                with _only_warn(path, "removed"):
+                    os.rename(path, trash)
+                    fileops.remove_tree(trash)
 
     def clean(self) -> None:
         """Removes what dead writers left; call it under the run lock, at the start.
@@ -262,8 +257,7 @@ class CheckpointStore:
         if not self.folder.exists():
             os.mkdir(self.folder)
             fileops.sync_folder(self.folder.parent)
-        if os.path.lexists(draft):  # of a save that failed and could not be removed
-            fileops.remove_tree(draft)
+        fileops.remove_tree(draft)  # of a save that failed and could not be removed
         os.mkdir(draft)
 
     def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
@@ -295,15 +289,6 @@ class CheckpointStore:
         return self.folder / f".{kind}-{folder_name(step)}"
 
 
-def _discard(folder: Path) -> None:
-    """Removes a hidden folder; what cannot be removed now goes at the next `clean`."""
-    try:
-        if os.path.lexists(folder):
-            fileops.remove_tree(folder)
-    except OSError as error:
-        _log.warning("%s: cannot be removed now: %s", folder, error.strerror)
-
-
 def _set_aside(error: DamagedCheckpoint) -> None:
     """Renames a damaged checkpoint to `step-….corrupt`, or `.corrupt-2` where there is one."""
     aside = error.path.with_name(f"{error.path.name}.corrupt")
@@ -311,15 +296,21 @@ def _set_aside(error: DamagedCheckpoint) -> None:
     while os.path.lexists(aside):
         number += 1
         aside = error.path.with_name(f"{error.path.name}.corrupt-{number}")
-    if _rename_or_warn(error.path, aside):
+    with _only_warn(error.path, f"renamed to {aside.name}"):
+        os.rename(error.path, aside)
         _log.warning("%s; set aside as %s", error, aside.name)
 
 
-def _rename_or_warn(path: Path, target: Path) -> bool:
-    """Whether it could be renamed; the folder may have turned read-only."""
+def _discard(folder: Path) -> None:
+    """Removes a hidden folder; what cannot be removed now goes at the next `clean`."""
+    with _only_warn(folder, "removed"):
+        fileops.remove_tree(folder)
+
+
+@contextmanager
+def _only_warn(path: Path, what: str) -> Iterator[None]:
+    """No run ends because a folder cannot be put away; it may have turned read-only."""
     try:
-        os.rename(path, target)
+        yield
     except OSError as error:
-        _log.warning("%s: cannot be renamed to %s: %s", path, target.name, error.strerror)
-        return False
-    return True
+        _log.warning("%s: cannot be %s now: %s", path, what, error.strerror)
