@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from command_line import accepted, answer, refused
+from tests.command_line import accepted, answer, refused
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command

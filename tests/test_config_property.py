@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from command_line import answer
+from tests.command_line import answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

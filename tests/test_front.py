@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import refused
+from tests.command_line import refused
 from omegaconf import DictConfig
 
 from gptrain.config import ConfigError, check, compose_command, forms
