@@ -4,7 +4,7 @@ from functools import partial
 
 import torch.distributed as dist
 from count_bytes import CountBytes
-from gptrain.plan.communication import step_bytes
+from tests.communication import step_bytes
 from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
 from ranks import on_ranks
 

@@ -190,16 +190,17 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(index, f"not an index of safetensors files ({error})") from error
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise DamagedCheckpoint(index, f"names {name}, which is no file beside it")
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise DamagedCheckpoint(index, "not an index of safetensors files: it has no weight_map")
+    parts = sorted(set(map(str, names.values())))
+    for name in parts:
+        if Path(name).name != name or not name.endswith(".safetensors"):  # nor an index again
+            raise DamagedCheckpoint(index, f"names {name}, which is no safetensors file beside it")
         if not (index.parent / name).is_file():
             raise DamagedCheckpoint(index, f"names {name}, which is not there")
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in parts]
 
 
 def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
