@@ -15,30 +15,23 @@ from omegaconf import DictConfig
 from gptrain import config
 
 if TYPE_CHECKING:
-    from gptrain.resilience.guard import Guard
+    from gptrain.resilience.watchdog import Guard
 
 
 def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
     """The run itself, in each of its ranks; returns its final metrics."""
-    from gptrain.assemble import build  # here, so that a wrong option is answered without torch
+    from gptrain import assemble  # here, so that a wrong option is answered without torch
 
-    run = build(cfg, guard)
-    run.report.start(run.trainer)
-    parts = {"datamodule": run.datamodule, "ckpt_path": run.checkpoint}
-    if cfg.task == "fit":
-        run.trainer.fit(run.module, **parts)
-    if cfg.task == "validate":
-        run.trainer.validate(run.module, **parts, verbose=False)
-    if cfg.task == "test" or cfg.trainer.fast_dev_run:
-        run.trainer.test(run.module, **parts, verbose=False)
-    return run.report.end(run.trainer)
+    run = assemble.build(cfg, guard)
+    return run.go()
 
 
 def main(cfg: DictConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
-    from gptrain import launch  # likewise
+    from gptrain import assemble, launch  # likewise
 
-    metrics = launch.run(train, cfg)
+    assemble.check(cfg)
+    metrics = launch.run(train, cfg, assemble.find_checkpoint)
     return metrics.get(cfg.objective)
 
 

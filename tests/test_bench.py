@@ -13,10 +13,9 @@ from gptrain.bench.turns import Contestant, LoopFailed
 LOOP = """
 from itertools import count
 from gptrain.bench.turns import Turns
-released = []
-turns = Turns(lambda: None, lambda: len(released), lambda: released.append(1))
+turns = Turns(lambda: None, lambda: step)
 for step in count(1):
-    turns.step_done(step=step)
+    turns.step_done()
 """
 
 
@@ -25,7 +24,7 @@ def test_two_loops_take_turns_and_are_compared(command, tmp_path):
     run = command("-m", "gptrain.bench", *options, "--json", timeout_s=300)
     assert run.returncode == 0, run.stderr
     loops = {loop["name"]: loop for loop in json.loads(run.stdout)["loops"]}
-    assert loops.keys() == {"bare", "ours", "loader"}  # the loader's own throughput besides
+    assert loops.keys() == {"bare", "ours"}
     for loop in (loops["bare"], loops["ours"]):
         step_s, tokens_per_s = loop["step_s"], loop["tokens_per_s"]
         assert step_s["low"] <= step_s["median"] <= step_s["high"]
@@ -33,20 +32,24 @@ def test_two_loops_take_turns_and_are_compared(command, tmp_path):
             4 * 16 / step_s["low"]
         )  # sequences x positions
         assert loop["peak_bytes"] > 100e6  # torch alone
+        assert 0 < loop["mfu"]["median"] < 1
     ratio = loops["bare"]["memory_ratio"]
     assert ratio == pytest.approx(loops["ours"]["peak_bytes"] / loops["bare"]["peak_bytes"])
+    # Of two rounds the median is the mean.
+    added_s = loops["ours"]["step_s"]["median"] - loops["bare"]["step_s"]["median"]
+    assert loops["bare"]["added_s"]["median"] == pytest.approx(added_s)
 
 
-def test_a_loop_whose_memory_is_lent_out_begins_its_turn_with_a_step_that_does_not_count():
+def test_a_turn_has_as_many_steps_as_it_was_given():
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", LOOP], **options) as loop:
         replies = [json.loads(loop.stdout.readline())]
-        loop.stdin.write("3\n")
-        loop.stdin.flush()
-        replies.append(json.loads(loop.stdout.readline()))
+        for steps in (3, 1):
+            loop.stdin.write(f"{steps}\n")
+            loop.stdin.flush()
+            replies.append(json.loads(loop.stdout.readline()))
         loop.stdin.close()
-    assert [reply["step"] for reply in replies] == [1, 1 + 1 + 3]
-    assert [reply["peak_bytes"] for reply in replies] == [0, 1]  # released once, after the first
+    assert [reply["peak_bytes"] for reply in replies] == [1, 1 + 3, 1 + 3 + 1]
 
 
 def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
@@ -59,10 +62,13 @@ def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
     loop.end()
 
 
-def test_a_size_that_is_not_known_is_one_line_and_nothing_is_written(command, tmp_path):
-    run = command("-m", "gptrain.bench", "size=huge", f"output_dir={tmp_path}")
+@pytest.mark.parametrize(
+    "word", ["size=huge", "rounds=0", "steps=two", "loops=[bare,oars]", "trainer.max_step=1"]
+)
+def test_a_wrong_option_is_one_line_and_nothing_is_written(command, tmp_path, word):
+    run = command("-m", "gptrain.bench", word, f"output_dir={tmp_path}")
     assert run.returncode == 2
-    assert run.stderr.startswith("error: size=huge") and run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"error: {word.partition('=')[0]}") and run.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

@@ -14,7 +14,6 @@ import gptrain
 from gptrain.assemble.parts import build_optimizer, build_schedule, check_vocabulary, peak_lr
 from gptrain.config.cli import compose_command, register
 from gptrain.lit import LanguageModel
-from gptrain.optim import call_closure_first
 from gptrain.plan import BatchPlan
 from gptrain.problems import ConfigError
 
@@ -39,13 +38,16 @@ LAB = '''
 
 
     class Signs(torch.optim.Optimizer):
-        """Steps by the sign of a running mean; has a momentum, no decay, no use for a closure."""
+        """Steps by the sign of a running mean; has a momentum and no decay."""
 
         def __init__(self, params, lr=1e-3, momentum=0.9):
             super().__init__(params, {"lr": lr, "momentum": momentum})
 
         @torch.no_grad()
         def step(self, closure=None):
+            if closure is not None:  # as torch asks of all: Lightning computes the gradients there
+                with torch.enable_grad():
+                    closure()
             for group in self.param_groups:
                 for p in group["params"]:
                     mean = self.state[p].setdefault("mean", torch.zeros_like(p))
@@ -61,22 +63,6 @@ LAB = '''
             self.norms = [float(p.norm()) for group in self.param_groups for p in group["params"]]
 
 
-    class Ahead(torch.optim.SGD):
-        """Steps by the gradient at the weights a little way up: SAM, as most write it."""
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            here = [(p, p.clone()) for group in self.param_groups for p in group["params"]]
-            for p, _ in here:
-                p.add_(p.grad, alpha=0.5)
-            self.zero_grad()
-            loss = closure()
-            for p, before in here:
-                p.copy_(before)
-            super().step()
-            return loss
-
-
     def halving(step):
         return 0.5 ** (step // 2)
 
@@ -88,7 +74,6 @@ YAML = {
     "model/lstm.yaml": "_target_: lab.LSTM\nvocab_size: 256\nwidth: 16",
     "optimizer/signs.yaml": "_target_: lab.Signs",
     "optimizer/measures.yaml": "_target_: lab.Measures",
-    "optimizer/ahead.yaml": "_target_: lab.Ahead\nlr: 0.1",
     "scheduler/halving.yaml": "_target_: lab.halving",
     "scheduler/to_the_end.yaml": "_target_: lab.to_the_end\npower: 2.0",
 }
@@ -156,63 +141,13 @@ def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
     assert [build_schedule(cfg, 4)(step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
 
 
-def test_a_closure_runs_once_whatever_an_optimizer_does_with_it():
-    class Keeps(torch.optim.SGD):
-        def step(self):
-            super().step()
-
-    class Twice(torch.optim.SGD):
-        def step(self, closure):
-            with torch.enable_grad():
-                return closure(), closure()
-
-    calls = []
-    for own, expected in ((Keeps, 1), (torch.optim.SGD, 1), (Twice, 2)):
-        weight = torch.nn.Parameter(torch.ones(1))
-        optimizer = call_closure_first(own([weight], lr=0.5))
-
-        def closure(weight=weight):
-            calls.append(torch.is_grad_enabled())
-            weight.grad = torch.ones(1)
-            return torch.zeros(())
-
-        with torch.no_grad():
-            optimizer.step(closure=closure)
-        assert calls == [True] * expected, own
-        assert own is Twice or weight.item() == 0.5
-        assert type(optimizer).__name__ == own.__name__
-        calls.clear()
-
-
-def test_an_optimizer_that_asks_at_other_weights_is_given_the_gradient_there(train, lab):
-    from lab import Ahead
-
-    weight = torch.nn.Parameter(torch.tensor([3.0]))
-    optimizer = call_closure_first(Ahead([weight], lr=0.1))
-
-    def closure():
-        loss = (weight**2).sum()
-        loss.backward()  # adds to the gradient that is there
-        return loss.detach()
-
-    with torch.no_grad():
-        loss = optimizer.step(closure=closure)
-    up = 3.0 + 0.5 * 6.0
-    assert loss == up**2 and weight.item() == pytest.approx(3.0 - 0.1 * 2 * up)
-
-    run = train("optimizer=ahead", *lab)
-    assert run.code == 0, run.err
-    run = train("optimizer=ahead", "trainer.accumulate_grad_batches=2", *lab, name="accumulates")
-    assert run.code == 70
-    assert "Ahead evaluates the loss more than once in a step, and of its 2 micro" in run.err
-
-
 def test_lbfgs_finds_the_minimum_of_a_net_of_matrices():
     cfg = as_if_from_a_yaml(_target_="torch.optim.LBFGS")
     net = torch.nn.Linear(2, 1, bias=False)
     optimizer = build_optimizer(cfg, BatchPlan(2, 1, 1), net)
 
     def closure():
+        optimizer.zero_grad()  # as Lightning's closure does
         loss = ((net.weight - 3) ** 2 * torch.tensor([1.0, 20.0])).sum()
         loss.backward()
         return loss

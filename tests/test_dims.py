@@ -1,4 +1,4 @@
-"""The degrees of a strategy multiply to the world size, or the error shows the equation."""
+"""The sizes of a strategy's axes multiply to the world size, or the error shows the equation."""
 
 import pytest
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptrain.lit.speed import measure_matmul
+from gptrain.lit.perf import measure_matmul
 from gptrain.loss import next_token_loss
 from gptrain.models import SimpleGPT
 from gptrain.plan.flops import gpt_matrix_weights, peak_flops_per_s, train_flops_per_token

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gptrain.loss import chunked_next_token_loss, cross_entropy_to_compile, next_token_loss
+from gptrain.loss import (
+    chunked_next_token_loss,
+    cross_entropy_to_compile,
+    logits_in_chunks,
+    next_token_loss,
+)
 
 B, T, D, V = 3, 7, 16, 53
 
@@ -26,9 +31,12 @@ def problem(dtype=torch.float64, n_ignored: int = 5):
     return hidden, weight, targets
 
 
-def torchs_loss(hidden, weight, targets, reduction="mean"):
+def torchs_loss(hidden, weight, targets, reduction="mean", label_smoothing=0.0, z_loss=0.0):
     logits = F.linear(hidden, weight).flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+    targets = targets.flatten()
+    plain = F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+    squares = logits.logsumexp(-1)[targets != -100].square()
+    return plain + z_loss * (squares.mean() if reduction == "mean" else squares.sum())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -51,6 +59,49 @@ def test_plain_loss_equals_torchs(reduction):
     hidden, weight, targets = problem()
     loss = next_token_loss(hidden @ weight.T, targets, reduction=reduction)
     torch.testing.assert_close(loss, torchs_loss(hidden, weight, targets, reduction))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+def test_smoothed_labels_and_z_loss_have_torchs_values_and_gradients(
+    label_smoothing, z_loss, reduction
+):
+    hidden, weight, targets = problem()
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "reduction": reduction}
+    expected = torchs_loss(hidden, weight, targets, **options)
+    gradients = torch.autograd.grad(expected, (hidden, weight), retain_graph=True)
+    for loss in (
+        chunked_next_token_loss(hidden, weight, targets, chunk_tokens=4, **options),
+        next_token_loss(hidden @ weight.T, targets, **options),
+    ):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        mine = torch.autograd.grad(loss, (hidden, weight))
+        torch.testing.assert_close(mine, gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_z_loss_pulls_the_normalizer_to_one_and_smoothing_the_logits_to_each_other():
+    weight, targets = torch.zeros(V, D, dtype=torch.float64), torch.zeros(5, dtype=torch.int64)
+    hidden = torch.ones(5, D, dtype=torch.float64)
+    z_loss = chunked_next_token_loss(hidden, weight, targets, z_loss=2.0)
+    assert z_loss.item() == pytest.approx(math.log(V) + 2 * math.log(V) ** 2)
+    # Equal logits have the same loss under any distribution of targets.
+    smooth = chunked_next_token_loss(hidden, weight, targets, label_smoothing=0.5)
+    assert smooth.item() == pytest.approx(math.log(V))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_logits_for_metrics_are_those_of_the_positions_that_count(autocast):
+    hidden, weight, targets = problem(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        chunks = list(logits_in_chunks(hidden, weight, targets, chunk_tokens=6))
+        whole = (hidden @ weight.T).flatten(0, 1).float()
+    assert [len(kept) for _, kept in chunks] == [6, 6, 4]
+    counts = targets.flatten() != -100
+    torch.testing.assert_close(torch.cat([logits for logits, _ in chunks]), whole[counts].detach())
+    assert torch.equal(torch.cat([kept for _, kept in chunks]), targets.flatten()[counts])
+    assert all(x.dtype == torch.float32 and not x.requires_grad for x, _ in chunks)
+    assert list(logits_in_chunks(hidden, weight, torch.full((B, T), -100))) == []
 
 
 def test_fp32_agrees_to_rounding_also_with_large_logits():
@@ -97,14 +148,26 @@ def test_compiled_it_computes_the_same_also_in_a_short_last_chunk():
     torch.testing.assert_close(results(True), results(False), rtol=2**-8, atol=2**-12)  # bf16's
 
 
-def test_what_is_compiled_equals_torchs_and_leaves_out_columns_beyond_the_vocabulary():
+@pytest.mark.parametrize("label_smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-2)])
+def test_what_is_compiled_equals_torchs_and_leaves_out_columns_beyond_the_vocabulary(
+    label_smoothing, z_loss
+):
     _, _, targets = problem()
-    targets = targets.flatten()
     logits = torch.randn(B * T, V + 11, dtype=torch.float64, requires_grad=True)
-    expected = F.cross_entropy(logits[:, :V], targets, reduction="none")
-    losses, gradient = cross_entropy_to_compile(logits.detach(), targets, V, True)
-    torch.testing.assert_close(losses[:, 0], expected.detach())
-    torch.testing.assert_close(gradient, *torch.autograd.grad(expected.sum(), logits))
+    expected = torchs_loss(
+        logits[None, :, :V],
+        torch.eye(V, dtype=torch.float64),
+        targets.view(1, -1),
+        "sum",
+        label_smoothing,
+        z_loss,
+    )
+    losses, gradient = cross_entropy_to_compile(
+        logits.detach(), targets.flatten(), V, True, label_smoothing, z_loss
+    )
+    torch.testing.assert_close(losses.sum(), expected.detach())
+    assert not losses[targets.flatten() == -100].any()
+    torch.testing.assert_close(gradient, *torch.autograd.grad(expected, logits))
 
 
 def test_in_fp16_no_gradient_vanishes_for_the_number_of_tokens():
@@ -241,6 +304,10 @@ def test_arguments_without_meaning_are_refused():
         chunked_next_token_loss(hidden, weight, targets, reduction="none")
     with pytest.raises(ValueError, match="chunk_tokens=0"):
         chunked_next_token_loss(hidden, weight, targets, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"label_smoothing=1.5: must be from 0 to 1"):
+        next_token_loss(hidden @ weight.T, targets, label_smoothing=1.5)
+    with pytest.raises(ValueError, match=r"z_loss=-1"):
+        chunked_next_token_loss(hidden, weight, targets, z_loss=-1)
 
 
 def test_a_target_outside_the_vocabulary_is_an_error():

@@ -73,6 +73,21 @@ def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else():
     assert {g["weight_decay"] for g in rest} == {0.1, 0.0}
 
 
+def test_what_lies_beside_the_net_is_trained_with_it():
+    net, scale = small_gpt(), nn.Parameter(torch.ones(3))
+    table, frozen = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    beside = [("module.scale", scale), ("module.table", table), ("module.frozen", frozen)]
+    learned = [*net.named_parameters(), *beside]
+    matrices, vectors = decay_groups(learned, 0.1)
+    assert any(p is table for p in matrices["params"])
+    assert any(p is scale for p in vectors["params"])
+    hidden, *rest = muon_groups(net, 0.1, learned)
+    assert names(net, hidden) == names(net, muon_groups(net, 0.1)[0])
+    listed = [p for group in rest for p in group["params"]]
+    assert any(p is table for p in listed) and any(p is scale for p in listed)
+    assert not any(p is frozen for p in listed)
+
+
 def test_muon_groups_of_a_net_without_blocks_are_refused_by_the_nets_name():
     with pytest.raises(ValueError, match=r"Linear has no attribute `blocks`"):
         muon_groups(nn.Linear(2, 2), 0.1)
@@ -116,14 +131,14 @@ def test_cosine_and_line_differ_between_their_common_points():
     assert warmup_linear(quarter, **RUN) == pytest.approx(0.8)
 
 
-def test_stable_decay_falls_over_its_share_of_the_run():
+def test_stable_decay_falls_over_its_fraction_of_the_run():
     run = {**RUN, "total_steps": 100}
     factors = [warmup_stable_decay(step, **run) for step in range(100)]
     assert factors[10:80] == [1.0] * 70
     assert factors[89] == pytest.approx(0.6)
     assert factors[99] == pytest.approx(0.2)
-    assert warmup_stable_decay(49, **run, decay_share=0.5) == 1.0
-    assert warmup_stable_decay(50, **run, decay_share=0.5) < 1.0
+    assert warmup_stable_decay(49, **run, decay_fraction=0.5) == 1.0
+    assert warmup_stable_decay(50, **run, decay_fraction=0.5) < 1.0
 
 
 @pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_stable_decay])

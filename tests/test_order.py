@@ -1,6 +1,7 @@
 """Samples are dealt without overlap, without loss, and the same however they are split."""
 
 import itertools
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -25,15 +26,15 @@ def epoch_of(n_samples, seed=0, epoch=0):
     return SampleOrder(n_samples, seed).index(epoch, np.arange(n_samples))
 
 
-def batches_of(order, n_epochs, **split):
-    """A run of whole epochs."""
-    per_epoch = TrainBatches(order, **split).steps_per_epoch
-    return TrainBatches(order, n_steps=n_epochs * per_epoch, **split)
-
-
-def run_of(order, n_epochs, **split):
-    """All micro-batches of a run from its beginning, as a list."""
-    return list(batches_of(order, n_epochs, **split))
+def run_of(order, n_epochs, position=0, **options):
+    """All micro-batches of a run from a position to the end of its last epoch, as a list."""
+    batches = TrainBatches(order, position=lambda: position, **options)
+    taken = []
+    while position < n_epochs * len(batches):
+        epoch = list(batches)
+        taken += epoch
+        position += len(epoch)
+    return taken
 
 
 # ---- the permutation
@@ -99,12 +100,12 @@ def test_no_samples_are_an_error():
     splits=st.permutations([1, 2, 3, 4]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_step_has_the_same_samples_however_it_is_split(n_samples, splits, seed):
+def test_a_step_has_the_same_samples_however_it_is_dealt(n_samples, splits, seed):
     batch_size, accumulate, world_size = (splits[0], splits[1], 24 // splits[0] // splits[1])
     order = SampleOrder(n_samples, seed)
     steps = [set() for _ in range(n_samples // 24)]
     ranks = [
-        list(TrainBatches(order, batch_size, accumulate, rank, world_size, len(steps)))
+        list(TrainBatches(order, batch_size, accumulate, rank, world_size))
         for rank in range(world_size)
     ]
     for micro_step, batches in enumerate(zip(*ranks, strict=True)):
@@ -117,7 +118,7 @@ def test_a_step_has_the_same_samples_however_it_is_split(n_samples, splits, seed
 
 
 def test_no_sample_is_seen_twice_in_an_epoch_and_few_are_left_out():
-    ranks = [list(TrainBatches(SampleOrder(103, 1), 5, 2, rank, 2, 5)) for rank in range(2)]
+    ranks = [list(TrainBatches(SampleOrder(103, 1), 5, 2, rank, 2)) for rank in range(2)]
     seen = [sample for rank in ranks for batch in rank for sample in batch]
     assert len(seen) == len(set(seen)) == 100
     assert [len(rank) for rank in ranks] == [10, 10]
@@ -138,37 +139,52 @@ def test_other_samples_are_left_out_in_another_epoch():
 )
 def test_a_run_resumes_exactly_where_it_stopped(n_samples, world_size, accumulate, where):
     order, rank = SampleOrder(n_samples, seed=2), world_size - 1
-    split = dict(batch_size=2, accumulate=accumulate, rank=rank, world_size=world_size)
-    whole = run_of(order, 3, **split)
+    dealt = dict(batch_size=2, accumulate=accumulate, rank=rank, world_size=world_size)
+    whole = run_of(order, 3, **dealt)
     stop = int(where * (len(whole) - 1))
-    batches = batches_of(order, 3, **split)
-    batches.start = stop
-    assert list(batches) == whole[stop:]
+    assert run_of(order, 3, position=stop, **dealt) == whole[stop:]
 
 
 def test_a_resume_at_the_end_of_an_epoch_begins_the_next():
     order = SampleOrder(40, seed=0)
-    batches = batches_of(order, 2, batch_size=4)
-    batches.start = batches.steps_per_epoch
+    batches = TrainBatches(order, batch_size=4)
+    batches.start = len(batches)
     assert list(batches) == order.index(1, np.arange(40)).reshape(10, 4).tolist()
 
 
-def test_the_start_is_read_when_the_iterator_is_made():
-    batches = batches_of(SampleOrder(40, 0), 1, batch_size=4)
+def test_the_position_is_asked_when_the_iterator_is_made():
+    batches = TrainBatches(SampleOrder(40, 0), batch_size=4)
     batches.start = 3
     iterator = iter(batches)
     batches.start = 7
     assert next(iterator) == run_of(SampleOrder(40, 0), 1, batch_size=4)[3]
+    batches.position = lambda: 5  # goes before start
+    assert next(iter(batches)) == run_of(SampleOrder(40, 0), 1, batch_size=4)[5]
 
 
-def test_a_run_ends_after_its_steps_and_without_a_number_of_steps_never():
-    whole = run_of(SampleOrder(40, 0), 3, batch_size=2, accumulate=2)
-    batches = TrainBatches(SampleOrder(40, 0), 2, 2, n_steps=13)  # an epoch is of 10
-    assert len(batches) == 26 and list(batches) == whole[:26]
-    endless = TrainBatches(SampleOrder(40, 0), 2, 2)
-    assert list(itertools.islice(endless, 60)) == whole
-    batches.start = 26
-    assert list(batches) == []
+def test_an_epoch_is_one_permutation_unless_its_length_is_given():
+    whole = TrainBatches(SampleOrder(43, 0), batch_size=2, accumulate=2)
+    assert len(whole) == len(list(whole)) == 20  # 10 steps of 4 samples, 3 are left out
+    short = TrainBatches(SampleOrder(43, 0), batch_size=2, accumulate=2, epoch_steps=3)
+    assert len(short) == len(list(short)) == 6
+
+
+@given(
+    n_samples=st.integers(8, 60),
+    epoch_steps=st.integers(1, 40),
+    where=st.integers(0, 150),
+)
+def test_the_length_of_an_epoch_does_not_change_what_a_step_has(n_samples, epoch_steps, where):
+    order = SampleOrder(n_samples, seed=5)
+    dealt = dict(batch_size=2, accumulate=2, rank=1, world_size=2)
+    batches = TrainBatches(order, epoch_steps=epoch_steps, position=lambda: where, **dealt)
+    end = (where // len(batches) + 1) * len(batches)  # of the epoch in which the run stands
+    assert list(batches) == run_of(order, end, **dealt)[where:end]
+
+
+def test_an_epoch_of_no_steps_is_refused():
+    with pytest.raises(ValueError, match="epoch_steps=0"):
+        TrainBatches(SampleOrder(40, 0), 2, epoch_steps=0)
 
 
 def test_blocks_of_samples_and_epochs_have_no_seams():
@@ -185,7 +201,7 @@ def test_the_samples_of_any_step_can_be_named():
         for rank in range(world_size)
     ]
     batches = TrainBatches(order, 4, accumulate, 0, world_size)
-    for step in range(3 * batches.steps_per_epoch):
+    for step in range(3 * batches.permutation_steps):
         named = batches.step_samples(step)
         assert named.shape == (accumulate, world_size, 4)
         for micro_step, rank in itertools.product(range(accumulate), range(world_size)):
@@ -194,7 +210,9 @@ def test_the_samples_of_any_step_can_be_named():
 
 def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     data = [(torch.zeros(2), torch.zeros(2))] * 40
-    module = TextDataModule(data, data, batch_size=2, n_steps=5, world_size=2, ranks_per_sample=2)
+    module = TextDataModule(
+        data, data, batch_size=2, epoch_steps=5, sample_tokens=2, world_size=2, ranks_per_sample=2
+    )
     first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
     assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
 
@@ -241,6 +259,57 @@ def test_padding_counts_for_nothing(dataset):
     assert torch.equal(last, torch.stack([dataset[4][0], dataset[0][0]]))
     assert torch.equal(last_targets[0], dataset[4][1])
     assert (last_targets[1] == -100).all()
+
+
+class Samples(Dataset):
+    """A user's own data set: samples of any form, made of a number."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        return self.sample(torch.full((3,), index))
+
+
+Pair = namedtuple("Pair", "image label")
+
+
+@pytest.mark.parametrize(
+    ("sample", "targets"),
+    [
+        (lambda x: {"tokens": x, "targets": x + 1}, lambda batch: batch["targets"]),
+        (lambda x: {"input_ids": x, "labels": x[0]}, lambda batch: batch["labels"]),
+        (lambda x: Pair(x / 2, x[0]), lambda batch: batch.label),
+        (lambda x: (x / 2, int(x[0])), lambda batch: batch[1]),
+    ],
+)
+def test_integer_targets_of_dicts_and_pairs_are_padded_with_what_no_loss_counts(sample, targets):
+    loader = DataLoader(
+        PaddedDataset(Samples(sample)), batch_sampler=EvalBatches(5, 3), collate_fn=collate
+    )
+    full, last = map(targets, loader)
+    assert (full != -100).all()
+    assert (last[:2] != -100).all() and (last[2] == -100).all()
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda x: (x, x, x),
+        lambda x: (x, x / 2),
+        lambda x: {"tokens": x},
+        lambda x: x,
+    ],
+)
+def test_samples_of_another_form_are_repeated_as_torchs_distributed_sampler_does(sample):
+    dataset = Samples(sample)
+    loader = DataLoader(PaddedDataset(dataset), batch_sampler=EvalBatches(5, 3), collate_fn=collate)
+    _, last = loader
+    expected = collate([dataset[3], dataset[4], dataset[0]])
+    assert str(last) == str(expected)
 
 
 def test_both_kinds_of_data_set_go_through_one_loader():

@@ -5,9 +5,9 @@ import torch
 
 from gptrain.models import SimpleGPT
 from gptrain.plan import ParallelDims
-from gptrain.plan.communication import ddp_bytes, fsdp_bytes, step_bytes
-from gptrain.plan.memory import rank_parameters, state_bytes
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters, state_bytes
 from gptrain.plan.shape import GPTShape
+from tests.communication import ddp_bytes, fsdp_bytes, step_bytes
 
 GPT2 = GPTShape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
 WORK = {"batch_size": 4, "seq_len": 512}
@@ -25,26 +25,55 @@ def test_gpt2_has_124_million_parameters():
 
 
 @pytest.mark.parametrize(
-    ("name", "split"),
+    ("name", "dims"),
     [
         ("fsdp", ParallelDims(data=8)),
         ("tensor_parallel", ParallelDims(tensor=4)),
         ("fsdp_tensor_parallel", ParallelDims(data=2, tensor=4)),
     ],
 )
-def test_a_sharded_rank_holds_its_share_and_at_most_a_tenth_more(name, split):
-    share = rank_parameters(name, GPT2, split) / GPT2.parameters
-    assert 1 / split.world_size <= share < 1.1 / split.world_size
+def test_a_sharded_rank_holds_its_fraction_and_at_most_a_tenth_more(name, dims):
+    fraction = rank_parameters(name, GPT2, dims) / GPT2.parameters
+    assert 1 / dims.world_size <= fraction < 1.1 / dims.world_size
 
 
 def test_stages_hold_the_net_and_the_tied_weight_twice():
     for n_stages in (2, 4, 12):
-        split = ParallelDims(pipeline=n_stages)
-        held = [rank_parameters("pipeline", GPT2, split, pipeline_rank=r) for r in range(n_stages)]
+        dims = ParallelDims(pipeline=n_stages)
+        held = [rank_parameters("pipeline", GPT2, dims, pipeline_rank=r) for r in range(n_stages)]
         assert sum(held) == GPT2.parameters + GPT2.token_table_parameters
 
 
-def test_adam_takes_sixteen_bytes_a_parameter():
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "n_bytes"),
+    [
+        ("32-true", "AdamW", 16),
+        ("bf16-mixed", "AdamW", 16),  # weights stay in fp32
+        ("bf16-true", "AdamW", 8),
+        ("32-true", "SGD", 8),
+        ("32-true", "Muon", 12),
+        ("32-true", "RMSprop", 12),
+        ("32-true", "Adadelta", 16),
+        ("64-true", "Adagrad", 24),
+    ],
+)
+def test_states_take_the_bytes_that_torch_holds(precision, optimizer, n_bytes):
+    dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+    net = torch.nn.Linear(64, 64, bias=False, dtype=dtype)
+    made = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1)
+    net(torch.ones(1, 64, dtype=dtype)).sum().backward()
+    made.step()
+    tensors = [net.weight, net.weight.grad]
+    tensors += [t for t in made.state[net.weight].values() if t.numel() > 1]
+    assert sum(t.nbytes for t in tensors) == n_bytes * net.weight.numel()
+    assert bytes_per_parameter(precision, f"torch.optim.{optimizer}") == n_bytes
+
+
+def test_sgd_with_momentum_has_a_state():
+    assert bytes_per_parameter("32-true", "torch.optim.SGD", momentum=0.9) == 12
+
+
+def test_every_rank_of_ddp_holds_all_states():
     assert state_bytes("ddp", GPT2, ParallelDims(data=8)) == 16 * GPT2.parameters
 
 

@@ -1,5 +1,6 @@
 """Ready token files, raw and with llm.c's header, are read as they are or refused by name."""
 
+import os
 import pickle
 
 import numpy as np
@@ -18,6 +19,7 @@ from gptrain.data import (
     count_windows,
     find_token_files,
     open_token_file,
+    prepare_text,
 )
 
 
@@ -60,9 +62,9 @@ def test_headers_say_where_and_how_wide_the_tokens_are(tmp_path):
     ("write", "message"),
     [
         (lambda p: p.write_bytes(b""), "0 tokens; need at least seq_len"),
-        (lambda p: p.write_bytes(b"abc"), "3 bytes are no whole number of uint16"),
+        (lambda p: p.write_bytes(b"abc"), "3 bytes are no integer number of uint16"),
         (lambda p: write_headed(p, []), "0 tokens; need at least seq_len"),
-        (lambda p: write_headed(p, [1, 2], magic=20240521), "magic 20240521; known are 20240520"),
+        (lambda p: write_headed(p, [1, 2], magic=20240521), "magic 20240521; known are .20240520"),
         (lambda p: write_headed(p, [1, 2], version=2), "version 2; known is 1"),
         (lambda p: write_headed(p, [1, 2], count=3), "counts 3 tokens of uint16, 4 bytes follow"),
         (lambda p: write_headed(p, [1, 2], count=1), "counts 1 tokens .* that is 2"),
@@ -75,6 +77,12 @@ def test_what_is_wrong_with_a_file_is_said_with_its_name(tmp_path, write, messag
     write(path)
     with pytest.raises(DataError, match=rf"train\.bin: .*{message}"):
         open_token_file(path, "uint16")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=r"train\.bin: not a regular file"):
+        open_token_file(tmp_path / "train.bin", "uint16")
 
 
 def test_an_odd_byte_after_the_counted_tokens_is_found(tmp_path):
@@ -94,6 +102,17 @@ def test_a_raw_file_needs_a_dtype(tmp_path):
 def test_a_short_raw_file_of_zeros_is_no_header(tmp_path):
     assert open_token_file(write_raw(tmp_path / "a", [0] * 600), "uint16").n_tokens == 600
     assert open_token_file(write_raw(tmp_path / "b", [7]), "uint16").n_tokens == 1
+
+
+def test_tokens_of_a_prepared_text_that_changed_are_refused(tmp_path):
+    (tmp_path / "text").write_text("all work and no play\n" * 100)
+    prepared = prepare_text(tmp_path / "text", "bytes", tmp_path / "cache")
+    assert TokenDataset(prepared.train_file, 8, "uint16").files[0].n_tokens > 0
+    content = bytearray(prepared.train_file.read_bytes())
+    content[8] ^= 1
+    prepared.train_file.write_bytes(content)
+    with pytest.raises(DataError, match=r"train\.bin: sha256 differs"):
+        TokenDataset(prepared.train_file, 8, "uint16")
 
 
 # ---- which files
@@ -178,7 +197,7 @@ def test_a_resumed_loader_reads_the_same_batches(tmp_path):
     order = SampleOrder(len(dataset), seed=1)
 
     def batches(position):
-        sampler = TrainBatches(order, 4, n_steps=27)
+        sampler = TrainBatches(order, 4)
         sampler.start = position
         return [tokens for tokens, _ in DataLoader(dataset, batch_sampler=sampler,
                                                    collate_fn=collate)]  # fmt: skip

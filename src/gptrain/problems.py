@@ -5,18 +5,25 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-DONE = 0
-BAD_CONFIG = 2
-BAD_DATA = 65
-INPUT_NOT_FOUND = 66
-FAILED = 70
-FOLDER_UNUSABLE = 73
-IO_ERROR = 74
-PREEMPTED = 75
-HUNG = 76
-NON_FINITE = 79
-INTERRUPTED = 130
+from gptrain.resilience.status import (
+    BAD_CONFIG,
+    BAD_DATA,
+    DONE,
+    FAILED,
+    FOLDER_UNUSABLE,
+    HUNG,
+    INPUT_NOT_FOUND,
+    INTERRUPTED,
+    IO_ERROR,
+    NON_FINITE,
+    PREEMPTED,
+)
 
+__all__ = [
+    "BAD_CONFIG", "BAD_DATA", "DISK", "DONE", "FAILED", "FOLDER_UNUSABLE", "HUNG",
+    "INPUT_NOT_FOUND", "INTERRUPTED", "IO_ERROR", "NON_FINITE", "PREEMPTED", "ConfigError",
+    "JobFailed", "Problem", "code_of", "show",
+]  # fmt: skip
 
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -85,6 +92,11 @@ class ConfigError(Exception):
         self.problems = problems
         codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
+
+    @classmethod
+    def of(cls, key: str, value: object, wrong: str, **more: object) -> ConfigError:
+        """With one Problem."""
+        return cls([Problem(key, value, wrong, **more)])
 
 
 class JobFailed(Exception):

@@ -1,14 +1,14 @@
 """cfg -> (module, datamodule, trainer): the only place that instantiates a `_target_`.
 
-Here: the order in which the parts of a run are made. `trainer`: Lightning's Trainer with all its
-callbacks; `report`: what the run says of itself.
+Here: the order in which the parts of a run are made. `parts`: net, data, module, lengths,
+optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `weights`,
+`resume`, `load`: where weights come from, which checkpoint a run goes on from, a net in a notebook.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,52 +16,112 @@ from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
-from torch import nn
 
 from gptrain.assemble.parts import (
+    MODEL_KEYS,
     build_datasets,
+    build_module,
     build_net,
     build_optimizer,
-    build_schedule,
-    bytes_of_tokens,
-    check_vocabulary,
+    check_sample,
     first_batches,
-    fits,
+    module_class,
     plan_lengths,
+    unfit_is_told,
 )
-from gptrain.assemble.report import build_report
-from gptrain.assemble.resume import check_data
-from gptrain.assemble.trainer import build_trainer, resolve_precision
+from gptrain.assemble.resume import check_data, find_checkpoint
+from gptrain.assemble.trainer import build_report, build_trainer, resolve_precision
 from gptrain.assemble.weights import start_from
-from gptrain.launch.devices import Machine, find_machine, set_threads, share_cores
+from gptrain.launch.devices import find_machine, set_threads
 from gptrain.launch.process import this_process
 from gptrain.lit import LanguageModel, TextDataModule
-from gptrain.lit.noise import quiet
+from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
-from gptrain.lit.step import trim_step
-from gptrain.lit.strategies import spread_net
-from gptrain.parallel.activation import compiles_loss
-from gptrain.parallel.group import after_rank_0, from_rank_0, start_group
-from gptrain.plan import ParallelDims, dims_of
-from gptrain.resilience.guard import Guard
+from gptrain.lit.strategies import build_strategy, strategy_name
+from gptrain.lit.strategies.base import check_optimization
+from gptrain.parallel.fit import Unfit, check_fit
+from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
+from gptrain.plan import BatchPlan, dims_of
+from gptrain.resilience.watchdog import Guard
+
+__all__ = ["Run", "build", "check", "find_checkpoint"]
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
+SIMPLE_GPT, ADAMW = "gptrain.models.SimpleGPT", "torch.optim.AdamW"
 
-_built: WeakSet[LanguageModel] = WeakSet()  # by the jobs of this process, and not yet collected
+_built: WeakSet[pl.LightningModule] = WeakSet()  # by the jobs of this process, not yet collected
 
 
 @dataclass
 class Run:
     """All parts of one run, in one rank."""
 
-    module: LanguageModel
+    cfg: DictConfig
+    module: pl.LightningModule
     datamodule: TextDataModule
     trainer: pl.Trainer
     report: Report
     checkpoint: Path | None  # to go on from, or to evaluate
+
+    def go(self) -> dict[str, float]:
+        """Fits, validates or tests, and returns the final metrics.   Raises: ConfigError."""
+        cfg, trainer = self.cfg, self.trainer
+        parts = {"datamodule": self.datamodule, "ckpt_path": self.checkpoint}
+        self.report.start(trainer)
+        with unfit_is_told(cfg), refusals_in_one_line():
+            if cfg.task == "fit":
+                trainer.fit(self.module, **parts)
+            if cfg.task == "validate":
+                trainer.validate(self.module, **parts, verbose=False)
+            if cfg.task == "test" or cfg.trainer.fast_dev_run:
+                trainer.test(self.module, **parts, verbose=False)
+        return self.report.end(trainer)
+
+
+def check(cfg: DictConfig) -> None:
+    """Whether net, module and optimizer can do what is asked, before a process or a file is made.
+
+    The net is made on the meta device, without memory; where any net will do it is not made.
+
+    Raises: ConfigError.
+    """
+    world_size = find_machine(cfg).world_size
+    dims, name = dims_of(cfg.strategy, world_size), strategy_name(cfg.strategy.name, world_size)
+    blockwise = cfg.model.compile == "blocks" or cfg.model.activation_checkpointing != "none"
+    needs_more = cfg.model._target_ != SIMPLE_GPT and (blockwise or name not in ("single", "ddp"))
+    may_refuse = cfg.task == "fit" and cfg.optimizer._target_ != ADAMW
+    with unfit_is_told(cfg):
+        check_module(module_class(cfg), name)
+        if needs_more or may_refuse:
+            with torch.device("meta"):
+                net = build_net(cfg)
+        if needs_more:
+            check_fit(net, cfg.strategy, dims, **{key: cfg.model[key] for key in MODEL_KEYS})
+    if may_refuse and issubclass(module_class(cfg), LanguageModel):
+        # Of one that needs real weights to begin with, in torch's words or its own.
+        with suppress(RuntimeError, AssertionError):
+            build_optimizer(cfg, BatchPlan(1, 1, 1), net)
+
+
+def check_module(made: type[pl.LightningModule], strategy: str) -> None:
+    """Raises: Unfit for a module that a strategy cannot train."""
+    if strategy in ("single", "ddp"):
+        return
+    if not issubclass(made, LanguageModel):
+        raise Unfit(
+            "module._target_",
+            f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
+            "computes itself; strategies that work: single, ddp; or a subclass of "
+            "gptrain.lit.LanguageModel",
+        )
+    if "pipeline" in strategy and made.loss is not LanguageModel.loss:
+        raise Unfit(
+            "module._target_",
+            f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
+            "while the schedule runs; strategies that work: all without pipeline",
+        )
 
 
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
@@ -70,86 +130,58 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     if _built:  # the job before left its net in cycles, which no small collection reaches
         gc.collect()
     process, machine = this_process(), find_machine(cfg)
-    if machine.accelerator == "cpu":
+    if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
-        if machine.n_local > 1 and "OMP_NUM_THREADS" not in os.environ:
-            share_cores(machine.n_local)  # an offloaded Adam runs on them
     pl.seed_everything(cfg.seed, verbose=False)
 
-    split = dims_of(cfg.strategy, machine.world_size)
-    data_rank = process.rank // split.tensor % split.data
-    start_group(
-        cfg.strategy.backend or machine.backend,
-        machine.device(process.local_rank),
-        process.rank,
-        machine.world_size,
-        cfg.strategy.timeout_s,
-    )
+    dims, device = dims_of(cfg.strategy, machine.world_size), machine.device(process.local_rank)
+    backend = cfg.strategy.backend or machine.backend
+    start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
     beat = guard.heartbeat.beat if guard is not None else lambda **_: None
     beat(phase="data", allow_s=PREPARING_S)
     with guard.nothing_to_save() if guard is not None else nullcontext():
         train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
     beat(phase="build", allow_s=STARTING_S)
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * split.data)
-    tokens, targets = train[0]
-    check_vocabulary(cfg, tokens, targets)
-    lengths = plan_lengths(cfg, len(train), len(tokens), split.data)
+        train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * dims.data)
+    lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
     checkpoint = None if start is None else Path(start)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     torch.manual_seed(cfg.seed)
-    net, strategy = spread(cfg, split, machine, process.local_rank)
+    with unfit_is_told(cfg):
+        net, strategy = build_strategy(
+            partial(build_net, cfg),
+            cfg.strategy,
+            dims,
+            device,
+            compile=cfg.model.compile,
+            activation_checkpointing=cfg.model.activation_checkpointing,
+            precision=resolve_precision(cfg, machine),
+        )
     if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, net, getattr(strategy, "pipeline", None))
+        start_from(cfg, net, strategy)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
-    module = LanguageModel(
-        net,
-        partial(build_optimizer, cfg, lengths.batch),
-        build_schedule(cfg, lengths.n_steps),
-        token_bytes=bytes_of_tokens(val),
-        on_nonfinite=cfg.on_nonfinite,
-        compiles_loss=compiles_loss(cfg.model.compile, machine.accelerator),
-    )
+    with unfit_is_told(cfg):
+        module = build_module(cfg, net, lengths, machine.accelerator, val)
+        check_optimization(module)
+        trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
     _built.add(module)
     datamodule = TextDataModule(
         train,
         val,
         test,
-        batch_size=cfg.data.batch_size,
-        accumulate=lengths.batch.accumulate,
-        n_steps=lengths.n_steps,
+        lengths,
         seed=cfg.seed,
-        rank=data_rank,
-        world_size=split.data,
-        ranks_per_sample=split.tensor,
+        rank=process.rank // dims.tensor % dims.data,
+        world_size=dims.data,
+        ranks_per_sample=dims.tensor,
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
-    trim_step(trainer, module)
     report = build_report(cfg, machine, lengths, trainer, val)
-    return Run(module, datamodule, trainer, report, checkpoint)
-
-
-def spread(
-    cfg: DictConfig, split: ParallelDims, machine: Machine, local_rank: int
-) -> tuple[nn.Module, Strategy]:
-    """The net as this rank holds it, and the strategy that trains it.
-
-    Raises: ConfigError if the net lacks what the strategy needs.
-    """
-    with fits(cfg):
-        return spread_net(
-            partial(build_net, cfg),
-            cfg.strategy,
-            split,
-            machine.device(local_rank),
-            compile=cfg.model.compile,
-            activation_checkpointing=cfg.model.activation_checkpointing,
-            precision=resolve_precision(cfg, machine),
-        )
+    return Run(cfg, module, datamodule, trainer, report, checkpoint)

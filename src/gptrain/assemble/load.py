@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -11,46 +12,78 @@ from torch import nn
 
 from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import choose_checkpoint
-from gptrain.assemble.weights import load_weights
+from gptrain.assemble.weights import load_weights, read_state
 from gptrain.config import register_resolvers, trust
-from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.problems import BAD_DATA, ConfigError
+from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint
+from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import UnreadableFile, read_yaml
 
 CHOICES = ("best", "last")
+NOT_READ = ("callbacks", "logger", "profiler", "hydra")
+_PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
-def load(
-    run_dir: str | Path, which: str = "best", allowed_targets: Sequence[str] = ()
-) -> nn.Module:
-    """The net of a run, on the CPU in evaluation mode, as one of its checkpoints left it.
+def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str] = ()) -> nn.Module:
+    """The net of a run or of a checkpoint, on the CPU in evaluation mode.
 
-    Of the folder only tensors and plain values are read, and the names of the net's classes, which
-    must pass the check that training makes, and be nn.Modules. Neither Hydra's global state nor the
-    random numbers are touched.
+    Of a folder only tensors and plain values are read, and the names of the net's classes, which
+    must be nn.Modules of this project's own code, of torch or Lightning, or of a package allowed
+    here. Neither Hydra's global state nor the random numbers are touched.
 
     Args:
-        allowed_targets: packages that the net's classes may come from, besides this checkout and
-            torch.
-        which: "best" by the run's checkpoint.monitor (the newest where none was measured), or
+        source: a run folder, a checkpoint's folder, or a file that Lightning saved.
+        which: of a run: "best" by its checkpoint.monitor (the newest where none was measured), or
             "last".
+        allowed_targets: packages from which this run may take classes.
 
     Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint; ConfigError for a class that
-        may not be imported.
+        may not be imported, or a config that cannot be read.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
-    config = Path(run_dir).expanduser() / ".hydra" / "config.yaml"
-    if not config.is_file():
-        raise FileNotFoundError(f"{run_dir}: no run in this folder, {config} is missing")
-    register_resolvers()
-    try:
-        cfg = OmegaConf.create(trust.plain(read_yaml(config)))
-    except UnreadableFile as error:
-        raise ConfigError([Problem("run_dir", str(run_dir), str(error), code=BAD_DATA)]) from None
-    if problems := trust.check_targets(OmegaConf.to_container(cfg.model), "model", allowed_targets):
+    source = Path(source).expanduser()
+    config = _find_config(source)
+    found: str | Path | Checkpoint = source
+    if config is None:
+        cfg = {"model": read_state(source).get("model")} if source.is_file() else {}
+    else:
+        cfg = _read_config(config)
+    if not isinstance(cfg.get("model"), dict):
+        raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    if config is not None and source == config.parent.parent:
+        checkpoint = cfg.get("checkpoint") or {}
+        monitor, mode = checkpoint.get("monitor", "val/loss"), checkpoint.get("mode", "min")
+        found = choose_checkpoint(source, which, monitor, mode)
+    elif (source / MANIFEST_NAME).exists():
+        found = CheckpointStore(source.parent).verify(source)
+    if problems := trust.check_targets(cfg["model"], "model", allowed_targets):
         raise ConfigError(problems)
-    checkpoint = choose_checkpoint(run_dir, which, cfg.checkpoint.monitor)
     with torch.random.fork_rng(devices=[]):
-        net = build_net(cfg)
-    load_weights(net, checkpoint)
+        net = build_net(OmegaConf.create({"model": cfg["model"]}))
+    load_weights(net, found)
     return net.eval()
+
+
+def _find_config(source: Path) -> Path | None:
+    """The composed config of the run that source is, or lies in."""
+    folders = [source, *source.absolute().parents[:_PLACES]]
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    for folder in folders:
+        if (folder / ".hydra" / "config.yaml").is_file():
+            return folder / ".hydra" / "config.yaml"
+    return None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Plain values of a composed config; groups that a net cannot depend on are left out."""
+    try:
+        content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise UnreadableFile(path, "not a mapping")
+    except UnreadableFile as error:
+        raise ConfigError.of("", None, str(error), code=BAD_DATA) from error
+    register_resolvers()
+    kept = {key: value for key, value in content.items() if key not in NOT_READ}
+    return trust.plain(kept)

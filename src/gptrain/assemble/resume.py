@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.plan import dims_of, plan_batch
@@ -30,7 +31,7 @@ from gptrain.resilience.store import CheckpointStore
 log = logging.getLogger(__name__)
 
 # Groups of which every key decides what is computed, and the few that do not.
-DECISIVE = ("model", "data", "optimizer", "scheduler")
+DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
 INDIFFERENT = {
     "data.num_workers",
     "data.batch_size",  # may change where data.global_batch_size stays
@@ -60,9 +61,17 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
 
 def count_sequences(cfg: DictConfig, world_size: int) -> int:
     """Sequences per optimizer step over this many ranks."""
-    split = dims_of(cfg.strategy, world_size)
+    dims = dims_of(cfg.strategy, world_size)
     asked, accumulate = cfg.data.global_batch_size, cfg.trainer.accumulate_grad_batches
-    return plan_batch(cfg.data.batch_size, asked, accumulate, split.data).global_batch_size
+    return plan_batch(cfg.data.batch_size, asked, accumulate, dims.data).global_batch_size
+
+
+def changed_options(cfg: DictConfig) -> tuple[str, ...]:
+    """Options of the optimizer that allow_changes names: a resume gives them their new value."""
+    named = [name for name in cfg.allow_changes if name.partition(".")[0] == "optimizer"]
+    if "optimizer" in named:
+        return tuple(key for key in cfg.optimizer if key != "_target_")
+    return tuple(name.partition(".")[2] for name in named)
 
 
 def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) -> list[Problem]:
@@ -76,7 +85,11 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
 
 
 def changes(saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> list[Problem]:
-    """One problem per key that differs and was not allowed to."""
+    """One problem per key that differs and was not allowed to.
+
+    A key that the saved run lacked is younger than that run: it is a change only where it was typed
+    now, and else stands at its default.
+    """
     return [
         Problem(
             key,
@@ -86,8 +99,17 @@ def changes(saved: dict[str, Any], now: dict[str, Any], allowed: list[str]) -> l
         )
         for key in sorted(saved.keys() | now.keys())
         if saved.get(key) != now.get(key)
+        and (key in saved or _is_typed(key))
         and not any(key == name or key.startswith(f"{name}.") for name in allowed)
     ]
+
+
+def _is_typed(key: str) -> bool:
+    """Whether an override of this command sets the key, or a part of it."""
+    if not HydraConfig.initialized():
+        return True
+    typed = (word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task)
+    return any(key == name or key.startswith(f"{name}.") for name in typed)
 
 
 def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Path | None:
@@ -108,16 +130,14 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
         return None
     try:
         if evaluates_old and cfg.ckpt_path in (None, "best", "last"):
-            which = cfg.ckpt_path or "best"
-            found = choose_checkpoint(cfg.from_run, which, cfg.checkpoint.monitor)
+            by = cfg.checkpoint.monitor, cfg.checkpoint.mode
+            found = choose_checkpoint(cfg.from_run, cfg.ckpt_path or "best", *by)
         else:
             found = _named(cfg, store)
     except (DamagedCheckpoint, NoGoodCheckpoint) as error:
-        problem = Problem("ckpt_path", cfg.ckpt_path, str(error), code=BAD_DATA)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of("ckpt_path", cfg.ckpt_path, str(error), code=BAD_DATA) from error
     except FileNotFoundError as error:
-        problem = Problem("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND) from error
     if found is None and cfg.task != "fit":
         raise _not_found(cfg, f"no checkpoint in {store.folder}", "run_dir=<folder of the run>")
     if found is None:
@@ -131,8 +151,10 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     return found.path
 
 
-def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoint:
-    """A run's verified checkpoint with the lowest monitor ("best"), or its newest ("last").
+def choose_checkpoint(
+    run_dir: str | Path, which: str, monitor: str, mode: str = "min"
+) -> Checkpoint:
+    """A run's verified checkpoint with the best monitor ("best"), or its newest ("last").
 
     Where none was measured the newest is taken for the best, and a line says so. Nothing in the
     folder is touched, so that the run may still be going on.
@@ -140,7 +162,7 @@ def choose_checkpoint(run_dir: str | Path, which: str, monitor: str) -> Checkpoi
     Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
     """
     store, damaged = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS_NAME), []
-    if which == "best" and (best := store.best(monitor)) is not None:
+    if which == "best" and (best := store.best(monitor, mode)) is not None:
         return best
     for step in reversed(store.steps()):
         try:
@@ -171,26 +193,24 @@ def _named(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | None:
         store.clean()
         return store.newest_good()
     if cfg.ckpt_path == "best":
-        found = store.best(cfg.checkpoint.monitor)
+        found = store.best(cfg.checkpoint.monitor, cfg.checkpoint.mode)
         if found is None:
             wrong = f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}"
             raise _not_found(cfg, wrong, "ckpt_path=last, or run_dir=<folder of the run>")
         return found
-    path = checkpoint_folder(cfg.ckpt_path)
+    path = Path(cfg.ckpt_path).expanduser()
+    if path.is_file() and (path.parent / MANIFEST_NAME).exists():  # a file of a checkpoint
+        path = path.parent
     if not path.exists():
         raise _not_found(cfg, "no such file or folder", "ckpt_path=last")
+    if path.is_file():
+        wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
+        raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
     return CheckpointStore(path.parent).verify(path)
 
 
-def checkpoint_folder(path: str | Path) -> Path:
-    """The checkpoint that a path means: its folder, or a file of it."""
-    path = Path(path).expanduser()
-    return path.parent if path.is_file() and (path.parent / MANIFEST_NAME).exists() else path
-
-
 def _not_found(cfg: DictConfig, wrong: str, attempt: str) -> ConfigError:
-    problem = Problem("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
-    return ConfigError([problem])
+    return ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
 
 
 def _refuse_used_folder(cfg: DictConfig, store: CheckpointStore) -> None:
@@ -200,14 +220,9 @@ def _refuse_used_folder(cfg: DictConfig, store: CheckpointStore) -> None:
     if not steps and not result.exists():
         return
     held = f"a run that was saved at step {steps[-1]}" if steps else "a run that is done"
-    problem = Problem(
-        "run_dir",
-        cfg.run_dir,
-        f"holds {held}; a fresh one would mix with it",
-        attempt="ckpt_path=last to go on with it, or another run_dir",
-        code=FOLDER_UNUSABLE,
-    )
-    raise ConfigError([problem])
+    wrong = f"holds {held}; a fresh one would mix with it"
+    attempt = "ckpt_path=last to go on with it, or another run_dir"
+    raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:

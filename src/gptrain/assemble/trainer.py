@@ -1,43 +1,52 @@
-"""Lightning's Trainer, and the callbacks that every run has."""
+"""Lightning's Trainer, the callbacks that every run has, and what the run says of itself."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from hydra.utils import get_method
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import Lengths, build_target
-from gptrain.assemble.resume import identity
+from gptrain.assemble.parts import build_target, peak_lr
+from gptrain.assemble.resume import changed_options, identity
 from gptrain.launch.devices import Machine, native_precision
 from gptrain.launch.process import this_process
 from gptrain.lit.callbacks import (
     Checkpoints,
-    CollectGarbage,
-    Curves,
+    FiniteCheck,
     Guarded,
     ProgressBar,
     StepLog,
-    Stragglers,
 )
-from gptrain.lit.checkpoint_io import StoreIO
-from gptrain.lit.environment import Ranks
-from gptrain.lit.trainer import NoProfiler, leave_signals_to_us
-from gptrain.resilience.guard import Guard
+from gptrain.lit.checkpointing import StoreIO
+from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
+from gptrain.lit.report import Report
+from gptrain.parallel.fit import Unfit
+from gptrain.plan import Lengths
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
+from gptrain.resilience.watchdog import Guard
 
 # Arguments of the Trainer that the batch arithmetic has already turned into steps.
 TRAINER_KEYS = {
-    "accelerator", "devices", "num_nodes", "precision", "max_epochs", "max_steps", "min_epochs",
+    "accelerator", "devices", "num_nodes", "precision", "max_epochs", "max_steps",
     "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "val_check_interval",
     "check_val_every_n_epoch",
 }  # fmt: skip
 SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
 
 def build_trainer(
@@ -48,42 +57,37 @@ def build_trainer(
     guard: Guard | None,
     train: Dataset,
 ) -> pl.Trainer:
-    """Lightning's Trainer over one long epoch: the run's steps, whatever the passes over the data.
-
-    One epoch leaves one place where a run can be interrupted, the end of a step, and none where
-    an epoch's counters and the data's position can disagree after a resume.
-    """
-    options = OmegaConf.to_container(_without(cfg.trainer, TRAINER_KEYS), resolve=True)
+    """Lightning's Trainer over the run's steps, in epochs of whole steps."""
+    keys = [key for key in cfg.trainer if key not in TRAINER_KEYS]
+    options = OmegaConf.to_container(OmegaConf.masked_copy(cfg.trainer, keys), resolve=True)
     make = get_method(options.pop("_target_"))
     process, fast = this_process(), bool(cfg.trainer.fast_dev_run)
     loggers = [] if fast else [build_target(node) for node in cfg.logger.values()]
-    callbacks = [build_target(node) for node in cfg.callbacks.values() if node]
+    callbacks = build_callbacks(cfg, lengths, guard, train, strategy)
     trainer = make(
         **options,
         accelerator=machine.accelerator,
-        devices=hand_devices(strategy, machine),
+        devices=assign_devices(strategy, machine),
         num_nodes=machine.n_nodes,
         precision=resolve_precision(cfg, machine),
         strategy=strategy,
-        max_epochs=1,
+        max_epochs=lengths.n_epochs,
+        max_steps=-1 if lengths.n_steps is None else lengths.n_steps,
         accumulate_grad_batches=lengths.batch.accumulate,
         val_check_interval=lengths.validate_every * lengths.batch.accumulate,
         check_val_every_n_epoch=None,
-        callbacks=[*callbacks, *build_callbacks(cfg, lengths, guard, train)],
+        callbacks=callbacks,
         logger=loggers,
-        plugins=[
-            StoreIO(),
-            Ranks(process.rank, process.local_rank, process.world_size, machine.n_local),
-        ],
+        plugins=[StoreIO(), RankEnvironment(process, machine.n_local)],
         profiler=build_target(cfg.profiler) if cfg.profiler else NoProfiler(),
         use_distributed_sampler=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(part, Checkpoint) for part in callbacks),
         default_root_dir=cfg.run_dir,
     )
     return leave_signals_to_us(trainer)
 
 
-def hand_devices(strategy: Strategy, machine: Machine) -> int:
+def assign_devices(strategy: Strategy, machine: Machine) -> int:
     """Gives the strategy its GPUs; returns what the Trainer is then to be told.
 
     Left to parse trainer.devices, Lightning counts the GPUs that this process sees, which under a
@@ -103,19 +107,49 @@ def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
 
 
 def build_callbacks(
-    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset
+    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset, strategy: Strategy
 ) -> list[pl.Callback]:
-    """What every run needs, whatever the callbacks group holds."""
-    bar = ProgressBar() if cfg.trainer.enable_progress_bar else None
-    log = StepLog(cfg.trainer.log_every_n_steps, lengths.batch.global_batch_size, lengths.n_steps)
+    """Those of the callbacks group, between what every run needs before and after them.
+
+    Raises: Unfit for a callback that a run, or its strategy, cannot have.
+    """
+    theirs = [build_target(node) for node in cfg.callbacks.values() if node]
+    for callback in theirs:
+        check_callback(callback, strategy)
+    model = OmegaConf.to_container(cfg.model, resolve=True)
+    log = StepLog(cfg.trainer.log_every_n_steps, lengths, model)
+    has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
+    wants_bar = cfg.trainer.enable_progress_bar and not has_bar
+    bar = ProgressBar(lengths.epoch_steps * lengths.batch.accumulate) if wants_bar else None
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     compiles = cfg.model.compile != "none"
     guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
-    alone = this_process().world_size == 1
-    slow = None if alone else Stragglers(cfg.trainer.log_every_n_steps)
-    found = (Curves(), log, bar, checkpoints, guarded, CollectGarbage(), slow)
-    return [callback for callback in found if callback is not None]
+    ours = (bar, guarded, checkpoints)
+    return [log, FiniteCheck(cfg.on_nonfinite), *theirs, *(part for part in ours if part)]
+
+
+def check_callback(callback: pl.Callback, strategy: Strategy) -> None:
+    """Raises: Unfit."""
+    name = type(callback).__name__
+    if isinstance(callback, GradientAccumulationScheduler):
+        raise Unfit(
+            "callbacks",
+            f"{name} changes the steps of a run while it goes on, which are counted before it "
+            "starts; try: trainer.accumulate_grad_batches, or data.global_batch_size",
+        )
+    if isinstance(callback, StochasticWeightAveraging):
+        raise Unfit(
+            "callbacks",
+            f"{name} takes the schedule over at an epoch's start, which no resume within an epoch "
+            "repeats; try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
+        )
+    if isinstance(callback, WeightAveraging) and strategy.partitions:
+        raise Unfit(
+            "callbacks",
+            f"{name} copies a whole net, and strategy={strategy.info.name} partitions it; "
+            "strategies that work: single, ddp",
+        )
 
 
 def build_checkpoints(
@@ -127,18 +161,49 @@ def build_checkpoints(
         read_holder(cfg.run_dir)["run_id"],
         progress=guard.heartbeat.beat if guard is not None else None,
     )
-    return Checkpoints(
-        store,
-        identity(cfg, lengths.batch.global_batch_size)
-        | {"data": getattr(train, "fingerprint", None)},
-        every_n_steps=cfg.checkpoint.every_n_steps,
-        keep=cfg.checkpoint.keep,
-        monitor=cfg.checkpoint.monitor,
-        validate_every=lengths.validate_every,
-        n_steps=lengths.n_steps,
-        in_background=cfg.checkpoint.background,
+    facts = identity(cfg, lengths.batch.global_batch_size)
+    facts |= {"data": getattr(train, "fingerprint", None)}
+    return Checkpoints(store, facts, cfg.checkpoint, lengths, changed_options(cfg))
+
+
+def build_report(
+    cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, val: Dataset
+) -> Report:
+    """The run in four lines: model, strategy, batch, folder."""
+    batch, info = lengths.batch, trainer.strategy.info
+    sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
+    lines = {
+        "model": [info.net_name, f"{info.n_parameters / 1e6:.1f} M parameters", *sizes],
+        "strategy": [
+            info.name,
+            f"{machine.world_size} x {machine.accelerator}",
+            f"precision {trainer.precision}",
+            *([f"{torch.get_num_threads()} threads"] if machine.accelerator == "cpu" else []),
+            *(["fp32 products in TF32"] if machine.accelerator == "cuda" else []),
+        ],
+        "batch": [
+            f"{batch.batch_size} x {batch.data_parallel_size} ranks x {batch.accumulate} "
+            f"accumulated = {batch.global_batch_size} sequences = {lengths.step_tokens} tokens "
+            "per step",
+            *_length(cfg, lengths),
+        ],
+        "run": [cfg.run_dir],
+    }
+    if cfg.task != "fit":
+        lines["batch"] = [f"{batch.batch_size} x {batch.data_parallel_size} ranks, task={cfg.task}"]
+    return Report(
+        {label: " · ".join(parts) for label, parts in lines.items()},
+        lengths.step_tokens,
+        OmegaConf.to_container(cfg, resolve=True),
+        unigram_entropy=getattr(val, "unigram_entropy", None),
     )
 
 
-def _without(node: DictConfig, keys: set[str]) -> DictConfig:
-    return OmegaConf.masked_copy(node, [key for key in node if key not in keys])
+def _length(cfg: DictConfig, lengths: Lengths) -> list[str]:
+    """Steps and learning rate of a training run."""
+    steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
+    if not cfg.trainer.fast_dev_run and (lengths.n_steps or 0) < cfg.trainer.max_steps:
+        steps += f" (trainer.max_epochs={cfg.trainer.max_epochs} ends it before trainer.max_steps)"
+    steps += "" if cfg.max_tokens is None else f" of max_tokens {cfg.max_tokens:g}"
+    lr = peak_lr(cfg, lengths.batch)
+    return [steps, *([] if lr is None else [f"lr {lr:g}"])]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from gptrain.assemble.resume import choose_checkpoint
-from gptrain.parallel.state import NO_ALIASES, load_sharded_net, load_whole_net_state
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.lit.checkpointing import STATE_NAME
+from gptrain.lit.strategies.states import BESIDE, NET
+from gptrain.parallel.fit import tied_names
+from gptrain.parallel.state import (
+    NO_ALIASES,
+    Unmatched,
+    load_sharded_net,
+    load_whole_net_state,
+)
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -23,12 +32,12 @@ from gptrain.resilience.manifest import (
 from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
+from gptrain.small_files import UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
-STATE_NAME = "state.ckpt"  # of a full checkpoint
+SHOWN = 24  # names of tensors in a warning
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
-SHOWN = 4  # misfits told one by one; a net of another width has one for each tensor
 
 
 def load_weights(
@@ -36,70 +45,84 @@ def load_weights(
     source: str | Path | Checkpoint,
     *,
     monitor: str = "val/loss",
+    mode: str = "min",
+    strict: bool = True,
     aliases: Mapping[str, str] = NO_ALIASES,
-    is_stage: bool = False,
-) -> Path:
-    """Fills net, whole or spread, with the weights that source holds; returns where they were.
+    stages: ProcessGroup | None = None,
+) -> tuple[Path, Unmatched]:
+    """Fills net, whole or partitioned, with the weights that source holds.
 
     Args:
         source: a run folder (its best checkpoint by `monitor`, or its newest where none was
-            measured), a checkpoint's folder or file, a folder in the layout of Hugging Face's
-            GPT-2 (in one file or several), or a safetensors file of the net's own names.
-        aliases: as in `gptrain.parallel.state`.   is_stage: net is a part of what source holds.
+            measured), a checkpoint's folder or file, a file that Lightning saved, a folder in the
+            layout of Hugging Face's GPT-2 (in one file or several), or a safetensors file of the
+            net's own names.
+        strict: false takes what fits by name and shape.
+        aliases, stages: as in `gptrain.parallel.state`.
 
+    Returns: where the weights were, and what of both sides was left out.
     Raises:
         FileNotFoundError: nothing there that holds weights.
         DamagedCheckpoint, UnsafeCheckpoint: it is there and must not be taken.
         ValueError: one line that names both sides of all that does not fit.
     """
-    found = source if isinstance(source, Checkpoint) else find_weights(source, monitor)
+    found = source if isinstance(source, Checkpoint) else find_weights(source, monitor, mode)
     path = found.path if isinstance(found, Checkpoint) else found
-    if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
-        reader = SafeFileSystemReader(path)
-        _check_fit(net, _stored_shapes(reader), path, aliases, is_stage)
-        load_sharded_net(net, reader, aliases=aliases)
-        return path
-    from_others = path.suffix == ".safetensors" or path.name == INDEX
-    tensors = read_safetensors(path) if from_others else _read_state(path)
-    config = path.parent / "config.json"
-    if path.name in (SAFETENSORS, INDEX) and config.exists():
-        tensors = _from_gpt2(net, config, tensors)
-    tensors = _untied(net, tensors)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    _check_fit(net, shapes, path, aliases, is_stage)
-    load_whole_net_state(net, tensors, aliases=aliases)
-    return path
+    options = {"strict": strict, "aliases": aliases, "stages": stages}
+    try:
+        if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
+            return path, load_sharded_net(net, SafeFileSystemReader(path), **options)
+        tensors = _untied(net, _read_weights(net, path))
+        return path, load_whole_net_state(net, tensors, **options)
+    except ValueError as error:
+        if isinstance(error, UnreadableFile):
+            raise DamagedCheckpoint(error.path, error.reason) from error
+        raise ValueError(f"{path} does not fit the net: {error}") from error
 
 
-def start_from(cfg: DictConfig, net: nn.Module, pipeline: Any = None) -> None:
+def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
     """Fills the net, as this rank holds it, with the weights that init_from names.
-
-    Args:
-        pipeline: that the net is a stage of (`gptrain.parallel.pipeline`).
 
     Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
     """
-    stage = {"aliases": pipeline.aliases, "is_stage": True} if pipeline is not None else {}
     try:
-        path = load_weights(net, cfg.init_from, monitor=cfg.checkpoint.monitor, **stage)
+        path, left = load_weights(
+            net,
+            cfg.init_from,
+            monitor=cfg.checkpoint.monitor,
+            mode=cfg.checkpoint.mode,
+            strict=cfg.init_strict,
+            aliases=strategy.aliases,
+            stages=strategy.stages,
+        )
     except FileNotFoundError as error:
-        problem = Problem("init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(
+            "init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND
+        ) from error
     except (DamagedCheckpoint, NoGoodCheckpoint, UnsafeCheckpoint, ValueError) as error:
         wrong = str(error).removeprefix(f"{Path(cfg.init_from).expanduser()}: ")
-        problem = Problem("init_from", cfg.init_from, wrong, code=BAD_DATA)
-        raise ConfigError([problem]) from error
+        fits_partly = "does not fit" in wrong and cfg.init_strict
+        attempt = "init_strict=false to take what fits" if fits_partly else ""
+        more = {"attempt": attempt, "code": BAD_DATA}
+        raise ConfigError.of("init_from", cfg.init_from, wrong, **more) from error
     log.info("%-9s from the weights of %s", "start", path)
+    fresh, unused = [*left.missing, *left.mismatched], [*left.unexpected, *left.mismatched]
+    if fresh:
+        log.warning("warning: init_strict=false: %s of the net start as initialised", _few(fresh))
+    if unused:
+        log.warning("warning: init_strict=false: %s of the weights are not used", _few(unused))
 
 
-def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | Path:
+def find_weights(
+    source: str | Path, monitor: str = "val/loss", mode: str = "min"
+) -> Checkpoint | Path:
     """The verified checkpoint, or the file of another origin, that source means.
 
     Raises: FileNotFoundError, DamagedCheckpoint.
     """
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
-        return choose_checkpoint(source, "best", monitor)
+        return choose_checkpoint(source, "best", monitor, mode)
     if source.name == STATE_NAME and (source.parent / MANIFEST_NAME).exists():
         source = source.parent
     if (source / MANIFEST_NAME).exists():
@@ -117,6 +140,37 @@ def find_weights(source: str | Path, monitor: str = "val/loss") -> Checkpoint | 
     )
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's file.   Raises: UnsafeCheckpoint, DamagedCheckpoint."""
+    content = load_file(path / STATE_NAME if path.is_dir() else path, mmap=True)
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(path, "holds no state dict")
+    return content
+
+
+def net_tensors(net: nn.Module, content: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    """The net's tensors in the content of a file, averaged ones where the run averaged them.
+
+    Lightning's WeightAveraging puts the averages where the weights are, StochasticWeightAveraging
+    keeps them in its own state. A module that calls its net otherwise has its name in front.
+    """
+    state = content.get("state_dict", content)
+    for name, callback in content.get("callbacks", {}).items():
+        averaged = isinstance(callback, dict) and callback.get("average_model_state")
+        if name.startswith("StochasticWeightAveraging") and averaged:
+            state = averaged
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise DamagedCheckpoint(path, "holds no state dict")
+    wanted = list(net.state_dict())
+    for prefix in ("", NET, *_prefixes(state, wanted[0] if wanted else "")):
+        held = {
+            name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)
+        }
+        if set(held) & set(wanted):
+            return {name: t for name, t in held.items() if not name.startswith(BESIDE)}
+    return state
+
+
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, or of all files that an index names, mapped from them.
 
@@ -127,6 +181,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
     if path.name == INDEX:
         return {k: v for part in _indexed(path) for k, v in read_safetensors(part).items()}
+    if not path.is_file():
+        raise DamagedCheckpoint(path, "not a regular file")
     try:
         return load_safetensors(path)
     except SafetensorError as error:
@@ -135,48 +191,32 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = json.loads(index.read_bytes())["weight_map"].values()
-        parts = sorted({index.parent / name for name in names})
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (LookupError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(index, f"not an index of safetensors files ({error})") from error
-    for part in parts:
-        if not part.is_file():
-            raise DamagedCheckpoint(index, f"names {part.name}, which is not there")
-    return parts
+    for name in names:
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise DamagedCheckpoint(index, f"names {name}, which is no file beside it")
+        if not (index.parent / name).is_file():
+            raise DamagedCheckpoint(index, f"names {name}, which is not there")
+    return [index.parent / name for name in names]
 
 
-def tied_names(net: nn.Module) -> dict[str, str]:
-    """Second name of a parameter that has two -> its first."""
-    first: dict[nn.Parameter, str] = {}
-    return {
-        name: first[parameter]
-        for name, parameter in net.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
-
-
-def _read_state(path: Path) -> dict[str, Tensor]:
-    content = load_file(path / STATE_NAME if path.is_dir() else path, mmap=True)
-    tensors = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise DamagedCheckpoint(path, "holds no state dict")
-    return tensors
-
-
-def _from_gpt2(net: nn.Module, config: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors" and path.name != INDEX:
+        return net_tensors(net, read_state(path), path)
+    tensors, config = read_safetensors(path), path.parent / "config.json"
+    if path.name not in (SAFETENSORS, INDEX) or not config.exists():
+        return tensors
     if not hasattr(net, "from_gpt2"):
         raise ValueError(
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
             f"`from_gpt2` that reads it (see gptrain.models)"
         )
-    try:
-        content = json.loads(config.read_bytes())
-    except ValueError as error:
-        raise DamagedCheckpoint(config, f"not JSON ({error})") from error
-    try:
-        return net.from_gpt2(content, tensors)
-    except ValueError as error:
-        raise ValueError(f"{config.parent} does not fit the net: {error}") from error
+    content = read_json(config)
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(config, "not a mapping")
+    return net.from_gpt2(content, tensors)
 
 
 def _untied(net: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -185,36 +225,10 @@ def _untied(net: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {second: tensors[first] for second, first in ties.items() if first in tensors}
 
 
-def _stored_shapes(reader: SafeFileSystemReader) -> dict[str, tuple[int, ...]]:
-    stored = reader.read_metadata().state_dict_metadata
-    return {
-        name.removeprefix("net."): tuple(entry.size)
-        for name, entry in stored.items()
-        if name.startswith("net.")
-    }
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
-def _check_fit(
-    net: nn.Module,
-    stored: Mapping[str, tuple[int, ...]],
-    path: Path,
-    aliases: Mapping[str, str],
-    is_stage: bool,
-) -> None:
-    ties = tied_names(net)
-    wanted = {
-        aliases.get(name, name): tuple(tensor.shape)
-        for name, tensor in net.state_dict().items()
-        if name in stored or name not in ties
-    }
-    wrong = [
-        f"{name} {stored[name]} there, {shape} here"
-        for name, shape in wanted.items()
-        if name in stored and stored[name] != shape
-    ]
-    wrong += [f"{name} here only" for name in wanted if name not in stored]
-    if not is_stage:
-        wrong += [f"{name} there only" for name in stored if name not in wanted]
-    if wrong:
-        more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise ValueError(f"{path} does not fit the net: {'; '.join(wrong[:SHOWN])}{more}")
+def _prefixes(state: dict[str, Tensor], name: str) -> list[str]:
+    return [key.removesuffix(name) for key in state if name and key.endswith(f".{name}")]

@@ -1,5 +1,5 @@
 """python -m gptrain.bench"""
 
-from gptrain.bench.verb import main
+from gptrain.bench.command import main
 
 main()

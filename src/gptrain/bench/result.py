@@ -2,110 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 from gptrain.bench.turns import Contestant
 from gptrain.plan.flops import gpt_matrix_weights, train_flops_per_token
 
-HEAD = (
-    "loop", "tokens/s", "step ms", "CPU ms", "first s", "peak MiB", "MFU",
-    "ours / it", "by CPU time", "memory",
-)  # fmt: skip
 
+def summarize(
+    contestants: list[Contestant], spec: dict[str, Any], peaks: list[float]
+) -> list[dict[str, Any]]:
+    """One result per loop.
 
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of the rounds."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
-
-
-@dataclass(frozen=True)
-class Result:
-    """One loop.
-
-    Attributes:
-        step_s, tokens_per_s: over the rounds; tokens of all ranks.
-        first_step_s: from the start of its process to the end of its first step.
-        peak_bytes: of the process on a CPU, of the allocator on a GPU; of the largest rank.
-        mfu: model FLOPs over the matmul peak of the same round.
-        cpu_step_s: processor time of a step; less than the step's where others had the processor.
-        ours_ratio: tokens/s of ours over its own, per rank and in the same round.
-        cpu_ratio: the same of tokens per second of processor time, which other work on the
-            machine disturbs less.
-        added_s, added_cpu_s: time of a step of ours over its own.
-        memory_ratio: peak of ours over its own.
+    step_s, cpu_step_s: seconds of a step; of its processor time, which is less where others had
+        the processor.
+    tokens_per_s: of all ranks.
+    first_step_s: from the start of its process to the end of its first step.
+    peak_bytes: of the process on a CPU, of the allocator on a GPU; of the largest rank.
+    mfu: model FLOPs over those of matrix products of the same round.
+    ours_ratio, cpu_ratio: tokens/s of ours over its own, per rank and in the same round; the same
+        of tokens per second of processor time, which other work on the machine disturbs less.
+    added_s, added_cpu_s: time of a step of ours over its own.
+    memory_ratio: peak of ours over its own.
     """
-
-    name: str
-    n_ranks: int
-    step_s: Spread
-    cpu_step_s: Spread
-    tokens_per_s: Spread
-    first_step_s: float
-    peak_bytes: int
-    mfu: Spread | None
-    ours_ratio: Spread | None = None
-    cpu_ratio: Spread | None = None
-    added_s: Spread | None = None
-    added_cpu_s: Spread | None = None
-    memory_ratio: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def spread(values: list[float]) -> Spread:
-    return Spread(median(values), min(values), max(values))
-
-
-def summarize(contestants: list[Contestant], spec: dict[str, Any]) -> list[Result]:
-    """One result per loop, the matmul peak left out: it is in the MFU of the others."""
-    by_name = {contestant.name: contestant for contestant in contestants}
-    ours, peaks = by_name.get("ours"), [turn["flops_per_s"] for turn in by_name["matmul"].turns]
+    ours = next((one for one in contestants if one.name == "ours"), None)
+    step_tokens = spec["batch_size"] * (spec["seq_len"] - 1)  # of one rank
     results = []
     for one in contestants:
-        if one is by_name["matmul"]:
-            continue
-        step_tokens = spec["batch_size"] * (spec["seq_len"] - 1)  # of one rank
-        steps_s, cpu_s = per_step(one, "seconds"), per_step(one, "cpu_seconds")
-        rates = [step_tokens / step_s for step_s in steps_s]
-        flops = None if one.name == "loader" else token_flops(one.name, spec)
-        mfu = flops and spread([r * flops / p for r, p in zip(rates, peaks, strict=True)])
-        result = Result(
-            one.name,
-            one.n_ranks,
-            spread(steps_s),
-            spread(cpu_s),
-            spread([rate * one.n_ranks for rate in rates]),
-            one.first_step_s,
-            one.peak_bytes,
-            mfu,
-        )
-        if ours is not None and one.name not in ("ours", "loader"):
-            pairs = list(zip(steps_s, per_step(ours, "seconds"), strict=True))
-            cpu_pairs = list(zip(cpu_s, per_step(ours, "cpu_seconds"), strict=True))
-            result = replace(
-                result,
-                ours_ratio=spread([its / our for its, our in pairs]),
-                cpu_ratio=spread([its / our for its, our in cpu_pairs]),
-                added_s=spread([our - its for its, our in pairs]),
-                added_cpu_s=spread([our - its for its, our in cpu_pairs]),
-                memory_ratio=ours.peak_bytes / max(1, one.peak_bytes),
-            )
+        step_flops = step_tokens * token_flops(one.name, spec)
+        steps_s, cpu_s = one.per_step("seconds"), one.per_step("cpu_seconds")
+        result = {
+            "name": one.name,
+            "n_ranks": one.n_ranks,
+            "step_s": over_rounds(steps_s),
+            "cpu_step_s": over_rounds(cpu_s),
+            "tokens_per_s": over_rounds([one.n_ranks * step_tokens / s for s in steps_s]),
+            "first_step_s": one.first_step_s,
+            "peak_bytes": one.peak_bytes,
+            "mfu": over_rounds([step_flops / s / p for s, p in zip(steps_s, peaks, strict=True)]),
+        }
+        if ours not in (None, one):
+            pairs = list(zip(steps_s, ours.per_step("seconds"), strict=True))
+            cpu_pairs = list(zip(cpu_s, ours.per_step("cpu_seconds"), strict=True))
+            result |= {
+                "ours_ratio": over_rounds([its / our for its, our in pairs]),
+                "cpu_ratio": over_rounds([its / our for its, our in cpu_pairs]),
+                "added_s": over_rounds([our - its for its, our in pairs]),
+                "added_cpu_s": over_rounds([our - its for its, our in cpu_pairs]),
+                "memory_ratio": ours.peak_bytes / max(1, one.peak_bytes),
+            }
         results.append(result)
     return results
 
 
-def per_step(one: Contestant, key: str) -> list[float]:
-    return [turn[key] / turn["steps"] for turn in one.turns]
+def over_rounds(values: list[float]) -> dict[str, float]:
+    """Median, smallest and largest of the rounds."""
+    return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def token_flops(name: str, spec: dict[str, Any]) -> int:
@@ -114,37 +66,25 @@ def token_flops(name: str, spec: dict[str, Any]) -> int:
     width, layers = sizes["d_model"], sizes["n_layers"]
     weights = gpt_matrix_weights(sizes["vocab_size"], width, layers)
     attentions = layers
-    if name.startswith("tutorial"):
+    if name == "tutorial":
         weights, attentions = weights + 4 * layers * width**2, 2 * layers
     return train_flops_per_token(weights, attentions, width, spec["seq_len"] - 1)
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """For people; ratios as median (lowest-highest) of the rounds."""
-    rows = [HEAD]
-    for result in results:
-        name = result.name + (f" x {result.n_ranks}" if result.n_ranks > 1 else "")
-        rows.append(
-            (
-                name,
-                f"{result.tokens_per_s.median:,.0f}",
-                f"{1e3 * result.step_s.median:.4g}",
-                f"{1e3 * result.cpu_step_s.median:.4g}",
-                f"{result.first_step_s:.1f}",
-                f"{result.peak_bytes / 2**20:,.0f}",
-                str(result.mfu or ""),
-                str(result.ours_ratio or ""),
-                str(result.cpu_ratio or ""),
-                f"{result.memory_ratio:.2f}" if result.memory_ratio else "",
-            )
+    lines = []
+    for one in results:
+        name = one["name"] + (f" x {one['n_ranks']}" if one["n_ranks"] > 1 else "")
+        lines.append(
+            f"{name:12}  {one['tokens_per_s']['median']:11,.0f} tokens/s"
+            f"  {1e3 * one['step_s']['median']:9.4g} ms  {one['peak_bytes'] / 2**20:7,.0f} MiB"
+            f"  MFU {one['mfu']['median']:.2f}  first step {one['first_step_s']:.1f} s"
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
-    for result in results:
-        if result.name == "bare" and result.added_s:
-            wall, cpu = 1e3 * result.added_s.median, 1e3 * result.added_cpu_s.median
-            lines.append(f"ours adds {wall:.3f} ms to a bare step, {cpu:.3f} ms of processor time")
-    return "\n".join(line.rstrip() for line in lines)
+        if "ours_ratio" in one:
+            ratio, added_ms = one["ours_ratio"], 1e3 * one["added_s"]["median"]
+            lines[-1] += (
+                f"  ours: {ratio['median']:.3g} ({ratio['low']:.3g}-{ratio['high']:.3g}) x its"
+                f" tokens/s, {added_ms:+.3f} ms, {one['memory_ratio']:.2f} x its memory"
+            )
+    return "\n".join(lines)

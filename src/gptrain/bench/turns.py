@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -12,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-STATUS = Path("/proc/self/status")  # Linux
 
 
 class LoopFailed(RuntimeError):
@@ -24,7 +21,7 @@ class Contestant:
     """The processes of one loop, seen from the parent.
 
     Args:
-        spec: what the loop is to do, see `gptrain.bench.worker`.
+        spec: what the loop is to do, see `gptrain.bench.loops`.
         n_ranks, threads: processes, and OpenMP threads of each.
         log_dir: for what the processes print.
     """
@@ -33,29 +30,24 @@ class Contestant:
         self.name, self.n_ranks = name, n_ranks
         self.turns: list[dict[str, float]] = []
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(n_ranks)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "WORLD_SIZE": str(n_ranks),
-            "LOCAL_WORLD_SIZE": str(n_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self.start_s = time.perf_counter()
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "gptrain.bench.worker", json.dumps(spec)],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if n_ranks > 1
-                else {**os.environ, "OMP_NUM_THREADS": str(threads)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self.logs[rank].open("w"),
-                text=True,
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if n_ranks > 1:
+            environment |= {
+                "WORLD_SIZE": str(n_ranks),
+                "LOCAL_WORLD_SIZE": str(n_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        words = [sys.executable, "-m", "gptrain.bench.loops", json.dumps(spec)]
+        self.start_s, self.ranks = time.perf_counter(), []
+        for rank, log in enumerate(self.logs):
+            if n_ranks > 1:
+                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.ranks.append(
+                subprocess.Popen(words, env=environment, stderr=log.open("w"), **pipes)
             )
-            for rank in range(n_ranks)
-        ]
 
     def first_step(self) -> None:
         """Waits until each rank has taken its first step; remembers how long that took."""
@@ -72,6 +64,10 @@ class Contestant:
         self.turns.append({**slowest, "steps": steps})
         self.peak_bytes = max(reply["peak_bytes"] for reply in replies)
 
+    def per_step(self, key: str) -> list[float]:
+        """What each turn took for one step."""
+        return [turn[key] / turn["steps"] for turn in self.turns]
+
     def end(self) -> None:
         """Ends its processes, whatever they are doing."""
         for rank in self.ranks:
@@ -84,7 +80,8 @@ class Contestant:
         lines = [rank.stdout.readline() for rank in self.ranks]
         for line, path in zip(lines, self.logs, strict=True):
             if not line:
-                raise LoopFailed(f"the loop {self.name!r} ended by itself: {last_words(path)}")
+                words = (path.read_text().split("\n")[-2:] or [""])[0]
+                raise LoopFailed(f"the loop {self.name!r} ended by itself: {words}; see {path}")
         return [json.loads(line) for line in lines]
 
 
@@ -94,41 +91,27 @@ class Turns:
     Args:
         synchronize: waits until the device has done what it was given.
         peak_bytes: most memory that was held so far.
-        release: gives the device's free memory back before a wait, for the loops whose turn it is;
-            a turn then begins with a step that is not timed, to get it again.
     """
 
-    def __init__(
-        self,
-        synchronize: Callable[[], None],
-        peak_bytes: Callable[[], int],
-        release: Callable[[], None] | None = None,
-    ):
-        self.synchronize, self.peak_bytes, self.release = synchronize, peak_bytes, release
+    def __init__(self, synchronize: Callable[[], None], peak_bytes: Callable[[], int]):
+        self.synchronize, self.peak_bytes = synchronize, peak_bytes
         self.parent = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what a loop prints goes to its log
         self.left = 1
-        self.warms_up = False
         self._start_clocks()
 
-    def step_done(self, **facts: float) -> None:
+    def step_done(self) -> None:
         """Returns at once within a turn; at its end, when the next one begins."""
-        if self.warms_up:
-            self.warms_up = False
-            self.synchronize()
-            self._start_clocks()
-            return
         self.left -= 1
         if self.left:
             return
         self.synchronize()
-        facts["seconds"] = time.perf_counter() - self.start_s
-        facts["cpu_seconds"] = time.process_time() - self.start_cpu_s
-        facts["peak_bytes"] = self.peak_bytes()
-        if self.release is not None:
-            self.release()
-            self.warms_up = True
-        print(json.dumps(facts), file=self.parent, flush=True)
+        reply = {
+            "seconds": time.perf_counter() - self.start_s,
+            "cpu_seconds": time.process_time() - self.start_cpu_s,
+            "peak_bytes": self.peak_bytes(),
+        }
+        print(json.dumps(reply), file=self.parent, flush=True)
         word = sys.stdin.readline()
         if not word:
             os._exit(0)  # the parent is gone
@@ -137,22 +120,6 @@ class Turns:
 
     def _start_clocks(self) -> None:
         self.start_s, self.start_cpu_s = time.perf_counter(), time.process_time()
-
-
-def last_words(log: Path) -> str:
-    """The exception that a process ended with, or its last line, in one line; and where more is."""
-    lines = [line for line in log.read_text().splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    words = (raised or lines or ["without a word"])[-1]
-    return f"{words[:200]}; see {log}"
-
-
-def peak_resident_bytes() -> int:
-    """Most memory that this process ever held, shared libraries included (VmHWM)."""
-    if not STATUS.exists():
-        return 0
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def free_port() -> int:

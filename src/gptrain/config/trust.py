@@ -24,7 +24,7 @@ from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",

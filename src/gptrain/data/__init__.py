@@ -5,36 +5,29 @@ targets[t] = tokens[t + 1] and -100 where no loss is counted. Optional:
 
 - `__getitems__(indices) -> (tokens, targets)`, both (B, T): a whole batch in one call.
 - `token_bytes`, (V,) integers: bytes of text that each token stands for; opens bits per byte.
+- `fingerprint`, a string: a resumed run must find the one that it began with.
 
-Names are resolved when asked for, so that reading a file's header costs no `import torch`.
+Names are imported when asked for, so that reading a file's header costs no `import torch`.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOME = {
-    "DataError": "errors",
-    "DummyTextDataset": "dummy",
-    "TextDataset": "text",
-    "TokenDataset": "tokens",
-    "SampleOrder": "order",
-    "TrainBatches": "order",
-    "EvalBatches": "order",
-    "PaddedDataset": "order",
-    "collate": "order",
-    "TokenFile": "token_files",
-    "find_token_files": "token_files",
-    "open_token_file": "token_files",
-    "count_windows": "token_files",
-    "ByteTokenizer": "tokenizers",
-    "JsonTokenizer": "tokenizers",
-    "load_tokenizer": "tokenizers",
-    "train_bpe": "tokenizers",
-    "PreparedText": "prepared",
-    "prepare_text": "prepare",
-    "default_corpus": "corpus",
+_MODULES = {
+    "dummy": ("DummyTextDataset",),
+    "tokens": ("TokenDataset", "TextDataset"),
+    "token_files": ("find_token_files", "open_token_file", "count_windows"),
+    "corpus": ("default_corpus",),
+    "tokenizers": ("ByteTokenizer", "JsonTokenizer", "load_tokenizer", "train_bpe"),
+    "prepare": ("PreparedText", "prepare_text"),
+    "order": ("SampleOrder", "TrainBatches", "EvalBatches", "PaddedDataset", "collate"),
 }
-__all__ = list(_HOME)
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["DataError", *_HOME]
+
+
+class DataError(ValueError):
+    """Data that is empty, damaged or does not fit; the message names the file and both sides."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,71 +1,112 @@
-"""Folders that are complete or absent, and hashes that are not taken twice.
+"""Prepared text in the cache: a folder with two token files, their tokenizer, and a manifest.
 
-Hashing a corpus means reading it. Its files' names, sizes and time stamps are enough to find the
-hash that was taken when they last were the same: a small file per state, in `index/`.
+A folder is complete or absent. It may also have been copied, damaged or made by a stranger: the
+manifest is checked for its form, and its token files must be regular ones and no links.
 """
 
-import errno
-import fcntl
 import hashlib
-import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gptrain.data.bar import with_bar
-from gptrain.data.corpus import Document, hash_document
+from gptrain.data import DataError
+from gptrain.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer
+from gptrain.small_files import UnreadableFile, read_json
 
-_TICK_S = 0.02  # time stamps of Linux file systems move every 4 to 10 ms
-_YOUNG_S = 60  # between making a folder and locking it there is less than that
+MANIFEST = "manifest.json"
+_ABANDONED_S = 24 * 3600  # nothing was written for a day: the process is gone
 
 
 @dataclass(frozen=True)
-class TextHash:
-    """SHA-256 over names and contents, and the names of the files left out as no UTF-8."""
+class PreparedText:
+    """The token files of a corpus and what is known of them."""
 
-    digest: str
-    skipped: tuple[str, ...]
+    folder: Path
+    vocab_size: int
+    dtype: str
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> "PreparedText":
+        """The prepared text of a folder, if its token files are those that were written.
+
+        Their sizes are compared. They are hashed only when a time stamp is not the one noted
+        when they were written, as after a copy; a file that is right gets its time stamp back.
+
+        Raises: DataError that names the file.
+        """
+        folder = Path(folder)
+        try:
+            manifest = read_json(folder / MANIFEST)
+        except FileNotFoundError:
+            raise DataError(f"{folder}: holds no {MANIFEST}") from None
+        except UnreadableFile as error:
+            raise DataError(str(error)) from None
+        match manifest:
+            case {
+                "vocab_size": int(vocab_size),
+                "dtype": "uint16" | "uint32" as dtype,
+                "files": {"train.bin": dict(train), "val.bin": dict(val)},
+            }:
+                prepared = cls(folder, vocab_size, dtype)
+            case _:
+                raise DataError(f"{folder / MANIFEST}: not the manifest of prepared text")
+        _check_file(prepared.train_file, train)
+        _check_file(prepared.val_file, val)
+        return prepared
+
+    @property
+    def train_file(self) -> Path:
+        return self.folder / "train.bin"
+
+    @property
+    def val_file(self) -> Path:
+        return self.folder / "val.bin"
+
+    def tokenizer(self) -> ByteTokenizer | JsonTokenizer:
+        """The tokenizer that made the tokens."""
+        return load_tokenizer(self.folder)
 
 
-def signature(documents: Sequence[Document]) -> str:
-    """What changes when a file is added, removed, moved or written to; no file is read."""
-    states = [(d.name, str(d.path), d.size_bytes, d.mtime_ns) for d in documents]
-    return hashlib.sha256(repr(states).encode()).hexdigest()
+def check_prepared(file: Path) -> None:
+    """Raises DataError if a token file is one of a prepared text and no longer as it was."""
+    if file.name in ("train.bin", "val.bin") and (file.parent / MANIFEST).exists():
+        PreparedText.load(file.parent)
 
 
-def known_hash(documents: Sequence[Document], cache_dir: Path) -> TextHash | None:
-    """The hash of a corpus that has been taken in this state before, else None."""
-    with suppress(FileNotFoundError, ValueError):  # the latter: emptied by a power cut
-        known = json.loads(_index_file(documents, cache_dir).read_text())
-        return TextHash(known["digest"], tuple(known["skipped"]))
-    return None
+def _check_file(file: Path, noted: dict[str, Any]) -> None:
+    """Raises DataError unless a token file is a regular one that is as its manifest says."""
+    match noted:
+        case {"size_bytes": int(noted_bytes), "mtime_ns": int(mtime_ns), "sha256": str(sha256)}:
+            pass
+        case _:
+            raise DataError(f"{file.parent / MANIFEST}: not the manifest of prepared text")
+    if file.is_symlink() or not file.is_file():
+        raise DataError(f"{file}: missing, or not a regular file")
+    status = file.stat()
+    if status.st_size != noted_bytes:
+        raise DataError(f"{file}: {status.st_size} bytes, {noted_bytes} in {MANIFEST}")
+    if status.st_mtime_ns == mtime_ns:
+        return
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(2**20):
+            digest.update(block)
+    if digest.hexdigest() != sha256:
+        raise DataError(f"{file}: sha256 differs from {MANIFEST}")
+    with suppress(OSError, OverflowError):  # a cache that may only be read is hashed at every start
+        os.utime(file, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
 
 
-def take_hash(documents: Sequence[Document], cache_dir: Path) -> TextHash:
-    """Reads and hashes a whole corpus, and remembers the result."""
-    newest_s = max(document.mtime_ns for document in documents) / 1e9
-    if 0 <= time.time() - newest_s < _TICK_S:
-        time.sleep(_TICK_S)  # a file written to again in the same tick would look unchanged
-    digest, skipped = hashlib.sha256(), []
-    total_bytes = sum(document.size_bytes for document in documents)
-    for document in with_bar(documents, "hash", total_bytes, lambda doc: doc.size_bytes):
-        content = hash_document(document)
-        if content is None:
-            skipped.append(document.name)
-        else:
-            digest.update(f"{document.name!r} {content}\n".encode())
-    taken = TextHash(digest.hexdigest(), tuple(skipped))
-    file = _index_file(documents, cache_dir)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-    draft.write_text(json.dumps(asdict(taken)))
-    draft.replace(file)
-    return taken
+def file_entry(path: Path, sha256: str) -> dict[str, Any]:
+    """What a manifest says of a token file."""
+    status = path.stat()
+    return {"size_bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256}
 
 
 @contextmanager
@@ -73,67 +114,28 @@ def fresh_folder(target: Path) -> Iterator[Path]:
     """An empty folder that becomes `target` if the block succeeds, and else is removed.
 
     Another process may do the same: the first one's folder stays, both find `target` complete.
-    What a killed process left behind is removed by the next one.
+    What a killed process left behind is removed a day later.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(target)
+    for old in target.parent.glob(f".{target.name}.*"):
+        with suppress(OSError):
+            newest_s = max(path.stat().st_mtime for path in (old, *old.iterdir()))
+            if time.time() - newest_s > _ABANDONED_S:
+                shutil.rmtree(old)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     draft.mkdir()
-    lock = _try_lock(draft)  # held while we live: how others know
     try:
         yield draft
-        for file in draft.iterdir():
-            _flush(file)
-        _flush(draft)
-        with _unless_there():
+        for path in (*draft.iterdir(), draft):
+            _flush(path)
+        try:
             draft.rename(target)
-            _flush(target.parent)
+        except OSError:
+            if not target.exists():
+                raise
+        _flush(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
-        if lock is not None:
-            os.close(lock)
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes a folder such that no one meets a half of it."""
-    doomed = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _index_file(documents: Sequence[Document], cache_dir: Path) -> Path:
-    return cache_dir / "index" / f"{signature(documents)}.json"
-
-
-def _remove_abandoned(target: Path) -> None:
-    for draft in target.parent.glob(f".{target.name}.*"):
-        with suppress(FileNotFoundError):
-            if time.time() - draft.stat().st_mtime < _YOUNG_S:
-                continue
-            lock = _try_lock(draft)
-            if lock is not None:
-                shutil.rmtree(draft, ignore_errors=True)
-                os.close(lock)
-
-
-def _try_lock(folder: Path) -> int | None:
-    """A lock on a folder that ends with this process; None if held or not to be had (NFS)."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
-@contextmanager
-def _unless_there() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
 
 
 def _flush(path: Path) -> None:

@@ -15,18 +15,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
 
 BLOCK_BYTES = 2**16
 # Other packages; and tests, some of which are deliberately no UTF-8.
 _NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
 _MAX_SECTIONS = 2**16
-SPLIT_RULE = (
-    "sections of 16 KiB (1/65536 of the corpus, if more) in the order of the SHA-256 of their"
-    " document's name and place go to validation until its share of the bytes is full; the one"
-    " that does not fit gives its last lines"
-)
 
 
 @dataclass(frozen=True, order=True)
@@ -56,8 +51,7 @@ class Part:
 
 def default_corpus() -> list[Document]:
     """The Python standard library's own source without its tests: about 12 MB on every machine."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return _walk(root, "*.py", without=_NO_SOURCE)
+    return _walk(Path(sysconfig.get_path("stdlib")), "*.py", without=_NO_SOURCE)
 
 
 def find_documents(
@@ -74,20 +68,19 @@ def find_documents(
         leave_out: a folder whose files are no part of it: the cache, if it lies within.
     Raises: FileNotFoundError; DataError if nothing matches.
     """
+    found = []
     if path is None:
         found = [doc for doc in default_corpus() if _matches(doc.name, pattern)]
-    else:
-        paths = [path] if isinstance(path, (str, os.PathLike)) else path
-        found = []
-        for one in map(Path, paths):
-            one = one.expanduser()
-            if not one.exists():
-                raise FileNotFoundError(f"{one}: no such file or folder")
-            found += (
-                _walk(one, pattern, leave_out=leave_out)
-                if one.is_dir()
-                else [Document.of(one.name, one)]
-            )
+    for one in [path] if isinstance(path, (str, os.PathLike)) else path or []:
+        one = Path(one).expanduser()
+        if not one.exists():
+            raise FileNotFoundError(f"{one}: no such file or folder")
+        if one.is_dir():
+            found += _walk(one, pattern, leave_out=leave_out)
+        elif one.is_file():
+            found.append(Document.of(one.name, one))
+        else:  # a named pipe would block for ever
+            raise DataError(f"{one}: neither a regular file nor a folder")
     if not found:
         raise DataError(f"{path}: no file matches {pattern!r}")
     return sorted(found)
@@ -108,23 +101,27 @@ def hash_document(document: Document) -> str | None:
 
 
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Part], list[Part]]:
-    """Train and validation by `SPLIT_RULE`: the same bytes whatever the tokenizer.
+    """Train and validation parts: the same bytes whatever the tokenizer.
 
-    Files below 16 KiB stay whole, no large one makes up the validation set alone, and a file
-    that is added moves few others. Sections begin and end with lines.
+    Sections of 16 KiB (1/65536 of the corpus, if more) go to validation in the order of the hash
+    of their document's name and place, until its fraction of the bytes is full; the one that does
+    not fit gives its last lines. So files below 16 KiB stay whole, no large one makes up the
+    validation set alone, and a file that is added moves few others. Sections begin and end with
+    lines.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
     total_bytes = sum(doc.size_bytes for doc in documents)
     section_bytes = max(_SECTION_BYTES, total_bytes // _MAX_SECTIONS)
     sections = [
-        (doc, start, min(start + section_bytes, doc.size_bytes))
+        (hashlib.sha256(os.fsencode(doc.name) + b" %d" % start).digest(), doc, start)
         for doc in documents
         for start in range(0, doc.size_bytes, section_bytes)
     ]
     chosen: dict[Document, list[tuple[int, int]]] = {doc: [] for doc in documents}
     wanted_bytes = int(val_fraction * total_bytes)
-    for doc, start, stop in sorted(sections, key=_section_hash):
+    for _, doc, start in sorted(sections):
+        stop = min(start + section_bytes, doc.size_bytes)
         start = max(start, stop - wanted_bytes)
         chosen[doc].append((_line_start(doc, start), _line_start(doc, stop)))
         wanted_bytes -= stop - start
@@ -141,37 +138,23 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Part
     return [p for p in train if p.start < p.stop], [p for p in val if p.start < p.stop]
 
 
-def _section_hash(section: tuple[Document, int, int]) -> bytes:
-    doc, start, _ = section
-    return hashlib.sha256(os.fsencode(doc.name) + b" %d" % start).digest()
-
-
 def read_blocks(parts: Iterable[Part], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The text of parts, in blocks that are UTF-8 by themselves, cut where words end."""
+    """The text of parts, in blocks that are UTF-8 by themselves and end where words end."""
     for part in parts:
-        block = b""
-        for block in _read(part, block_bytes):
-            yield block
-        if not block.endswith(b"\n"):
-            yield b"\n"
-
-
-def _read(part: Part, block_bytes: int) -> Iterator[bytes]:
-    left, rest = part.stop - part.start, b""
-    with part.document.path.open("rb") as file:
-        file.seek(part.start)
-        while left:
-            read = file.read(min(block_bytes, left))
-            if not read:
-                raise DataError(f"{part.document.path}: became shorter while it was read")
-            left -= len(read)
-            rest += read
-            if left:
-                cut = cut_at(rest)
-                yield rest[:cut]
-                rest = rest[cut:]
-    if rest:
-        yield rest
+        left, rest = part.stop - part.start, b""
+        with part.document.path.open("rb") as file:
+            file.seek(part.start)
+            while left:
+                read = file.read(min(block_bytes, left))
+                if not read:
+                    raise DataError(f"{part.document.path}: became shorter while it was read")
+                left -= len(read)
+                rest += read
+                if left:
+                    cut = cut_at(rest)
+                    yield rest[:cut]
+                    rest = rest[cut:]
+        yield rest if rest.endswith(b"\n") else rest + b"\n"
 
 
 def cut_at(block: bytes) -> int:
@@ -185,8 +168,10 @@ def cut_at(block: bytes) -> int:
     while (end := block.rfind(b"\n", 1, end)) > 0:
         if re.fullmatch(rb"\S\n\S", block[end - 1 : end + 2]):
             return end + 1
-    newline = block.rfind(b"\n", 0, len(block) - 1) + 1
-    return newline or _character_start(block, len(block) - 1)
+    if newline := block.rfind(b"\n", 0, len(block) - 1) + 1:
+        return newline
+    last = range(max(0, len(block) - 4), len(block))  # a character has 4 bytes at most
+    return max((i for i in last if _begins(block[i])), default=0)
 
 
 def _line_start(document: Document, position: int) -> int:
@@ -199,13 +184,12 @@ def _line_start(document: Document, position: int) -> int:
     newline = text.find(b"\n") + 1
     if newline and position + newline < document.size_bytes:
         return position + newline
-    return position + next((i for i, byte in enumerate(text) if byte & 0xC0 != 0x80), len(text))
+    return position + next((i for i, byte in enumerate(text) if _begins(byte)), len(text))
 
 
-def _character_start(block: bytes, position: int) -> int:
-    while position > 0 and block[position] & 0xC0 == 0x80:  # a continuation byte
-        position -= 1
-    return position
+def _begins(byte: int) -> bool:
+    """Whether a character of UTF-8 begins here; the others are continuation bytes."""
+    return byte & 0xC0 != 0x80
 
 
 def _walk(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gptrain.data.mix import GOLDEN, mix64, stream, stream_key
+from gptrain.data.order import GOLDEN, mix64, stream, stream_key
 
 _32 = np.uint64(32)
 

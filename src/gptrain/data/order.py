@@ -8,7 +8,7 @@ global batch.
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gptrain.data.errors import DataError
-from gptrain.data.mix import mix64, stream, stream_key
+from gptrain.data import DataError
 
 IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
-_ENDLESS = 2**40  # micro-batches: more than any run takes
 _BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
 
 
@@ -62,20 +60,25 @@ class SampleOrder:
 
 
 class TrainBatches:
-    """A batch sampler: this rank's micro-batches of a run, epoch after epoch, from `start`.
+    """A batch sampler: this rank's micro-batches of one epoch of the loader, from where the run is.
 
-    Step s of an epoch takes exactly the positions [s G, (s+1) G) of its permutation; micro-step
-    m of rank r takes B of them at s G + (m W + r) B. So a step's samples depend on G alone, not
-    on how they are dealt. The last N mod G of an epoch's order, other samples each time, are
-    left out on all ranks alike.
+    The sequence of micro-batches of a run has no end and is a pure function of their number,
+    counted over the whole run. Every N // G steps it takes a new permutation of the data: step s
+    of a permutation has exactly its positions [s G, (s+1) G), and micro-step m of rank r takes B
+    of them at s G + (m W + r) B. So a step's samples depend on G alone, not on how they are
+    divided among ranks and micro-steps. The last N mod G of each permutation, other samples each
+    time, are left out on all ranks alike.
+
+    An epoch of the loader is a section of that sequence of `epoch_steps` steps, whichever
+    permutation it lies in: a run of shorter epochs sees the same samples in the same order.
 
     Attributes:
-        start: micro-batches that each rank has consumed before, where the next iterator begins;
-            0 for a fresh run.
+        start: micro-batches that each rank has consumed before, where there is no `position`.
 
     Args:
         order: the permutations.   accumulate: micro-batches per optimizer step, A.
-        n_steps: optimizer steps of the whole run; None: no end.
+        epoch_steps: optimizer steps of one epoch; None: N // G, one permutation.
+        position: how many micro-batches of the whole run are done, asked as an iterator is made.
     Raises: DataError if one step needs more samples than there are.
     """
 
@@ -86,36 +89,41 @@ class TrainBatches:
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        n_steps: int | None = None,
+        *,
+        epoch_steps: int | None = None,
+        position: Callable[[], int] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
         self.global_batch_size = batch_size * world_size * accumulate
-        self.steps_per_epoch = order.n_samples // self.global_batch_size
-        if self.steps_per_epoch == 0:
+        self.permutation_steps = order.n_samples // self.global_batch_size
+        if self.permutation_steps == 0:
             raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
+        self.epoch_steps = self.permutation_steps if epoch_steps is None else epoch_steps
+        if self.epoch_steps < 1:
+            raise ValueError(f"epoch_steps={epoch_steps}: must be >= 1")
         self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
         self.rank, self.world_size = rank, world_size
-        self.n_batches = _ENDLESS if n_steps is None else n_steps * accumulate
-        self.start = 0
+        self.position, self.start = position, 0
 
     def __len__(self) -> int:
-        """Micro-batches of the whole run, equal on all ranks."""
-        return self.n_batches
+        """Micro-batches of an epoch, equal on all ranks."""
+        return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From `start`, as it is now, to the end of the run."""
-        return self._batches(self.start)
+        """From the run's position, as it is now, to the end of the epoch that it lies in."""
+        done = self.start if self.position is None else self.position()
+        return self._batches(done, (done // len(self) + 1) * len(self))
 
-    def _batches(self, done: int) -> Iterator[list[int]]:
-        per_epoch = self.accumulate * self.steps_per_epoch
+    def _batches(self, done: int, end: int) -> Iterator[list[int]]:
+        per_permutation = self.accumulate * self.permutation_steps
         per_block = max(1, _BLOCK // self.batch_size)
-        while done < self.n_batches:
-            epoch, first = divmod(done, per_epoch)
-            n_batches = min(per_block, per_epoch - first, self.n_batches - done)
+        while done < end:
+            permutation, first = divmod(done, per_permutation)
+            n_batches = min(per_block, per_permutation - first, end - done)
             micro_steps = np.arange(first, first + n_batches)
             positions = self._positions(micro_steps * self.world_size + self.rank)
-            yield from self.order.index(epoch, positions).tolist()
+            yield from self.order.index(permutation, positions).tolist()
             done += n_batches
 
     def step_samples(self, step: int) -> np.ndarray:
@@ -123,11 +131,11 @@ class TrainBatches:
 
         `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
         """
-        epoch, step = divmod(step, self.steps_per_epoch)
+        permutation, step = divmod(step, self.permutation_steps)
         slots = step * self.accumulate * self.world_size + np.arange(
             self.accumulate * self.world_size
         ).reshape(self.accumulate, self.world_size)
-        return self.order.index(epoch, self._positions(slots))
+        return self.order.index(permutation, self._positions(slots))
 
     def _positions(self, slots: np.ndarray) -> np.ndarray:
         """The B positions of each slot, slot = micro_step * W + rank: (..., B)."""
@@ -158,7 +166,12 @@ class EvalBatches:
 
 
 class PaddedDataset(Dataset):
-    """A data set in which index -1 is sample 0 with every target -100: no loss counts it."""
+    """A data set in which index -1 is sample 0, so that all ranks have equally many samples.
+
+    Where a sample is a pair, or a dict with `targets` or `labels`, and these are integers, they
+    become -100 and no loss counts them. Other samples are counted once more, as in torch's
+    DistributedSampler.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -166,25 +179,75 @@ class PaddedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample: tokens (T,) and targets (T,), int64."""
-        tokens, targets = self.__getitems__([index])
-        return tokens[0], targets[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: tokens (B, T) and targets (B, T), int64."""
-        tokens, targets = fetch(self.dataset, [max(index, 0) for index in indices])
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A batch, as `collate` makes it."""
+        real = [max(index, 0) for index in indices]
+        if hasattr(self.dataset, "__getitems__"):  # a whole batch, or a list of samples
+            batch = collate(self.dataset.__getitems__(real))
+        else:
+            batch = collate([self.dataset[index] for index in real])
         padding = torch.tensor(indices) < 0  # (B,)
-        return tokens, targets.masked_fill(padding[:, None], IGNORE)
-
-
-def fetch(dataset: Dataset, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A batch of any data set of the contract, in one call where it offers `__getitems__`."""
-    if hasattr(dataset, "__getitems__"):
-        return collate(dataset.__getitems__(indices))
-    return collate([dataset[index] for index in indices])
+        return _ignore_targets(batch, padding) if padding.any() else batch
 
 
 def collate(batch: Any) -> Any:
-    """A data loader's `collate_fn`: batches made by `__getitems__` pass, samples are stacked."""
-    return default_collate(batch) if isinstance(batch, list) else batch
+    """A data loader's `collate_fn`: a list of samples is stacked, what is a batch already passes.
+
+    Samples may be tensors, or tuples or dicts of them, as torch's `default_collate` has it.
+    """
+    batch = default_collate(batch) if isinstance(batch, list) else batch
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _ignore_targets(batch: Any, padding: Tensor) -> Any:
+    if isinstance(batch, Mapping):
+        key = next((key for key in ("targets", "labels") if key in batch), None)
+        return batch if key is None else {**batch, key: _ignored(batch[key], padding)}
+    if isinstance(batch, tuple) and len(batch) == 2:
+        make = getattr(batch, "_make", type(batch))  # of a named tuple
+        return make((batch[0], _ignored(batch[1], padding)))
+    return batch
+
+
+def _ignored(targets: Any, padding: Tensor) -> Any:
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return targets
+    return targets.masked_fill(padding.view(-1, *[1] * (targets.ndim - 1)), IGNORE)
+
+
+# ---- All randomness of this room is a pure function of integers: NumPy's own generators are
+# stateful and slow to seed; a mixed counter gives the same numbers on every machine and version.
+
+# Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,
+# doi:10.1145/2660193.2660195; Stafford's variant 13).
+GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """A bijection of uint64 in which every input bit flips every output bit half of the time.
+
+    Args:
+        values: uint64, any shape; left as it is.
+    """
+    mixed = values ^ (values >> _30)
+    mixed *= _FIRST
+    mixed ^= mixed >> _27
+    mixed *= _SECOND
+    mixed ^= mixed >> _31
+    return mixed
+
+
+def stream_key(*words: int) -> int:
+    """One 64-bit key for a tuple of integers, in which every word and its place counts."""
+    key = np.zeros(1, dtype=np.uint64)
+    for word in words:
+        key = mix64(key + np.uint64((word + GOLDEN) % 2**64))
+    return int(key[0])
+
+
+def stream(key: int, length: int) -> np.ndarray:
+    """The counters key + GOLDEN, key + 2 GOLDEN, …; mixed, they are SplitMix64's output."""
+    steps = np.arange(1, length + 1, dtype=np.uint64)
+    return steps * np.uint64(GOLDEN) + np.uint64(key)  # (length,)

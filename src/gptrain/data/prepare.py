@@ -2,35 +2,27 @@
 
 import hashlib
 import json
+import logging
 import os
+import shutil
+import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from gptrain.data import DataError, corpus, tokenizers
+from gptrain.data.cache import MANIFEST, PreparedText, file_entry, fresh_folder
+from gptrain.small_files import UnreadableFile, read_json
 
-from gptrain.data.bar import with_bar
-from gptrain.data.cache import (
-    TextHash,
-    fresh_folder,
-    known_hash,
-    remove_folder,
-    take_hash,
-)
-from gptrain.data.corpus import SPLIT_RULE, Document, Part, find_documents, read_blocks, split
-from gptrain.data.errors import DataError
-from gptrain.data.prepared import FORMAT, MANIFEST, TOKEN_BYTES, PreparedText
-from gptrain.data.tokenizers import (
-    FILE_NAME,
-    ByteTokenizer,
-    JsonTokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+log = logging.getLogger(__name__)
 
+FORMAT = 2  # of the folder and of the split; another one is another place in the cache
 _BATCH_BLOCKS = 16  # tokenized at once, 1 MiB: in parallel, in constant memory
 
+Tokenizer = tokenizers.ByteTokenizer | tokenizers.JsonTokenizer
 Paths = str | os.PathLike | Sequence[str | os.PathLike] | None
 
 
@@ -60,28 +52,31 @@ def prepare_text(
     """
     cache_dir = Path(cache_dir)
     identity = _identity(tokenizer, vocab_size)
-    documents = find_documents(path, pattern, leave_out=cache_dir)
-    text = known_hash(documents, cache_dir) or take_hash(documents, cache_dir)
-    texts = [doc for doc in documents if doc.name not in text.skipped]
+    documents = corpus.find_documents(path, pattern, leave_out=cache_dir)
+    digest, skipped = _hash_corpus(documents, cache_dir)
+    texts = [doc for doc in documents if doc.name not in set(skipped)]
     if not texts:
         raise DataError(f"{path}: no UTF-8 text in {len(documents)} files")
-    if text.skipped:
+    if skipped:
         warnings.warn(
-            f"{len(text.skipped)} of {len(documents)} files left out, no UTF-8: the first is"
-            f" {text.skipped[0]}",
+            f"{len(skipped)} of {len(documents)} files left out, no UTF-8: the first is"
+            f" {skipped[0]}",
             stacklevel=2,
         )
-    folder = _folder(cache_dir, text, identity, val_fraction)
+    key = repr((FORMAT, digest, identity, float(val_fraction)))
+    folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
     if folder.exists():
         try:
-            return PreparedText.load(folder).check()
+            return PreparedText.load(folder)
         except DataError as error:
             warnings.warn(f"{error}: prepared again", stacklevel=2)
-        remove_folder(folder)
+        damaged = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        folder.rename(damaged)  # such that no one meets a half of it
+        shutil.rmtree(damaged)
     with fresh_folder(folder) as draft:
-        _write(draft, texts, tokenizer, identity, val_fraction, vocab_size)
+        _write(draft, texts, tokenizer, val_fraction, vocab_size)
         for doc in texts:
-            if Document.of(doc.name, doc.path) != doc:
+            if corpus.Document.of(doc.name, doc.path) != doc:
                 raise DataError(f"{doc.path}: changed while it was read; start again")
     return PreparedText.load(folder)
 
@@ -92,94 +87,80 @@ def _identity(tokenizer: str, vocab_size: int | None) -> str:
         if vocab_size is None:
             raise ValueError("tokenizer=bpe: vocab_size says how many tokens to learn")
         return f"bpe:{vocab_size}"
-    loaded = load_tokenizer(tokenizer)
+    loaded = tokenizers.load_tokenizer(tokenizer)
     if vocab_size is not None and loaded.vocab_size > vocab_size:
         raise DataError(f"tokenizer has {loaded.vocab_size} tokens, vocab_size={vocab_size}")
     return loaded.identity
 
 
-def _folder(cache_dir: Path, text: TextHash, identity: str, val_fraction: float) -> Path:
-    key = repr((FORMAT, SPLIT_RULE, text.digest, identity, float(val_fraction)))
-    return cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
+def _hash_corpus(documents: Sequence[corpus.Document], cache_dir: Path) -> tuple[str, list[str]]:
+    """SHA-256 over names and contents, and the names of files that are no UTF-8.
+
+    To hash a corpus is to read it. So the result is remembered in `index/`, under the names,
+    sizes and time stamps of the files, and found again while these are the same.
+    """
+    states = [(d.name, str(d.path), d.size_bytes, d.mtime_ns) for d in documents]
+    known = cache_dir / "index" / f"{hashlib.sha256(repr(states).encode()).hexdigest()}.json"
+    with suppress(OSError, UnreadableFile):
+        match read_json(known):
+            case [str(found), list(skipped)]:
+                return found, skipped
+    digest, skipped = hashlib.sha256(), []
+    for document in documents:
+        content = corpus.hash_document(document)
+        if content is None:
+            skipped.append(document.name)
+        else:
+            digest.update(f"{document.name!r} {content}\n".encode())
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.write_text(json.dumps([digest.hexdigest(), skipped]))
+    return digest.hexdigest(), skipped
 
 
 def _write(
     folder: Path,
-    documents: list[Document],
-    tokenizer_spec: str,
-    identity: str,
+    documents: list[corpus.Document],
+    spec: str,
     val_fraction: float,
     vocab_size: int | None,
 ) -> None:
-    train, val = split(documents, val_fraction)
+    """Writes all files of a prepared text, the manifest last."""
+    train, val = corpus.split(documents, val_fraction)
+    n_bytes = sum(document.size_bytes for document in documents)
     if not train or not val:
-        n_bytes = sum(document.size_bytes for document in documents)
         raise DataError(
             f"{documents[0].path}: {n_bytes} bytes of text; too few to take {val_fraction:g} of"
             " them for validation"
         )
-    if tokenizer_spec == "bpe":
-        tokenizer = train_bpe(_blocks(train, "learn BPE"), vocab_size, folder / FILE_NAME)
+    log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
+    if spec == "bpe":
+        file = folder / tokenizers.FILE_NAME
+        tokenizer = tokenizers.train_bpe(corpus.read_blocks(train), vocab_size, file)
     else:
-        tokenizer = load_tokenizer(tokenizer_spec)
+        tokenizer = tokenizers.load_tokenizer(spec)
         tokenizer.save(folder)
-    if tokenizer.token_bytes is not None:
-        np.save(folder / TOKEN_BYTES, tokenizer.token_bytes)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     files = {
         f"{name}.bin": _write_tokens(folder / f"{name}.bin", parts, tokenizer, dtype)
         for name, parts in (("train", train), ("val", val))
     }
-    manifest = {
-        "format": FORMAT,
-        "split": SPLIT_RULE,
-        "val_fraction": val_fraction,
-        "documents": len(documents),
-        "tokenizer": identity,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype,
-        "files": files,
-    }
+    manifest = {"vocab_size": tokenizer.vocab_size, "dtype": dtype, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _write_tokens(
-    path: Path, parts: list[Part], tokenizer: ByteTokenizer | JsonTokenizer, dtype: str
-) -> dict:
+    path: Path, parts: list[corpus.Part], tokenizer: Tokenizer, dtype: str
+) -> dict[str, Any]:
     """Writes one token file; what the manifest says of it.
 
     It begins with a newline that is context and never a target, so that every byte of the text
     is predicted, and counted, whatever the tokenizer.
     """
-    digest, n_tokens, byte_counts = hashlib.sha256(), 0, np.zeros(256, dtype=np.int64)
+    digest, blocks, rest = hashlib.sha256(), [b"\n"], corpus.read_blocks(parts)
     with path.open("wb") as file:
-        blocks: list[bytes] = [b"\n"]
-        rest = _blocks(parts, f"tokenize {path.stem}")
         while blocks:
-            tokens = tokenizer.encode_blocks(blocks).astype(dtype)
-            file.write(tokens.tobytes())
-            digest.update(tokens.tobytes())
-            n_tokens += len(tokens)
+            tokens = tokenizer.encode(*blocks).astype(dtype)
+            file.write(tokens)
+            digest.update(tokens)
             blocks = list(islice(rest, _BATCH_BLOCKS))
-            for block in blocks:
-                byte_counts += np.bincount(np.frombuffer(block, np.uint8), minlength=256)
-    status = path.stat()
-    return {
-        "tokens": n_tokens,
-        "text_bytes": int(byte_counts.sum()),
-        "unigram_entropy": _entropy(byte_counts),
-        "size_bytes": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "sha256": digest.hexdigest(),
-    }
-
-
-def _entropy(counts: np.ndarray) -> float:
-    """Nats per symbol of the distribution that these counts are of."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * np.log(shares)).sum())
-
-
-def _blocks(parts: list[Part], title: str) -> Iterator[bytes]:
-    total_bytes = sum(part.stop - part.start for part in parts)
-    return with_bar(read_blocks(parts), title, total_bytes, len)
+    return file_entry(path, digest.hexdigest())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
 
 HEADER_BYTES = 1024  # 256 int32
 # magic: (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
@@ -34,6 +34,13 @@ class TokenFile:
     def map(self) -> np.ndarray:
         """The tokens as a read-only memory map, (n_tokens,)."""
         return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
+
+    def samples(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Blocks from end to end of the file, each with the place of its first token."""
+        tokens = self.map()
+        last = max(0, self.n_tokens - _SAMPLE_TOKENS)
+        for start in np.unique(np.linspace(0, last, _SAMPLE_BLOCKS).astype(np.int64)).tolist():
+            yield start, tokens[start : start + _SAMPLE_TOKENS]
 
 
 def find_token_files(path: str | os.PathLike | Sequence[str | os.PathLike]) -> list[Path]:
@@ -67,22 +74,30 @@ def open_token_file(path: str | os.PathLike, dtype: str | None = None) -> TokenF
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
+    if not path.is_file():  # a named pipe would block for ever
+        raise DataError(f"{path}: not a regular file")
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
-        header = np.frombuffer(file.read(HEADER_BYTES)[: size_bytes // 4 * 4], dtype="<i4")
-    if _is_header(header):
-        return _from_header(path, header, dtype, size_bytes - HEADER_BYTES)
-    if size_bytes == 0:
-        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
-    if dtype is None:
+        words = np.frombuffer(file.read(HEADER_BYTES)[: size_bytes // 4 * 4], dtype="<i4")
+    offset_bytes = 0
+    if _is_header(words):
+        dtype, offset_bytes = _header_dtype(path, words, dtype), HEADER_BYTES
+    elif size_bytes and dtype is None:
         raise DataError(f"{path}: no header; say how wide its tokens are: uint16 or uint32")
-    n_tokens, rest_bytes = divmod(size_bytes, np.dtype(dtype).itemsize)
+    n_tokens, rest_bytes = divmod(size_bytes - offset_bytes, np.dtype(dtype).itemsize)
+    if offset_bytes and (n_tokens != words[2] or rest_bytes):
+        raise DataError(
+            f"{path}: its header counts {words[2]} tokens of {dtype}, {size_bytes - offset_bytes}"
+            f" bytes follow, that is {n_tokens}" + f" and {rest_bytes} bytes" * (rest_bytes > 0)
+        )
     if rest_bytes:
         raise DataError(
-            f"{path}: {size_bytes} bytes are no whole number of {dtype} tokens;"
-            " cut short, or of another dtype"
+            f"{path}: {size_bytes} bytes are no integer number of {dtype} tokens;"
+            " truncated, or of another dtype"
         )
-    return TokenFile(path, dtype, n_tokens, 0)
+    if n_tokens == 0:
+        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
+    return TokenFile(path, dtype, n_tokens, offset_bytes)
 
 
 def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
@@ -96,30 +111,12 @@ def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
 
 
 def sample_tokens(file: TokenFile, vocab_size: int) -> None:
-    """Looks at blocks from end to end of a file: finds a wrong vocabulary or dtype, cheaply.
+    """Looks at samples of a file: finds a wrong vocabulary or dtype, cheaply.
 
     Raises: DataError that names the first token >= vocab_size in them and its place.
     """
-    for start, block in sampled_blocks(file):
+    for start, block in file.samples():
         check_tokens(block, vocab_size, file.path, start)
-
-
-def sampled_blocks(file: TokenFile) -> Iterator[tuple[int, np.ndarray]]:
-    """Blocks from end to end of a file, each with the place of its first token."""
-    tokens = file.map()
-    last = max(0, file.n_tokens - _SAMPLE_TOKENS)
-    for start in np.unique(np.linspace(0, last, _SAMPLE_BLOCKS).astype(np.int64)).tolist():
-        yield start, tokens[start : start + _SAMPLE_TOKENS]
-
-
-def hash_files(files: Sequence[TokenFile]) -> str:
-    """One hash of what files hold, wherever they lie: of sizes and of sampled blocks."""
-    seal = hashlib.sha256()
-    for file in files:
-        seal.update(f"{file.dtype} {file.n_tokens};".encode())
-        for _, block in sampled_blocks(file):
-            seal.update(block.tobytes())
-    return seal.hexdigest()
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path, start: int) -> None:
@@ -130,6 +127,16 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path, start: int) ->
             f"{path}: token {tokens[where]} at offset {start + where} (in tokens)"
             f" >= vocab_size={vocab_size}"
         )
+
+
+def hash_files(files: Sequence[TokenFile]) -> str:
+    """One hash of what files hold, wherever they lie: of sizes and of samples."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.dtype} {file.n_tokens};".encode())
+        for _, block in file.samples():
+            digest.update(block.tobytes())
+    return digest.hexdigest()
 
 
 def _is_header(words: np.ndarray) -> bool:
@@ -143,27 +150,15 @@ def _is_header(words: np.ndarray) -> bool:
     return words.size == 256 and words[0] != 0 and not words[4:].any()
 
 
-def _from_header(path: Path, header: np.ndarray, dtype: str | None, tokens_bytes: int) -> TokenFile:
-    if header.size < 256:
-        raise DataError(f"{path}: cut short within its header")
-    magic, version, n_tokens = (int(word) for word in header[:3])
+def _header_dtype(path: Path, words: np.ndarray, dtype: str | None) -> str:
+    if words.size < 256:
+        raise DataError(f"{path}: truncated within its header")
+    magic, version = int(words[0]), int(words[1])
     if magic not in _HEADERS:
-        raise DataError(f"{path}: header with magic {magic}; known are {_known()}")
+        raise DataError(f"{path}: header with magic {magic}; known are {sorted(_HEADERS)}")
     known_version, known_dtype = _HEADERS[magic]
     if version != known_version:
         raise DataError(f"{path}: header {magic} of version {version}; known is {known_version}")
     if dtype not in (None, known_dtype):
         raise DataError(f"{path}: its header says {known_dtype}, not {dtype}")
-    held_tokens, rest_bytes = divmod(tokens_bytes, np.dtype(known_dtype).itemsize)
-    if n_tokens != held_tokens or rest_bytes:
-        raise DataError(
-            f"{path}: its header counts {n_tokens} tokens of {known_dtype}, {tokens_bytes} bytes"
-            f" follow, that is {held_tokens}" + (f" and {rest_bytes} bytes" if rest_bytes else "")
-        )
-    if n_tokens == 0:
-        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
-    return TokenFile(path, known_dtype, n_tokens, HEADER_BYTES)
-
-
-def _known() -> str:
-    return ", ".join(f"{magic} ({dtype})" for magic, (_, dtype) in _HEADERS.items())
+    return known_dtype

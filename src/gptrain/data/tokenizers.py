@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes (built in), a tokenizer.json, or a BPE trained on the corpus.
 
-All have `encode`, `encode_blocks`, `decode`, `save`, `vocab_size`, `identity` (what a cache is
+All have `encode`, `decode`, `save`, `vocab_size`, `identity` (what a cache is
 keyed by) and `token_bytes`. Nothing is downloaded; the `tokenizers` library is needed for
 everything but bytes, and imported when it is.
 
@@ -10,17 +10,18 @@ everything but bytes, and imported when it is.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
+from gptrain.small_files import UnreadableFile, read_bytes
 
 FILE_NAME = "tokenizer.json"
 _BYTES_JSON = b'{"type": "bytes"}\n'
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_MAX_BYTES = 2**28  # the largest in use, of vocabularies of 256,000, have 35 MB
 
 
 class ByteTokenizer:
@@ -30,18 +31,14 @@ class ByteTokenizer:
     identity = "bytes"
     token_bytes = np.ones(256, dtype=np.int64)  # (V,)
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids, (N,) int64."""
-        return self.encode_blocks([text])
-
-    def encode_blocks(self, blocks: Sequence[str | bytes]) -> np.ndarray:
-        """Token ids of blocks that follow each other, (N,) int64."""
+    def encode(self, *blocks: str | bytes) -> np.ndarray:
+        """Token ids of a text, or of the blocks that it is made of, (N,) int64."""
         text = b"".join(b.encode() if isinstance(b, str) else b for b in blocks)
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text; what is no UTF-8 (yet), or no byte, shows as U+FFFD."""
-        no_byte = _REPLACEMENT.encode()
+        no_byte = "\N{REPLACEMENT CHARACTER}".encode()
         text = b"".join(bytes([i]) if 0 <= i < 256 else no_byte for i in map(int, ids))
         return text.decode(errors="replace")
 
@@ -62,12 +59,10 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        path = Path(path).expanduser()
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: no such file")
-        self._json = path.read_bytes()
+        self._json, library = _read(Path(path).expanduser()), _library()
         try:
-            self._tokenizer = _library().Tokenizer.from_buffer(self._json)
+            self._tokenizer = library.Tokenizer.from_buffer(self._json)
+            self._decoder = json.dumps(json.loads(self._json).get("decoder"))
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
                 f"{path}: no tokenizer.json of the tokenizers library: {error}"
@@ -85,8 +80,7 @@ class JsonTokenizer:
         Special tokens stand for none. None unless the tokenizer is byte-level: others drop or
         add spaces, and a token's length in the text is not known.
         """
-        config = json.loads(self._json)
-        if "ByteLevel" not in _types(config.get("decoder")):
+        if '"type": "ByteLevel"' not in self._decoder:  # it may be one of a sequence
             return None
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self._tokenizer.get_vocab().items():
@@ -95,12 +89,8 @@ class JsonTokenizer:
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Token ids, (N,) int64."""
-        return self.encode_blocks([text])
-
-    def encode_blocks(self, blocks: Sequence[str | bytes]) -> np.ndarray:
-        """Token ids of blocks that follow each other, in parallel, (N,) int64."""
+    def encode(self, *blocks: str | bytes) -> np.ndarray:
+        """Token ids of a text, or of the blocks that it is made of, in parallel, (N,) int64."""
         texts = [b if isinstance(b, str) else b.decode() for b in blocks]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return np.concatenate([np.array(e.ids, dtype=np.int64) for e in encodings])
@@ -150,18 +140,14 @@ def load_tokenizer(spec: str | os.PathLike) -> ByteTokenizer | JsonTokenizer:
         path = path / FILE_NAME
     if not path.exists():
         raise FileNotFoundError(f"{spec}: no such file; or did you mean: bytes, bpe")
-    if path.read_bytes() == _BYTES_JSON:
-        return ByteTokenizer()
-    return JsonTokenizer(path)
+    return ByteTokenizer() if _read(path) == _BYTES_JSON else JsonTokenizer(path)
 
 
-def _types(component: object) -> set[str]:
-    """Names of a component of tokenizer.json and of all within it."""
-    if isinstance(component, list):
-        return set().union(*map(_types, component))
-    if not isinstance(component, dict):
-        return set()
-    return {component.get("type")}.union(*map(_types, component.values()))
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, _MAX_BYTES)
+    except UnreadableFile as error:
+        raise DataError(str(error)) from None
 
 
 def _library() -> ModuleType:

@@ -1,4 +1,4 @@
-"""Token files as a data set: windows of consecutive tokens, gathered from memory maps.
+"""Token files and prepared text as data sets: windows of tokens, gathered from memory maps.
 
 # B batch, T seq_len
 """
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gptrain.data.errors import DataError
+from gptrain.data import DataError
+from gptrain.data.cache import PreparedText, check_prepared
 from gptrain.data.order import IGNORE
+from gptrain.data.prepare import Paths, prepare_text
 from gptrain.data.token_files import (
-    TokenFile,
     check_tokens,
     count_windows,
     find_token_files,
@@ -53,28 +54,23 @@ class TokenDataset(Dataset):
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len}: must be >= 1")
         self.files = [open_token_file(file, dtype) for file in find_token_files(path)]
-        self.seq_len, self.vocab_size, self.keep_tail = seq_len, vocab_size, keep_tail
-        self.token_bytes = token_bytes
-        if vocab_size is not None:
-            for file in self.files:
+        self.seq_len, self.vocab_size, self.token_bytes = seq_len, vocab_size, token_bytes
+        for file in self.files:
+            check_prepared(file.path)
+            if vocab_size is not None:
                 sample_tokens(file, vocab_size)
         lengths = [count_windows(file.n_tokens, seq_len, keep_tail) for file in self.files]
         self._first = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
-        self._windows: dict[int, np.ndarray] = {}
+        self._maps: dict[int, np.ndarray] = {}
         if not len(self):
+            n_tokens = sum(file.n_tokens for file in self.files)
             raise DataError(
-                f"{self.files[0].path}: {self.n_tokens} tokens;"
-                f" need at least seq_len+1 = {seq_len + 1}"
+                f"{self.files[0].path}: {n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
             )
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens in all files."""
-        return sum(file.n_tokens for file in self.files)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for the same tokens: a resumed run must find those it began with."""
+        """The same for the same tokens."""
         return hash_files(self.files)
 
     def __len__(self) -> int:
@@ -93,45 +89,64 @@ class TokenDataset(Dataset):
             raise IndexError(f"sample {list(indices)}: there are {len(self)}")
         owners = np.searchsorted(self._first, samples, side="right") - 1
         batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
-        for number in np.unique(owners):
+        for number in np.unique(owners).tolist():
             rows = owners == number
             batch[rows] = self._gather(number, samples[rows] - self._first[number])
         tokens, targets = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
-        if self.keep_tail:
-            tokens = tokens.clamp(min=0)  # -100 is no token
-        return tokens.contiguous(), targets.contiguous()
+        return tokens.clamp(min=0), targets.contiguous()  # -100 is no token
 
-    def _gather(self, number: int, samples: np.ndarray) -> np.ndarray:
-        """Windows of one file, (b, T+1); short ones are filled with -100."""
-        file, windows = self.files[number], self._open(number)
-        short = samples == len(windows)
-        if not short.any():
-            rows = windows[samples]
-            self._check(file, rows, samples)
-            return rows
-        rows = np.full((len(samples), self.seq_len + 1), IGNORE, dtype=np.int64)
-        rows[~short] = windows[samples[~short]]
-        tail = file.map()[len(windows) * self.seq_len :]
-        rows[short, : len(tail)] = tail
-        self._check(file, rows, samples)
-        return rows
-
-    def _check(self, file: TokenFile, rows: np.ndarray, samples: np.ndarray) -> None:
-        if self.vocab_size is not None and rows.size and rows.max() >= self.vocab_size:
+    def _gather(self, number: int, windows: np.ndarray) -> np.ndarray:
+        """Windows of one file, (b, T+1); what is beyond its end is -100."""
+        if number not in self._maps:
+            self._maps[number] = self.files[number].map()
+        file, tokens = self.files[number], self._maps[number]
+        places = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)  # (b, T+1)
+        rows = np.asarray(tokens[np.minimum(places, file.n_tokens - 1)], dtype=np.int64)
+        if self.vocab_size is not None and rows.max() >= self.vocab_size:
             row = int(np.argmax(rows.max(axis=1) >= self.vocab_size))
-            check_tokens(rows[row], self.vocab_size, file.path, int(samples[row]) * self.seq_len)
-
-    def _open(self, number: int) -> np.ndarray:
-        """All full windows of a file as one view of its memory map, (windows, T+1)."""
-        if number not in self._windows:
-            tokens = np.asarray(self.files[number].map())
-            if len(tokens) > self.seq_len:
-                view = np.lib.stride_tricks.sliding_window_view(tokens, self.seq_len + 1)
-                self._windows[number] = view[:: self.seq_len]
-            else:
-                self._windows[number] = np.empty((0, self.seq_len + 1), tokens.dtype)
-        return self._windows[number]
+            check_tokens(rows[row], self.vocab_size, file.path, int(places[row, 0]))
+        rows[places >= file.n_tokens] = IGNORE
+        return rows
 
     def __getstate__(self) -> dict:
         """A worker gets the files' names and maps them itself; a pickled map would be a copy."""
-        return {**self.__dict__, "_windows": {}}
+        return {**self.__dict__, "_maps": {}}
+
+
+class TextDataset(TokenDataset):
+    """Windows of one part of a prepared text; `val` keeps its tail, so that every byte counts.
+
+    Attributes:
+        fingerprint: the same for the same text, tokenizer and split.
+        tokenizer: what made the tokens.
+    """
+
+    def __init__(self, prepared: PreparedText, split: str, seq_len: int) -> None:
+        if split not in ("train", "val"):
+            raise ValueError(f"split={split}: must be one of train, val")
+        self.tokenizer = prepared.tokenizer()
+        super().__init__(
+            prepared.folder / f"{split}.bin",
+            seq_len,
+            prepared.dtype,
+            prepared.vocab_size,
+            keep_tail=split == "val",
+            token_bytes=self.tokenizer.token_bytes,
+        )
+        self.fingerprint = prepared.folder.name
+
+    @classmethod
+    def from_corpus(
+        cls,
+        split: str,
+        seq_len: int,
+        path: Paths,
+        tokenizer: str,
+        cache_dir: str | os.PathLike,
+        val_fraction: float = 0.05,
+        pattern: str = "*",
+        vocab_size: int | None = None,
+    ) -> "TextDataset":
+        """One part of a corpus, from the cache or prepared now; arguments as for `prepare_text`."""
+        prepared = prepare_text(path, tokenizer, cache_dir, val_fraction, pattern, vocab_size)
+        return cls(prepared, split, seq_len)

@@ -1,10 +1,16 @@
-"""Starts a job: in this process where it has one device, else in ranks that the parent watches."""
+"""Starts a job: in this process where it has one device, else in ranks that the parent watches.
+
+process     which process this is        devices     what it runs on
+supervisor  the parent of local ranks    rendezvous  where ranks of torchrun and SLURM meet
+rank        what surrounds the training function in each of them
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -12,17 +18,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptrain.launch.process import this_process
 from gptrain.problems import FOLDER_UNUSABLE, JobFailed
-from gptrain.resilience.lock import RunFolderHeld, RunLock
+from gptrain.resilience import fileops
+from gptrain.resilience.lock import RunFolderHeld, RunLock, UnsafeFolder, check_no_links
 from gptrain.resilience.signals import StopFlag
+from gptrain.resilience.status import is_guest
 
-__all__ = ["run"]
+__all__ = ["run", "settle"]
 
 
-def run(train: Callable, cfg: DictConfig) -> dict[str, float]:
+def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str, float]:
     """Runs one job to its end, alone in its folder, and returns its metrics.
 
     Args:
-        train: (cfg, guard) -> metrics; runs in every rank.
+        train: (cfg, guard) -> metrics; runs in every rank, with plain values.
+        find_checkpoint: (cfg, run_id, world_size) -> folder of the verified checkpoint to go on
+            from, or None; called by the one process that holds the run folder, before any rank
+            starts, and again before a restart.
 
     Raises:
         JobFailed: with the exit code, after the reason has been printed.
@@ -31,50 +42,50 @@ def run(train: Callable, cfg: DictConfig) -> dict[str, float]:
     composed, cfg, process = cfg, settle(cfg), this_process()
     with StopFlag() as stop:
         from gptrain.launch.devices import find_machine  # torch
-        from gptrain.launch.net import check_net
+        from gptrain.launch.rank import forget_old_beats, run_alone
+        from gptrain.launch.rendezvous import set_rendezvous
+        from gptrain.launch.supervisor import is_restart, prepare_start, supervise
 
         machine = find_machine(cfg)
-        check_net(cfg, machine.world_size)
-        if process.launcher == "torchrun":
-            from gptrain.launch.torchrun import meet_at_a_file
-
-            meet_at_a_file()
-        if process.launcher == "slurm":
-            from gptrain.launch.slurm import meet
-
-            meet()
-        if process.rank > 0:  # rank 0 holds the folder, and tells where to start
-            return _in_this_process(train, cfg, stop)
+        set_rendezvous()
+        if process.rank > 0:  # rank 0 holds the folder, and says where to start
+            return run_alone(train, cfg, stop)
         with _held_folder(cfg) as lock:
-            from gptrain.launch.start import keep_config, prepare
-
-            prepare(cfg, lock.run_id, machine.world_size)
+            find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
+            prepare_start(cfg, find, again=is_restart())
+            forget_old_beats(cfg.run_dir)
             keep_config(cfg.run_dir, composed)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
-                return _in_this_process(train, cfg, stop)
-            from gptrain.launch.local import supervise
-
-            return supervise(train, cfg, machine, lock.run_id, stop)
+                return run_alone(train, cfg, stop)
+            return supervise(train, cfg, machine.n_local, find, stop)
 
 
 def settle(cfg: DictConfig) -> DictConfig:
-    """The job's own config: every reference resolved, run_dir the folder that Hydra made for it."""
+    """The job's own config: plain values, and run_dir the folder that Hydra made for it.
+
+    Plain, it can be unpickled in a rank that knows no schema and no resolvers.
+    """
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
     cfg.run_dir = str(Path(HydraConfig.get().runtime.output_dir))
-    OmegaConf.resolve(cfg)
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    OmegaConf.set_struct(cfg, True)
     return cfg
 
 
-def _in_this_process(train: Callable, cfg: DictConfig, stop: StopFlag) -> dict[str, float]:
-    from gptrain.launch.rank import leave, run_rank
+def keep_config(run_dir: str | Path, composed: DictConfig) -> None:
+    """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
 
-    try:
-        return run_rank(train, cfg, stop=stop)
-    except JobFailed as failure:
-        if this_process().is_rank:
-            leave(failure.code)
-        raise
+    So a start that is refused leaves the record of the run that lives there alone, and so does an
+    evaluation in the folder of a run that was trained: its own lies in .hydra/<task>.
+    """
+    folder, hydra = Path(run_dir) / ".hydra", HydraConfig.instance().cfg
+    if is_guest(run_dir, composed.task):
+        folder /= composed.task
+    folder.mkdir(parents=True, exist_ok=True)
+    records = {"config": composed, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    for name, record in records.items():
+        fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
 
 
 @contextmanager
@@ -82,8 +93,9 @@ def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
     """The run folder, held; it is free again when the process ends, however that ends."""
     lock = RunLock(cfg.run_dir)
     try:
+        check_no_links(cfg.run_dir)
         lock.acquire()
-    except (RunFolderHeld, OSError) as error:
+    except (RunFolderHeld, UnsafeFolder, OSError) as error:
         print(f"error: run_dir={error}", file=sys.stderr, flush=True)
         raise JobFailed(FOLDER_UNUSABLE, str(error)) from error
     try:

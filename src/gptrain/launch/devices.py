@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -89,42 +88,22 @@ def precision_for(accelerator: str, cuda_major: int, cpu_has_bf16: bool) -> str:
 
 
 def set_threads(n_local: int) -> None:
-    """Gives this rank its share of the cores, in threads.
-
-    On cores that other work uses too, two OpenMP threads can be several times slower than one,
-    because each waits for the other; so a share of several is tried on a small product first, and
-    given up where it does not pay. OMP_NUM_THREADS, where set, is obeyed.
-    """
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    share = share_cores(n_local)
-    if share > 1 and _product_s(share) > 0.9 * _product_s(1):
-        share = 1
-    torch.set_num_threads(share)
+    """Gives this rank its cores, in threads. OMP_NUM_THREADS, where set, is obeyed."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores_per_rank(n_local))
 
 
-def share_cores(n_local: int) -> int:
-    """This rank's threads: its share of the cores, untried. OMP_NUM_THREADS is not looked at.
+def cores_per_rank(n_local: int) -> int:
+    """The cores of this node, divided by its ranks.
 
     Of a SLURM task what it asked for: its cores may be its own already, or those of all tasks.
     """
-    is_task = this_process().launcher == "slurm"
-    asked = int(os.environ.get("SLURM_CPUS_PER_TASK", 0)) if is_task else 0
-    share = asked or max(1, len(os.sched_getaffinity(0)) // n_local)
-    torch.set_num_threads(share)
-    return share
-
-
-def _product_s(threads: int) -> float:
-    """Median time of a product of the size that a small net's layers have, in seconds."""
-    torch.set_num_threads(threads)
-    left, right = torch.randn(1024, 512), torch.randn(512, 512)
-    times_s = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        left @ right
-        times_s.append(time.perf_counter() - start_s)
-    return sorted(times_s)[len(times_s) // 2]
+    if this_process().launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
+        return int(os.environ["SLURM_CPUS_PER_TASK"])
+    # macOS and Windows do not say which cores are ours.
+    has_affinity = hasattr(os, "sched_getaffinity")
+    n_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, n_cores // n_local)
 
 
 def _gpu_kind() -> str | None:

@@ -4,55 +4,113 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.config import register_resolvers as register
-from gptrain.launch.ending import (
-    Ending,
-    classify,
-    newest_checkpoint,
-    resume_command,
-    spare_memory,
-)
+from gptrain.data import DataError
 from gptrain.launch.process import this_process
-from gptrain.launch.start import BEATS_NAME
-from gptrain.resilience.guard import Guard
-from gptrain.resilience.signals import StopFlag
-from gptrain.resilience.status import write_status
-from gptrain.resilience.watchdog import die_with_parent
+from gptrain.launch.rendezvous import attempt
+from gptrain.problems import DISK, ConfigError, JobFailed, code_of
+from gptrain.resilience.draft import NoSpace, SaveFailed
+from gptrain.resilience.fileops import remove_tree
+from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
+from gptrain.resilience.signals import StopFlag, die_with_parent
+from gptrain.resilience.status import CHECKPOINTS_NAME, NonFinite, Preempted, write_status
+from gptrain.resilience.store import CheckpointStore
+from gptrain.resilience.watchdog import Guard
 
 log = logging.getLogger(__name__)
-BEATS_VARIABLE = "GPTRAIN_BEATS"  # folder of the ranks' signs of life
+BEATS_VARIABLE = "GPTRAIN_BEATS"  # folder of the heartbeats of ranks that our supervisor started
+BEATS_NAME = ".beats"  # in the run folder, for all others: a folder for each attempt
 IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
-PEERS_WORD_S = 1.0  # a rank that failed has written its status before its connections close
+PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its connections close
+
+# Of gloo and nccl, about a rank that is gone.
+PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, on a CPU and on a GPU
+TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of one rank.
+
+    Attributes:
+        cause: one word: done, preempted, nonfinite, hang, killed, config, data, disk, interrupted,
+            peer, memory, error.
+        line: for a person, one line.
+        trace: the traceback, where only the code can explain it.
+        rank: whose fault it is, where that is known to be another than the one that reports.
+    """
+
+    code: int
+    cause: str
+    line: str
+    trace: str = ""
+    rank: int | None = None
+
+
+def classify(error: BaseException, doing: str = "") -> Ending:
+    """The ending that an exception of the training function means.
+
+    Args:
+        doing: where the run was, said where nothing else says it.
+    """
+    said = first_line(error)
+    match error:
+        case Preempted():
+            return Ending(problems.PREEMPTED, "preempted", said)
+        case NonFinite():
+            return Ending(problems.NON_FINITE, "nonfinite", f"error: {said}", rank=error.rank)
+        case ConfigError():
+            return Ending(error.code, "config", str(error))
+        case DataError() | DamagedCheckpoint() | NoGoodCheckpoint():
+            return Ending(problems.BAD_DATA, "data", f"error: {said}")
+        case NoSpace():
+            return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {said}")
+        case SaveFailed():
+            return Ending(code_of(error), "disk", f"error: {said}")
+        case OSError() if error.errno in DISK:
+            return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
+        case KeyboardInterrupt():
+            return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
+        case RuntimeError() if _has(TIMED_OUT, error):
+            return Ending(problems.HUNG, "hang", f"error: a collective timed out: {said}")
+        case RuntimeError() if _has(PEER_GONE, error):
+            return Ending(problems.FAILED, "peer", f"error: another rank is gone: {said}")
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
+        return Ending(problems.FAILED, "memory", f"error: out of memory: {said}", trace)
+    line = f"error: {type(error).__name__}: {said}" + (f"; at {doing}" if doing else "")
+    return Ending(problems.FAILED, "error", line, trace)
 
 
 def run_rank(
     train: Callable, cfg: DictConfig, parent_pid: int | None = None, stop: StopFlag | None = None
 ) -> dict[str, float]:
-    """Runs `train` in this process, guarded; the first rank that fails tells how and why.
+    """Runs `train` in this process, guarded; the first rank that fails says how and why.
 
     Args:
         parent_pid: the supervisor that must live.   stop: the flag of this process, if it has one.
 
-    Raises:
-        JobFailed: with the exit code.
+    Raises: JobFailed, with the exit code.
     """
     rank = this_process().rank
     guard = Guard(
         cfg.run_dir,
-        os.environ.get(BEATS_VARIABLE, Path(cfg.run_dir) / BEATS_NAME),
+        os.environ.get(BEATS_VARIABLE) or Path(cfg.run_dir) / BEATS_NAME / attempt(),
         rank=rank,
         timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
         parent_pid=parent_pid,
@@ -67,22 +125,75 @@ def run_rank(
             guard.leave_if_asked()
             guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
             metrics = train(cfg, guard)
-    except BaseException as error:  # whatever ends a rank must end the job, with a word about it
+    except BaseException as error:  # whatever ends a rank must end the job, with a line about it
         ending = classify(error, guard.doing)
         if ending.cause == "memory":
-            ending = replace(ending, line=f"{ending.line}; {spare_memory(cfg)}")
+            ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
-            time.sleep(PEERS_WORD_S)
-        if tell(cfg, rank, guard.heartbeat.step, ending) or cfg.debug:
+            time.sleep(PEERS_REPORT_S)
+        if record_ending(cfg, ending, rank, guard.heartbeat.step) or cfg.debug:
             show(cfg, ending)
-        raise problems.JobFailed(ending.code, ending.line) from error
+        raise JobFailed(ending.code, ending.line) from error
     if rank == 0:
-        tell(cfg, rank, guard.heartbeat.step, Ending(problems.DONE, "done", "done"))
+        record_ending(cfg, Ending(problems.DONE, "done", "done"), rank, guard.heartbeat.step)
     return metrics
 
 
-def tell(cfg: DictConfig, rank: int, step: int, ending: Ending) -> bool:
-    """Writes status.json; False where another rank was first."""
+def run_alone(train: Callable, cfg: DictConfig, stop: StopFlag) -> dict[str, float]:
+    """`run_rank` in the process that was started, by a person or by torchrun or SLURM."""
+    try:
+        return run_rank(train, cfg, stop=stop)
+    except JobFailed as failure:
+        if this_process().is_rank:
+            leave(failure.code)
+        raise
+
+
+def rank_process(
+    train: Callable,
+    cfg: DictConfig,
+    hydra: DictConfig,
+    environment: dict[str, str],
+    parent_pid: int | None,
+) -> None:
+    """Entry of a started rank; never returns.
+
+    Args:
+        parent_pid: None: the process that is the parent now.
+    """
+    parent_pid = parent_pid or os.getppid()
+    die_with_parent(parent_pid)
+    os.environ.update(environment)
+    HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
+    if this_process().rank == 0:
+        configure_log(hydra.job_logging, hydra.verbose)
+    else:
+        logging.getLogger().setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+    code = problems.DONE
+    try:
+        run_rank(train, cfg, parent_pid)
+    except JobFailed as failure:
+        code = failure.code
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank, but not by sys.exit: destructors of a process group wait for lost ranks."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def record_ending(
+    cfg: DictConfig, ending: Ending, rank: int | None, step: int | None, replace: bool = False
+) -> bool:
+    """Writes status.json; False where another rank was first.
+
+    Args:
+        rank: that reports; the ending may name another.   replace: what ranks have written.
+    """
     try:
         return write_status(
             cfg.run_dir,
@@ -94,8 +205,9 @@ def tell(cfg: DictConfig, rank: int, step: int, ending: Ending) -> bool:
             resume=None if ending.code == problems.DONE else resume_command(cfg),
             message=ending.line,
             traceback=ending.trace or None,
+            replace=replace,
         )
-    except OSError as error:  # the disk that failed the run may refuse its obituary, too
+    except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: no status.json: {error}", file=sys.stderr)
         return rank == 0
 
@@ -104,44 +216,59 @@ def show(cfg: DictConfig, ending: Ending) -> None:
     """Prints the ending; on stderr, but for a run that was asked to stop and did."""
     if ending.trace:
         print(ending.trace, file=sys.stderr)
-    if ending.code == problems.PREEMPTED:
-        for label, words in (("stopped", ending.line), ("next", resume_command(cfg))):
-            if log.isEnabledFor(logging.INFO):
-                log.info("%-9s %s", label, words)
-            else:  # another rank than 0, whose log is off, was the first to end
-                print(f"{label:9} {words}", flush=True)
-    else:
+    if ending.code != problems.PREEMPTED:
         print(ending.line, file=sys.stderr, flush=True)
+        return
+    for label, words in (("stopped", ending.line), ("next", resume_command(cfg))):
+        if log.isEnabledFor(logging.INFO):
+            log.info("%-9s %s", label, words)
+        else:  # another rank than 0, whose log is off, was the first to end
+            print(f"{label:9} {words}", flush=True)
 
 
-def rank_process(
-    train: Callable,
-    cfg: DictConfig,
-    hydra_cfg: DictConfig,
-    environment: dict[str, str],
-    parent_pid: int,
-) -> None:
-    """Entry of a spawned rank; never returns."""
-    die_with_parent(parent_pid)
-    os.environ.update(environment)
-    register()
-    HydraConfig.instance().cfg = hydra_cfg
-    if this_process().rank == 0:
-        configure_log(hydra_cfg.hydra.job_logging, hydra_cfg.hydra.verbose)
-    else:
-        logging.getLogger().setLevel(logging.ERROR)
-        warnings.simplefilter("ignore")
-    code = problems.DONE
-    try:
-        run_rank(train, cfg, parent_pid)
-    except problems.JobFailed as failure:
-        code = failure.code
-    leave(code)
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The newest checkpoint's folder, not verified: for messages, not for loading."""
+    return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
-def leave(code: int) -> NoReturn:
-    """Ends a rank, but not by sys.exit: destructors of a process group wait for lost ranks."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def resume_command(cfg: DictConfig) -> str:
+    """What to type to go on with this run from its newest good checkpoint."""
+    mine = ("run_dir=", "ckpt_path=", "init_from=")
+    typed = [word for word in HydraConfig.get().overrides.task if not word.startswith(mine)]
+    run_dir = f"run_dir={quote(cfg.run_dir)}"
+    return shlex.join(["python", sys.argv[0], *typed, run_dir, "ckpt_path=last"])
+
+
+def quote(value: str) -> str:
+    """A value as Hydra's grammar takes it, whatever characters it has."""
+    plain = value.isascii() and all(char.isalnum() or char in "/_-.:" for char in value)
+    return value if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def ways_to_save_memory(cfg: DictConfig) -> str:
+    """How a run that was too large for its device would do the same in less memory."""
+    batch_size, ways = cfg.data.batch_size, []
+    if batch_size > 1:
+        ways.append(f"data.batch_size={batch_size // 2}")
+        if cfg.data.global_batch_size is None:
+            ways[0] += f" trainer.accumulate_grad_batches={2 * cfg.trainer.accumulate_grad_batches}"
+    ways += ["model.activation_checkpointing=full", "strategy=fsdp on several devices"]
+    tokens = OmegaConf.select(cfg, "data.seq_len")
+    return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
+
+
+def forget_old_beats(run_dir: str | Path) -> None:
+    """Removes the heartbeats of earlier attempts; other ranks may have opened those of this one."""
+    folder = Path(run_dir) / BEATS_NAME
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name != attempt():
+            remove_tree(path)
+
+
+def first_line(text: object) -> str:
+    """The first line of a message that may have many."""
+    return (str(text).strip().splitlines() or [""])[0]
+
+
+def _has(phrases: tuple[str, ...], error: BaseException) -> bool:
+    return any(phrase in str(error) for phrase in phrases)

@@ -1,4 +1,4 @@
-"""The only room that knows Lightning: module, data module, strategies, callbacks."""
+"""Lightning's side: module, data module, strategies, callbacks, loggers."""
 
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.module import LanguageModel

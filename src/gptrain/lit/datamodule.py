@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.plan import Lengths
 from gptrain.resilience.signals import hold_back, ignore_in_worker
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Serves any dataset of `(tokens (T,), targets (T,))`.
+    """Serves any dataset; those of `(tokens (T,), targets (T,))` to a LanguageModel.
 
-    The training loader is one long pass over the whole run: its order is a pure function of
-    (seed, micro-batch number), so a resumed run goes on at the very next sample.
+    The order of training is a pure function of (seed, micro-batch number of the run), so that a
+    resumed run goes on at the very next sample.
 
     Args:
         train, val: datasets; `test` defaults to `val`.
-        batch_size: sequences per device per micro-step.
-        accumulate: micro-steps per optimizer step.
-        n_steps: optimizer steps of the run; None where only time ends it.
+        lengths: of the run.
         rank, world_size: place among the ranks that see different samples.
         ranks_per_sample: neighbouring ranks that see the same ones, of a tensor group.
         num_workers: processes that load batches; 0 loads in the training process.
@@ -36,12 +37,10 @@ class TextDataModule(pl.LightningDataModule):
         self,
         train: Dataset,
         val: Dataset,
-        test: Dataset | None = None,
+        test: Dataset | None,
+        lengths: Lengths,
         *,
-        batch_size: int,
-        accumulate: int = 1,
-        n_steps: int | None,
-        seed: int = 0,
+        seed: int,
         rank: int = 0,
         world_size: int = 1,
         ranks_per_sample: int = 1,
@@ -50,16 +49,29 @@ class TextDataModule(pl.LightningDataModule):
     ):
         super().__init__()
         self.train, self.val, self.test = train, val, test if test is not None else val
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.ranks_per_sample = ranks_per_sample
+        self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
+        self.epoch_steps, self.ranks_per_sample = lengths.epoch_steps, ranks_per_sample
         self.num_workers, self.pin_memory = num_workers, pin_memory
+        accumulate = lengths.batch.accumulate
         self.batches = TrainBatches(
-            SampleOrder(len(train), seed), batch_size, accumulate, rank, world_size, n_steps
+            SampleOrder(len(train), seed),
+            self.batch_size,
+            accumulate,
+            rank,
+            world_size,
+            epoch_steps=lengths.epoch_steps,
+            position=lambda: self.trainer.global_step * accumulate,
         )
+        self.train_loader: Loader | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for its batches so far; on a GPU an upper bound."""
+        return 0.0 if self.train_loader is None else self.train_loader.waited_s
 
     def train_dataloader(self) -> DataLoader:
-        self.batches.start = self._position()
-        return self._loader(self.train, self.batches)
+        self.train_loader = self._loader(self.train, self.batches)
+        return self.train_loader
 
     def val_dataloader(self) -> DataLoader:
         return self._evaluation_loader(self.val)
@@ -74,15 +86,11 @@ class TextDataModule(pl.LightningDataModule):
             samples = samples[:, rank // self.ranks_per_sample % self.world_size]
         return samples.ravel().tolist()
 
-    def _position(self) -> int:
-        """Micro-batches that the run has taken, also right after a resume."""
-        return self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
-
     def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
         batches = EvalBatches(len(dataset), self.batch_size, self.rank, self.world_size)
         return self._loader(PaddedDataset(dataset), batches)
 
-    def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> DataLoader:
+    def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> Loader:
         forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not
         return Loader(
             dataset,
@@ -98,8 +106,30 @@ class TextDataModule(pl.LightningDataModule):
 
 
 class Loader(DataLoader):
-    """Whose workers no signal ends before they have said that they ignore it."""
+    """A DataLoader whose workers start with stop signals blocked, and which times its batches.
 
-    def _get_iterator(self) -> Iterator:
+    Attributes:
+        waited_s: how long the device has waited for batches. A CPU waits for the whole of a fetch.
+            A GPU still has all that it was given before: only where it came to the end of that is
+            the fetch counted, which reads an event and waits for nothing.
+    """
+
+    waited_s = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
         with hold_back():
-            return super()._get_iterator()
+            batches = super().__iter__()
+        return self._timed(batches)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        on_gpu = self.pin_memory and torch.cuda.is_available()
+        while True:
+            given = torch.cuda.current_stream().record_event() if on_gpu else None
+            start_s = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if given is None or given.query():
+                self.waited_s += time.perf_counter() - start_s
+            yield batch

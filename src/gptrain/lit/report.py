@@ -13,18 +13,18 @@ import lightning.pytorch as pl
 from omegaconf import OmegaConf
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.step_log import StepLog
-from gptrain.lit.module import LanguageModel
+from gptrain.lit.callbacks.step_log import STEP, StepLog
 from gptrain.resilience.status import result_path, write_result
 
 log = logging.getLogger(__name__)
+SHOWN = ("train/loss", "val/loss", "val/bits_per_byte", "test/loss")  # of our own metrics
+OURS = ("train/", "perf/", "val/perplexity", "test/perplexity", "test/bits", "lr", "grad_norm")
 
 
 class Report:
     """The lines of one run, from rank 0 alone.
 
     Args:
-        run_dir: the run folder.
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
         hyper_parameters: the whole config, for the loggers.
@@ -34,13 +34,12 @@ class Report:
 
     def __init__(
         self,
-        run_dir: str,
         lines: dict[str, str],
         step_tokens: int,
         hyper_parameters: dict[str, Any],
         unigram_entropy: float | None = None,
     ):
-        self.run_dir, self.lines = Path(run_dir), lines
+        self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
         self.step_tokens, self.unigram_entropy = step_tokens, unigram_entropy
         self.hyper_parameters = hyper_parameters
         self.start_s = time.perf_counter()
@@ -58,10 +57,8 @@ class Report:
 
     def end(self, trainer: pl.Trainer) -> dict[str, float]:
         """Prints the result and what to type next, and writes result.json; returns the metrics."""
-        metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        if isinstance(trainer.lightning_module, LanguageModel):
-            logged = trainer.lightning_module.logged
-            metrics = {name: value for name, (_, value) in logged.items()} | metrics
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics.pop(STEP, None)
         if not trainer.is_global_zero:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
@@ -78,19 +75,23 @@ class Report:
                 checkpoint=best,
             )
         log.info("%-9s %s", "result", self._result(trainer, metrics, seconds))
+        for callback in trainer.early_stopping_callbacks:
+            if reason := callback.stopping_reason_message:
+                log.info("%-9s early, at step %d: %s", "stopped", steps, " ".join(reason.split()))
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
 
-    def _result(self, trainer: pl.Trainer, metrics: dict[str, Any], seconds: float) -> str:
-        parts = [self._steps(trainer, seconds)] if trainer.global_step else []
-        for key in ("train/loss", "val/loss", "val/bits_per_byte", "test/loss"):
-            if key in metrics:
-                parts.append(f"{key} {metrics[key]:.4f}")
+    def _result(self, trainer: pl.Trainer, metrics: dict[str, float], seconds: float) -> str:
+        parts = [self._steps(trainer, seconds)] if trainer.state.fn == "fit" else []
+        parts += [f"{name} {metrics[name]:.4f}" for name in SHOWN if name in metrics]
+        others = (name for name in metrics if name.startswith(("val/", "test/")))
+        theirs = [name for name in others if name not in SHOWN and not name.startswith(OURS)]
+        parts += [f"{name} {metrics[name]:.4f}" for name in theirs]
         if self.unigram_entropy and "val/bits_per_byte" in metrics:
             nats = metrics["val/bits_per_byte"] * math.log(2)
-            share = nats / self.unigram_entropy
+            fraction = nats / self.unigram_entropy
             parts.append(
-                f"{nats:.3f} nats per byte, {share:.2f} of the unigram entropy "
+                f"{nats:.3f} nats per byte, {fraction:.2f} of the unigram entropy "
                 f"{self.unigram_entropy:.3f}"
             )
         if "perf/tokens_per_s" in metrics:
@@ -102,12 +103,12 @@ class Report:
     def _steps(self, trainer: pl.Trainer, seconds: float) -> str:
         """What this start did of the run's steps."""
         steps, first = trainer.global_step, step_log(trainer).first_step
-        if trainer.state.fn == "fit" and first is None:
+        if first is None:
             return (
                 f"nothing left to train, step {steps} was the run's last; further: "
                 "trainer.max_steps, trainer.max_epochs"
             )
-        taken = steps - (first or 0)
+        taken = steps - first
         span = f", from step {first} to {steps}" if first else ""
         return f"{taken} step{'' if taken == 1 else 's'} in {seconds:.0f} s{span}"
 
@@ -125,9 +126,9 @@ def step_log(trainer: pl.Trainer) -> StepLog:
 
 
 def best_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """The checkpoint with the lowest monitored metric, the newest where none was measured."""
+    """The checkpoint with the best monitored metric, the newest where none was measured."""
     for part in trainer.callbacks:
         if isinstance(part, Checkpoints):
-            found = part.store.best(part.monitor)
+            found = part.store.best(part.monitor, part.mode)
             return part.store.newest() if found is None else found.path
     return None

@@ -8,8 +8,7 @@ token embedding. Source: Radford et al. 2019, "Language Models are Unsupervised 
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +33,9 @@ class SimpleGPT(nn.Module):
     tensor_plan: ClassVar[dict[str, str]] = {
         "token_embedding": "vocab_embedding",
         "position_embedding": "position_embedding",
-        "blocks.*.norm_1": "sequence",
-        "blocks.*.attention.q_proj": "colwise",
-        "blocks.*.attention.k_proj": "colwise",
-        "blocks.*.attention.v_proj": "colwise",
+        "blocks.*.norm_[12]": "sequence",
+        "blocks.*.attention.[qkv]_proj": "colwise",
         "blocks.*.attention.out_proj": "rowwise",
-        "blocks.*.norm_2": "sequence",
         "blocks.*.mlp.up_proj": "colwise",
         "blocks.*.mlp.down_proj": "rowwise",
         "norm": "sequence",
@@ -56,7 +52,7 @@ class SimpleGPT(nn.Module):
         dropout: float = 0.1,
         activation: str = "gelu",
     ):
-        # The one random number taken from the caller, on the CPU also inside torch.device("meta").
+        # The one random number drawn from the caller's generator, on the CPU on any device.
         init_seed = int(torch.randint(2**62, (), device="cpu"))
         super().__init__()
         self.init_seed = init_seed
@@ -68,13 +64,8 @@ class SimpleGPT(nn.Module):
         self.activation = activation
 
         with torch.device("meta"):  # the layers' own initialisation would only be overwritten
-            # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s
-            self.token_embedding = nn.Embedding.from_pretrained(
-                torch.empty(vocab_size, d_model), freeze=False
-            )
-            self.position_embedding = nn.Embedding.from_pretrained(
-                torch.empty(max_seq_len, d_model), freeze=False
-            )
+            self.token_embedding = _embedding(vocab_size, d_model)
+            self.position_embedding = _embedding(max_seq_len, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
                 Block(d_model, n_heads, dropout, activation) for _ in range(n_layers)
@@ -108,9 +99,8 @@ class SimpleGPT(nn.Module):
         n_tokens = tokens.shape[-1]
         if n_tokens > self.max_seq_len:
             raise ValueError(
-                f"sequence of {n_tokens} tokens: longer than the net's max_seq_len="
-                f"{self.max_seq_len}, there is no position embedding beyond it; "
-                f"shorten the sequence or raise max_seq_len"
+                f"sequence of {n_tokens} tokens: longer than max_seq_len={self.max_seq_len}, there "
+                f"is no position embedding beyond it; shorten the sequence or raise max_seq_len"
             )
         positions = torch.arange(n_tokens, device=tokens.device)
         return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
@@ -119,18 +109,7 @@ class SimpleGPT(nn.Module):
         """Number of parameters, the tied head and embedding counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def to_gpt2(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Config and tensors of the same net as Hugging Face's GPT2LMHeadModel keeps them."""
-        return gpt2_layout.to_gpt2(self)
-
-    def from_gpt2(
-        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """A state dict for this net from config and tensors of a GPT2LMHeadModel.
-
-        Raises: ValueError, one line that names both sides of all that does not fit.
-        """
-        return gpt2_layout.from_gpt2(self, config, tensors)
+    to_gpt2, from_gpt2 = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor) -> None:
@@ -191,10 +170,9 @@ class CausalSelfAttention(nn.Module):
             )
         self.d_head = d_model // n_heads
         self.dropout = dropout
-        self.q_proj = nn.Linear(d_model, d_model)
-        self.k_proj = nn.Linear(d_model, d_model)
-        self.v_proj = nn.Linear(d_model, d_model)
-        self.out_proj = nn.Linear(d_model, d_model)
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(d_model, d_model) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -222,6 +200,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.up_proj(x)))
+
+
+def _embedding(n: int, d_model: int) -> nn.Embedding:
+    # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s.
+    return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 
 
 def stable_hash(seed: int, name: str) -> int:

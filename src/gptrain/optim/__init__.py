@@ -5,7 +5,6 @@ from `decay_groups`; `Muon` alone gets them from `muon_groups`.
 A schedule is a function of the optimizer step that returns the factor on the learning rate.
 """
 
-from gptrain.optim.closure import call_closure_first
 from gptrain.optim.groups import decay_groups, muon_groups, scaled_lr
 from gptrain.optim.muon import Muon
 from gptrain.optim.schedules import (
@@ -18,7 +17,6 @@ from gptrain.optim.schedules import (
 
 __all__ = [
     "Muon",
-    "call_closure_first",
     "constant",
     "decay_groups",
     "muon_groups",

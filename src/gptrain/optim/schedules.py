@@ -17,8 +17,8 @@ def warmup_cosine(
     """Warm-up, then half a cosine from 1 to min_factor. Source: arXiv:1608.03983."""
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
-    share = _share_done(step, warmup_steps, total_steps - 1)
-    return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * share)) / 2
+    fraction = _fraction_done(step, warmup_steps, total_steps - 1)
+    return min_factor + (1 - min_factor) * (1 + math.cos(math.pi * fraction)) / 2
 
 
 def warmup_linear(
@@ -27,7 +27,7 @@ def warmup_linear(
     """Warm-up, then a straight line from 1 to min_factor."""
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
-    return 1 - (1 - min_factor) * _share_done(step, warmup_steps, total_steps - 1)
+    return 1 - (1 - min_factor) * _fraction_done(step, warmup_steps, total_steps - 1)
 
 
 def warmup_stable_decay(
@@ -37,17 +37,17 @@ def warmup_stable_decay(
     total_steps: int,
     start_factor: float,
     min_factor: float,
-    decay_share: float = 0.2,
+    decay_fraction: float = 0.2,
 ) -> float:
-    """Warm-up, 1, then a straight line to min_factor over the run's last decay_share.
+    """Warm-up, 1, then a straight line to min_factor over the run's last decay_fraction.
 
     A run can be made longer from any checkpoint before the decay. Source: arXiv:2405.18392, where
     a decay over a fifth of the run matches a cosine of the same length.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
-    decay_start = max(warmup_steps, total_steps - 1 - round(decay_share * total_steps))
-    return 1 - (1 - min_factor) * _share_done(step, decay_start, total_steps - 1)
+    decay_start = max(warmup_steps, total_steps - 1 - round(decay_fraction * total_steps))
+    return 1 - (1 - min_factor) * _fraction_done(step, decay_start, total_steps - 1)
 
 
 def warmup_constant(
@@ -78,6 +78,6 @@ def _warmup(step: int, warmup_steps: int, start_factor: float) -> float:
     return start_factor + (1 - start_factor) * step / warmup_steps
 
 
-def _share_done(step: int, start: int, end: int) -> float:
+def _fraction_done(step: int, start: int, end: int) -> float:
     """0 up to start, 1 from end on, a straight line between."""
     return 1.0 if step >= end else max(0, step - start) / (end - start)

@@ -10,21 +10,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from gptrain.parallel.unfit import Unfit
+from gptrain.parallel.fit import Unfit
 
 _aten = torch.ops.aten
 # Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
-_EXPENSIVE = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+_EXPENSIVE = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default} | {
+    getattr(_aten, f"_scaled_dot_product_{kind}_attention{device}").default
+    for kind, device in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""))
+}
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
@@ -42,7 +35,7 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
         raise ValueError(f"activation_checkpointing={mode}: allowed: none, selective, full")
     if mode == "none":
         return
-    check_activation_checkpointing(net, mode)
+    check_blocks(net, "model.activation_checkpointing", mode)
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
@@ -51,28 +44,19 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def check_activation_checkpointing(net: nn.Module, mode: str) -> None:
-    """Raises: Unfit if anything is to be recomputed and the net has no `blocks`."""
-    if mode != "none" and not hasattr(net, "blocks"):
+def check_blocks(net: nn.Module, key: str, mode: str) -> None:
+    """Raises: Unfit if the option `key` works block by block in this mode, without `blocks`."""
+    if mode not in ("none", "model") and not hasattr(net, "blocks"):
+        others = "none, model" if key == "model.compile" else "none"
         raise Unfit(
-            "model.activation_checkpointing",
-            f"recomputes block by block and needs `blocks`, an nn.ModuleList, of "
-            f"{type(net).__name__}; without: none",
-        )
-
-
-def check_compile(net: nn.Module, mode: str) -> None:
-    """Raises: Unfit if blocks are to be compiled and the net has no `blocks`."""
-    if mode == "blocks" and not hasattr(net, "blocks"):
-        raise Unfit(
-            "model.compile",
-            f"blocks needs `blocks`, an nn.ModuleList, of {type(net).__name__}; "
-            f"without: none, model",
+            key,
+            f"{mode} works block by block and needs `blocks`, an nn.ModuleList, of "
+            f"{type(net).__name__}; without: {others}",
         )
 
 
 def compiles_loss(mode: str, device: str) -> bool:
-    """Whether the loss's softmax is compiled with the net: on GPUs alone, see gptrain.loss."""
+    """Whether the loss's softmax is compiled with the net: on GPUs only, see gptrain.loss."""
     return mode != "none" and device == "cuda"
 
 
@@ -87,7 +71,7 @@ def apply_compile(net: nn.Module, mode: str) -> None:
     """
     if mode not in ("none", "blocks", "model"):
         raise ValueError(f"compile={mode}: allowed: none, blocks, model")
-    check_compile(net, mode)
+    check_blocks(net, "model.compile", mode)
     if mode == "blocks":
         for block in net.blocks.children():
             block.forward = torch.compile(block.forward)  # FSDP's hooks, around it, stay outside

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from gptrain.parallel.unfit import Unfit
+from gptrain.parallel.fit import check_attributes
 
 
 def apply_fsdp(
@@ -41,7 +41,7 @@ def apply_fsdp(
 
     Raises: Unfit if the net has no `blocks`.
     """
-    check_fsdp(net)
+    check_attributes(net, ("blocks",))
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None
     options = {
@@ -59,27 +59,17 @@ def apply_fsdp(
         register_fsdp_forward_method(net, "hidden")
 
 
-def check_fsdp(net: nn.Module) -> None:
-    """Raises: Unfit if the net has no `blocks`."""
-    if not hasattr(net, "blocks"):
-        raise Unfit(
-            "strategy.name",
-            f"gathers weights block by block and needs `blocks`, an nn.ModuleList, of "
-            f"{type(net).__name__} (see gptrain.models); strategies that work without: single, ddp",
-        )
-
-
 def reshard(net: nn.Module) -> None:
-    """Put shards back in the place of gathered weights, which an evaluation leaves there."""
+    """Free gathered weights, which an evaluation leaves in place of the shards."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _axis_free_of_tensor(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    # Where the tensor axis cuts the rows FSDP cuts the columns if they divide: two cuts of one
-    # dimension interleave, and an odd vocabulary then has no layout that DTensor can express.
+    # Where the tensor axis shards the rows, FSDP shards the columns if it can do so evenly: two
+    # shardings of one dimension interleave, and DTensor cannot express that for an odd vocabulary.
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
-    rows_are_cut = parameter.placements[0].is_shard(0)
-    return Shard(1) if rows_are_cut and parameter.shape[1] % mesh.size() == 0 else None
+    rows_are_sharded = parameter.placements[0].is_shard(0)
+    return Shard(1) if rows_are_sharded and parameter.shape[1] % mesh.size() == 0 else None

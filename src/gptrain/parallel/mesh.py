@@ -1,10 +1,26 @@
-"""The axes along which ranks divide the work."""
+"""The ranks of a job: their process group, and the axes along which they divide the work."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+T = TypeVar("T")
+
+STORE_VARIABLE = "GPTRAIN_STORE"  # a file through which the ranks of one node find each other
 # Outermost to innermost. Ranks of one tensor group are neighbours, because they talk most and one
 # node's links are the fastest; stages of a pipeline talk least and may lie far apart.
 AXES = ("pipeline", "data", "tensor")
+
+# Renamed in torch 2.13, which warns of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def build_mesh(
@@ -14,6 +30,66 @@ def build_mesh(
 
     Every rank must call it, after the process group exists.
 
-    Raises: RuntimeError if the product of the degrees is not the world size.
+    Raises: RuntimeError if the product of the sizes is not the world size.
     """
     return init_device_mesh(device_type, (pipeline, data, tensor), mesh_dim_names=AXES)
+
+
+def start_group(
+    backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float
+) -> None:
+    """Creates the job's process group, before Lightning would; does nothing where one exists.
+
+    Ranks that our own supervisor started use a file store, and gloo talks over loopback, so that a
+    run on one node opens no port that others could reach; ranks of several nodes have MASTER_ADDR.
+    """
+    if dist.is_initialized() or world_size == 1:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = os.environ.get(STORE_VARIABLE)
+    if store:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}" if store else "env://",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        # NCCL then knows this rank's GPU; else barriers guess it by the rank, and warn.
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def start_group_of_one(device: torch.device) -> None:
+    """A group of this process alone, for a strategy of several ranks tried on one device."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float) -> T:
+    """What `make` returns, called on rank 0 first: it may write files that the others then read.
+
+    The others wait for a key of the store, not in a collective: preparing a corpus may take hours
+    longer than the timeout of collectives.
+    """
+    if not dist.is_initialized():
+        return make()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        made = make()
+        store.set("rank 0 is ready", "1")
+        return made
+    store.wait(["rank 0 is ready"], timedelta(seconds=timeout_s))
+    return make()
+
+
+def from_rank_0(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]

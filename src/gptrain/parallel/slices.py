@@ -1,19 +1,52 @@
-"""From the whole to this rank's slice of it, and back: the one place that knows how cuts are made.
+"""Whole tensors and the slices that ranks hold: to slice, to fill, to gather.
 
-Cuts are torch.chunk's: all ranks hold the same number of rows but the last ones, who hold less. On
-two axes the innermost cuts first: FSDP (outer) shards what tensor parallelism (inner) left.
+The one place that knows the layout. Slices are torch.chunk's: all ranks hold the same number of
+rows, the last ones fewer or none. On two axes the innermost slices first: FSDP (outer) shards what
+tensor parallelism (inner) left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from gptrain.parallel.sequence import all_gather_single
+from gptrain.parallel.fit import tied_names
+from gptrain.parallel.mesh import all_gather_single
+
+
+def build_partitioned(
+    make_net: Callable[[], nn.Module],
+    partition: Callable[[nn.Module], None],
+    device: torch.device | str,
+) -> nn.Module:
+    """Net made by make_net, partitioned in place by partition(net), with weights on device.
+
+    A net with `init_parameter` and without buffers is made and partitioned on the meta device and
+    filled one parameter at a time: a rank never holds more than its slices and one whole parameter.
+    Any other net is made whole on the CPU, then partitioned.
+    Both draw from the global CPU generator what one call of make_net draws, so the same seed gives
+    the weights of a single process.
+    """
+    before = torch.random.get_rng_state()
+    with torch.device("meta"):
+        net = make_net()
+    if not hasattr(net, "init_parameter") or any(True for _ in net.buffers()):
+        torch.random.set_rng_state(before)
+        net = make_net()
+        partition(net)
+        return net.to(device)
+    first_name = tied_names(net)  # also of a weight whose first name this rank does not hold
+    partition(net)
+    net.to_empty(device=device)
+    for name, parameter in net.named_parameters():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+        net.init_parameter(first_name.get(name, name), whole)
+        copy_slice(parameter, whole)
+    return net
 
 
 def slice_of(
@@ -49,34 +82,30 @@ def like_parameter(value: Any, parameter: Tensor) -> Any:
     """This rank's slice of a whole tensor of the parameter's shape; anything else as it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    if not isinstance(parameter, DTensor):
-        return value.to(parameter.device, copy=True)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    local = slice_of(value, placements, mesh.get_coordinate(), mesh.shape)
-    local = local.to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    mine = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    copy_slice(mine, value)
+    return mine
 
 
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, on every rank; a plain tensor as it is. Collective.
 
-    slice_of undone: DTensor's own way cannot undo uneven cuts of one dimension by two axes.
+    The inverse of slice_of. DTensor's own full_tensor() fails where two axes slice one dimension
+    unevenly.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     mesh, whole = tensor.device_mesh, tensor.to_local()
-    # Lengths before each cut, innermost axis first, as slice_of cuts; undone outermost first.
-    cuts, left = [], torch.empty(tensor.shape, device="meta")
+    # Lengths before each slicing, innermost axis first, as in slice_of; undone outermost first.
+    slicings, left = [], torch.empty(tensor.shape, device="meta")
     for axis in reversed(range(mesh.ndim)):
         placement = tensor.placements[axis]
         if not placement.is_replicate():
-            cuts.append((axis, placement.dim, left.shape[placement.dim]))
+            slicings.append((axis, placement.dim, left.shape[placement.dim]))
             here = [mesh.get_coordinate()[axis]], [mesh.shape[axis]]
             left = slice_of(left, [placement], *here)
-    for axis, dim, length in reversed(cuts):
+    for axis, dim, length in reversed(slicings):
         size = mesh.shape[axis]
         rows = -(-length // size)
         part = whole.movedim(dim, 0)

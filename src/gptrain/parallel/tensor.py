@@ -1,36 +1,35 @@
-"""Tensor parallelism: a matrix's columns or rows, and the sequence between, split over ranks.
+"""Tensor parallelism: matrices split by columns or rows over ranks, and the sequence between them.
 
 A layer's first matrices are split by outputs, its last by inputs, so that a rank computes whole
-heads and its part of the MLP alone; partial sums are reduce-scattered into slices of the sequence,
-on which norms, dropout and the residual stream live, and gathered again after each norm. Dropout
-then only ever sees what this rank alone holds: ranks draw from generators seeded differently.
+heads and its part of the MLP alone. Partial sums are reduce-scattered into slices of the sequence,
+on which norms, dropout and the residual stream work, and gathered again after each norm; the
+gradients go the reverse way. Each collective sends (n-1)/n of the whole tensor per rank, half of an
+all-reduce. Dropout only sees what this rank alone holds: ranks draw from different seeds.
 Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 
 Parameters become DTensors (for the optimizer, FSDP and checkpoints); layers compute on their local
-parts with the collectives of `sequence`. DTensor's own sequence parallelism needs T to be a
-multiple of the ranks, and pays its dispatcher at every operation.
+parts with the collectives below. DTensor's own sequence parallelism needs T to be a multiple of the
+ranks, and pays its dispatcher at every operation; here the sequence is padded at its end, which a
+causal net cannot see.
 """
 
-# V vocab, v this rank's part of it, D d_model, B batch, T time, T' padded, t = T' / ranks
+# V vocab, v this rank's part of it, D d_model, B batch, T time,
+# T' time padded to a multiple of n ranks, t = T' / n
 
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache, partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gptrain.parallel.sequence import (
-    gather_sequence,
-    gather_vocabulary,
-    pad_to_multiple,
-    scatter_sequence,
-)
+from gptrain.parallel.fit import Unfit, check_attributes
+from gptrain.parallel.mesh import all_gather_single, reduce_scatter_single
 from gptrain.parallel.slices import slice_of
-from gptrain.parallel.unfit import Unfit
 
 
 def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
@@ -47,13 +46,13 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
-        role = roles.get(name)
+        role, _, split_dims = _ROLES.get(roles.get(name), (None, (), {}))
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in sharded:
-                sharded[parameter] = _shard(parameter, _PLACEMENTS.get((role, key)), mesh)
+                sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
             setattr(module, key, sharded[parameter])
         if role is not None:
-            module.__class__ = _mixed(_ROLES[role][0], type(module))
+            module.__class__ = _mixed(role, type(module))
             module.tensor_group = group
     net.forward = partial(_without_padding, net.forward)
     if hasattr(net, "hidden"):
@@ -62,13 +61,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
 def check_tensor_parallel(net: nn.Module, size: int) -> None:
     """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
-    missing = [name for name in ("tensor_plan", "n_heads", "head") if not hasattr(net, name)]
-    if missing:
-        raise Unfit(
-            "strategy.name",
-            f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); "
-            f"strategies that work without: single, ddp, and fsdp with `blocks`",
-        )
+    check_attributes(net, ("tensor_plan", "n_heads", "head"))
     if net.n_heads % size:
         allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
         raise Unfit(
@@ -195,18 +188,75 @@ def _mixed(role: type, layer: type) -> type:
     return type(layer.__name__, (role, layer), {})
 
 
-_ROLES = {  # role -> (its class, the layers that it knows)
-    "colwise": (_Colwise, (nn.Linear,)),
-    "rowwise": (_Rowwise, (nn.Linear,)),
-    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm)),
-    "position_embedding": (_PositionEmbedding, (nn.Embedding,)),
-    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,)),
-    "vocab_head": (_VocabHead, (nn.Linear,)),
+_ROLES = {  # role -> its class, the layers that it knows, the dimensions in which they are split
+    "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
+    "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
+    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm), {}),
+    "position_embedding": (_PositionEmbedding, (nn.Embedding,), {}),
+    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,), {"weight": 0}),
+    "vocab_head": (_VocabHead, (nn.Linear,), {"weight": 0}),
 }
-_PLACEMENTS = {  # (role, parameter) -> dimension that is split; all others are whole on every rank
-    ("colwise", "weight"): 0,
-    ("colwise", "bias"): 0,
-    ("rowwise", "weight"): 1,
-    ("vocab_embedding", "weight"): 0,
-    ("vocab_head", "weight"): 0,
-}
+
+
+def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Slices (..., t, D) of all ranks side by side, (..., T', D). Backward sums over ranks."""
+    return _AlongSequence.apply(part, group, True)
+
+
+def scatter_sequence(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's slice (..., t, D) of the sum over ranks of (..., T', D). Backward gathers."""
+    return _AlongSequence.apply(partial, group, False)
+
+
+def gather_vocabulary(part: Tensor, n_columns: int, group: dist.ProcessGroup) -> Tensor:
+    """Columns of all ranks, (..., n_columns), where ranks hold torch.chunk's parts of them.
+
+    Backward takes this rank's columns: what follows is computed alike on every rank.
+    """
+    return _GatherVocabulary.apply(part, n_columns, group)
+
+
+def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
+    """Indices (..., T) padded with index 0 to (..., T')."""
+    return F.pad(tokens, (0, -tokens.shape[-1] % n))
+
+
+class _AlongSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group, gathers):
+        ctx.group, ctx.gathers = group, gathers
+        return (_all_gather if gathers else _reduce_scatter)(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (_reduce_scatter if ctx.gathers else _all_gather)(grad, ctx.group), None, None
+
+
+class _GatherVocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, n_columns, group):
+        width = -(-n_columns // group.size())  # torch.chunk's; the last ranks' parts are padded
+        ctx.start, ctx.width = group.rank() * width, part.shape[-1]
+        part = F.pad(part, (0, width - part.shape[-1])).contiguous()
+        whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
+        all_gather_single(whole, part, group=group)
+        whole = whole.unflatten(0, (group.size(), -1))  # (n, B, T', width)
+        return whole.movedim(0, -2).flatten(-2)[..., :n_columns]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.narrow(-1, min(ctx.start, grad.shape[-1] - ctx.width), ctx.width), None, None
+
+
+def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
+    all_gather_single(whole, part.contiguous(), group=group)
+    whole = whole.unflatten(0, (group.size(), -1))
+    return whole.movedim(0, -3).flatten(-3, -2)  # (n, ..., t, D) -> (..., T', D)
+
+
+def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = whole.unflatten(-2, (group.size(), -1)).movedim(-3, 0).flatten(0, 1).contiguous()
+    part = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
+    reduce_scatter_single(part, parts, group=group)
+    return part  # (..., t, D)

@@ -6,13 +6,14 @@ same pass; ranks exchange three numbers a token. Source: Shoeybi et al. 2019, ar
 
 # C tokens of a chunk, D d_model, V vocab, v this rank's part
 
+from collections.abc import Iterator
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gptrain.loss import IGNORED, chunked_next_token_loss
+from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place, logits_in_chunks
+from gptrain.parallel.tensor import gather_vocabulary
 
 
 def vocab_parallel_loss(
@@ -22,39 +23,43 @@ def vocab_parallel_loss(
     *,
     chunk_tokens: int | None = None,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross entropy (nats) of whole hidden (..., D) under a head split by rows, alike on all ranks.
+    """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
 
     Args:
         head_weight: DTensor (V, D), split by torch.chunk along V over its one mesh axis.
-        chunk_tokens, reduction: as in chunked_next_token_loss.
+        chunk_tokens, reduction, label_smoothing, z_loss: as in chunked_next_token_loss.
     """
-    mesh = head_weight.device_mesh
-    start = mesh.get_local_rank() * -(-head_weight.shape[0] // mesh.size())
+    mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
+    group = mesh.get_group()
+
+    def all_reduce(tensor: Tensor, how: str) -> None:
+        dist.all_reduce(tensor, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[how], group)
+
     return chunked_next_token_loss(
         hidden,
         head_weight.to_local(),
         targets,
         chunk_tokens=chunk_tokens,
         reduction=reduction,
-        cross_entropy=partial(cross_entropy_over_ranks, start=start, group=mesh.get_group()),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        cross_entropy=partial(
+            cross_entropy_in_place,
+            start=mesh.get_local_rank() * -(-vocab_size // mesh.size()),
+            vocab_size=vocab_size,
+            all_reduce=all_reduce,
+        ),
     )
 
 
-def cross_entropy_over_ranks(
-    logits: Tensor, targets: Tensor, wants_gradient: bool, *, start: int, group: dist.ProcessGroup
-) -> Tensor:
-    """As cross_entropy_in_place, of logits (C, v) whose first column is that of token `start`."""
-    counts, column = targets != IGNORED, targets - start
-    here = counts & (column >= 0) & (column < logits.shape[1])
-    counts, here, column = counts[:, None], here[:, None], column.where(here, 0)[:, None]  # (C, 1)
-    highest = logits.amax(dim=-1, keepdim=True)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-    target_logits = logits.sub_(highest).gather(1, column) * here
-    exps = logits.exp_()
-    sums = torch.cat((target_logits, exps.sum(dim=-1, keepdim=True)), dim=1)  # (C, 2)
-    dist.all_reduce(sums, group=group)
-    target_logits, sums = sums.split(1, dim=1)
-    if wants_gradient:
-        exps.mul_(counts / sums).scatter_add_(1, column, -here.to(exps.dtype))
-    return (sums.log() - target_logits).where(counts, 0.0)
+def vocab_parallel_logits_in_chunks(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_tokens: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As loss.logits_in_chunks, under a head split by rows: whole logits (C, V) on every rank."""
+    group, vocab_size = head_weight.device_mesh.get_group(), head_weight.shape[0]
+    local = head_weight.detach().to_local()
+    for logits, counted in logits_in_chunks(hidden, local, targets, chunk_tokens):
+        yield gather_vocabulary(logits, vocab_size, group), counted

@@ -28,8 +28,37 @@ class BatchPlan:
         return self.batch_size * self.data_parallel_size * self.accumulate
 
     def steps_per_epoch(self, n_samples: int) -> int:
-        """Whole optimizer steps in one pass over the data; the tail is left to the next shuffle."""
+        """Complete steps in one pass over the data; what remains is left to the next shuffle."""
         return n_samples // self.global_batch_size
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long a run is.
+
+    Attributes:
+        batch: the batch arithmetic of one step.
+        sample_tokens: positions of one sample.
+        epoch_steps: optimizer steps of an epoch.
+        n_steps: optimizer steps of the run; None where only max_time ends it.
+        validate_every: optimizer steps between two validations, at most n_steps.
+    """
+
+    batch: BatchPlan
+    sample_tokens: int
+    epoch_steps: int
+    n_steps: int | None
+    validate_every: int
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions that a step trains on, over all ranks."""
+        return self.batch.global_batch_size * self.sample_tokens
+
+    @property
+    def n_epochs(self) -> int:
+        """Epochs of the run, the last of which may be cut short; -1: no limit."""
+        return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
 
 
 def plan_batch(
@@ -85,22 +114,22 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
     """Steps of the warm-up.
 
     Args:
-        asked: a whole number of steps, a share of the run below 1, or None: 100 or a
+        asked: an integer number of steps, a fraction of the run below 1, or None: 100 or a
             tenth of the run, whichever is less.
         total_steps: None where only a time ends the run.
 
-    Raises: ValueError for a share of a run of unknown length, and for what is neither.
+    Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
     """
     if asked is None and total_steps is None:
         return DEFAULT_WARMUP_STEPS
     if asked is None:
         return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
     if asked < 0 or (asked > 1 and asked != int(asked)):
-        raise ValueError("neither a whole number of steps nor a share of the run below 1")
+        raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
     if not 0 < asked < 1:
         return int(asked)
     if total_steps is None:
-        raise ValueError("a share of a run of which no one knows the length")
+        raise ValueError("a fraction of a run of unknown length")
     return round(asked * total_steps)
 
 

@@ -1,4 +1,4 @@
-"""How many ranks share each kind of work."""
+"""The strategies, and how many ranks each of their axes has."""
 
 from __future__ import annotations
 
@@ -93,16 +93,15 @@ def parallel_dims(
         if size < 1:
             raise ValueError(f"{axis}_parallel_size={size}: at least 1")
         sizes[axis] = size
-    split = sizes[TENSOR] * sizes[PIPELINE]
-    n_data = max(1, world_size // split) if DATA in AXES[name] else 1
-    found = ParallelDims(n_data, sizes[TENSOR], sizes[PIPELINE])
-    if found.world_size != world_size:
-        equation = f"data {n_data} x tensor {found.tensor} x pipeline {found.pipeline}"
+    n_data = max(1, world_size // (sizes[TENSOR] * sizes[PIPELINE])) if DATA in AXES[name] else 1
+    dims = ParallelDims(n_data, sizes[TENSOR], sizes[PIPELINE])
+    if dims.world_size != world_size:
+        equation = f"data {n_data} x tensor {dims.tensor} x pipeline {dims.pipeline}"
         raise ValueError(
-            f"strategy={name}: {equation} = {found.world_size}, but there are {world_size} ranks; "
+            f"strategy={name}: {equation} = {dims.world_size}, but there are {world_size} ranks; "
             f"{_advice(name, world_size)}"
         )
-    return found
+    return dims
 
 
 def dims_of(options, world_size: int) -> ParallelDims:

@@ -5,15 +5,31 @@ from __future__ import annotations
 from gptrain.plan.dims import ParallelDims
 from gptrain.plan.shape import GPTShape
 
-# fp32 weight, fp32 gradient, and Adam's two fp32 moments. Mixed precision by autocast keeps all
-# four: its 16-bit copies live as long as one operation.
-ADAM_BYTES_PER_PARAMETER = 4 + 4 + 2 * 4
+# States per parameter of torch's optimizers and of our Muon; of all others two, as Adam has.
+_STATES = {"SGD": 0, "Adafactor": 0, "Muon": 1, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
+_VALUE_BYTES = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}  # else 4, also autocast's
+
+
+def bytes_per_parameter(precision: str, optimizer_target: str, momentum: float = 0.0) -> int:
+    """Bytes of a weight, its gradient and its optimizer states: 4 + 4 + 2 x 4 for AdamW in fp32.
+
+    Mixed precision keeps fp32 weights: its 16-bit copies live as long as one operation. Muon
+    counts with the one state of its hidden matrices; its AdamW on the rest has two.
+
+    Args:
+        precision: Lightning's name.
+        optimizer_target: the `_target_` of the optimizer.
+        momentum: of SGD, which has a state only with it.
+    """
+    name = optimizer_target.rpartition(".")[2]
+    n_states = 1 if name == "SGD" and momentum else _STATES.get(name, 2)
+    return (1 + 1 + n_states) * _VALUE_BYTES.get(str(precision), 4)
 
 
 def rank_parameters(
     name: str,
     shape: GPTShape,
-    split: ParallelDims,
+    dims: ParallelDims,
     *,
     pipeline_rank: int = 0,
     stages_per_rank: int = 1,
@@ -24,22 +40,24 @@ def rank_parameters(
     ask for the largest, rank 0 or the last.
     """
     if "pipeline" in name:
-        n_stages = split.pipeline * stages_per_rank
-        return shape.stage_parameters(range(pipeline_rank, n_stages, split.pipeline), n_stages)
-    held = sum(shape.tensor_parallel_parameters(split.tensor))
-    return held / split.data if "fsdp" in name else held
+        n_stages = dims.pipeline * stages_per_rank
+        return shape.stage_parameters(range(pipeline_rank, n_stages, dims.pipeline), n_stages)
+    held = sum(shape.tensor_parallel_parameters(dims.tensor))
+    return held / dims.data if "fsdp" in name else held
 
 
 def state_bytes(
     name: str,
     shape: GPTShape,
-    split: ParallelDims,
+    dims: ParallelDims,
     *,
+    precision: str = "32-true",
+    optimizer: str = "torch.optim.AdamW",
     pipeline_rank: int = 0,
     stages_per_rank: int = 1,
 ) -> float:
-    """Bytes of weights, gradients and Adam's moments on one rank, in fp32."""
+    """Bytes of weights, gradients and optimizer states on one rank; arguments as above."""
     held = rank_parameters(
-        name, shape, split, pipeline_rank=pipeline_rank, stages_per_rank=stages_per_rank
+        name, shape, dims, pipeline_rank=pipeline_rank, stages_per_rank=stages_per_rank
     )
-    return held * ADAM_BYTES_PER_PARAMETER
+    return held * bytes_per_parameter(precision, optimizer)

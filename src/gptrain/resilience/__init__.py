@@ -1,13 +1,12 @@
 """How a run survives: nothing here knows a model, a trainer or a configuration.
 
 lock       one run, one folder
-status     how it ended: status.json, result.json
-store      checkpoints that are whole or do not exist (saving: one save on all ranks; draft: files
-           in the making; manifest: what a checkpoint consists of; tidy: folders put out of the way;
-           fileops: every file operation of a save)
+status     how a run ended: exit codes, status.json, result.json
+store      checkpoints that are complete or do not exist (draft: one while it is written; manifest:
+           what it consists of; fileops: file operations that survive a power cut)
 sharded    the same for torch.distributed.checkpoint
 safe_load  loading that cannot run foreign code
-rng        random numbers, taken and put back
+rng        states of the random generators
 signals    a request to stop is a flag
-watchdog   no rank waits for ever (heartbeat: its signs of life, and a watch from outside)
+watchdog   no rank waits for ever: heartbeats, and the watch over them in the rank and outside
 """

@@ -1,21 +1,23 @@
-"""A checkpoint while it is written: files hashed as they go to disk, errors kept for one place.
+"""One save: the files that a rank writes, and the one answer that all ranks give.
 
-torch.save hands its bytes to C++ code and torch.distributed.checkpoint to collectives of all ranks;
-an exception of a full disk thrown into either ends in a crash, a hang, or a second error that hides
-the first. So a file here never raises. It keeps the first error and swallows the rest of its bytes
-(still counting them: that is how many were needed), and `Save` raises it afterwards, on all ranks,
-as `SaveFailed`.
+torch.save passes its bytes to C++ code and torch.distributed.checkpoint to collectives of all
+ranks; an exception of a full disk raised inside either ends in a crash, a hang, or a second error
+that hides the first. So they write to memory, which takes as long as a copy. Then the files go to
+the disk, of a save in the background from a thread of each rank, and `Draft.finish` raises what
+went wrong there, on all ranks, as `SaveFailed`. It is for the main threads, as collectives are.
 """
 
 import errno
 import hashlib
 import io
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gptrain.resilience import fileops
-from gptrain.resilience.manifest import difference
+from gptrain.resilience.manifest import difference, is_file_name
 
 # 540 MB took 2.0 s of a processor in pieces of 4 MiB and 0.3 s in these (ext4, Linux 6).
 _PIECE_BYTES = 1 << 26
@@ -30,12 +32,7 @@ class SaveFailed(OSError):
     """
 
     def __init__(
-        self,
-        number: int,
-        path: str | Path,
-        needed: int | None = None,
-        free: int | None = None,
-        rank: int = 0,
+        self, number: int, path: str | Path, needed: int | None, free: int | None, rank: int
     ) -> None:
         super().__init__(number, os.strerror(number), str(path))
         self.path, self.needed, self.free, self.rank = Path(path), needed, free, rank
@@ -51,141 +48,135 @@ class SaveFailed(OSError):
         )
 
 
-class NoSpace(SaveFailed):
+class NoSpace(OSError):
     """There is less room than a save needs; found out before anything was written."""
 
-    def __init__(self, path: str | Path, needed: int, free: int) -> None:
-        super().__init__(errno.ENOSPC, path, needed, free)
+    def __init__(self, path: Path, needed: int, free: int) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        self.path, self.needed, self.free = path, needed, free
 
-    def __reduce__(self) -> tuple:
-        return type(self), (str(self.path), self.needed, self.free)
+    def __str__(self) -> str:
+        return f"{self.path}: saving needs {self.needed} bytes, {self.free} bytes are free"
 
 
 class Draft:
-    """The files that one rank writes into a checkpoint that is not yet one.
+    """The part of one rank in a save: its files in a checkpoint that is not yet one.
 
     Attributes:
-        path: the folder all ranks write into.
-        files: name -> {"bytes", "sha256"} of this rank's finished files.
-        n_bytes: bytes offered so far, written or not.
-        error: the first OSError of this rank, None as long as all went well.
+        error: the first of this rank, None as long as all went well.
 
     Args:
+        path: a hidden folder beside the target, into which all ranks write.
+        gather: collects one picklable value of each rank on all ranks, in rank order; it is the
+            barrier, too.
+        needed_bytes: what to say of the size where nothing was written.
         progress: called for every piece that is written or read back.
-        held: files stay in memory until `write_held`, which another thread may call.
     """
 
     def __init__(
-        self, path: Path, progress: Callable[[], None] | None = None, held: bool = False
+        self,
+        path: Path,
+        rank: int,
+        gather: Callable[[object], list],
+        needed_bytes: int,
+        progress: Callable[[], None] | None,
     ) -> None:
-        self.path = path
-        self.progress = progress
-        self.files: dict[str, dict] = {}
-        self.error: OSError | None = None
-        self.n_bytes = 0
-        self._held: dict[str, bytes] | None = {} if held else None
+        self.path, self.rank, self.gather = path, rank, gather
+        self.needed_bytes, self.progress = needed_bytes, progress
+        self.error: BaseException | None = None
+        self._held: dict[str, bytes] = {}
+        self._entries: dict[str, dict] = {}  # of the files that are on the disk
+        self._thread: threading.Thread | None = None
 
-    def open(self, name: str) -> "DraftFile | HeldFile":
+    def open(self, name: str) -> "HeldFile":
         """A new file of the checkpoint, for torch.save and the like; use it as a context."""
-        if os.path.basename(name) != name:
+        if not is_file_name(name):
             raise ValueError(f"{name}: a checkpoint is one flat folder")
-        return DraftFile(self, name) if self._held is None else HeldFile(self._held, name)
+        return HeldFile(self._held, name)
 
-    def write_held(self) -> None:
-        """Puts the held files on the medium, each freed as soon as it is there."""
-        while self._held:
-            name, content = self._held.popitem()
-            with DraftFile(self, name) as file:
-                file.write(content)
-            del content
+    def write(self) -> None:
+        """Puts the files on the disk, each freed as soon as it is there."""
+        self.needed_bytes = max(self.needed_bytes, sum(map(len, self._held.values())))
+        try:
+            while self._held:
+                name, content = self._held.popitem()
+                self._entries[name] = self._write_file(self.path / name, content)
+                del content
+        except BaseException as error:  # raised by `finish`; here it might end a thread
+            self.error = self.error or error
+
+    def write_in_background(self) -> None:
+        """Lets a thread do so, without progress: that would hide a training that hangs."""
+        self.progress = None
+        self._thread = threading.Thread(target=self.write, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's thread still is."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def finish(self) -> list[dict[str, dict]]:
+        """The entries of every rank's files, once all are on the disk. Raises: SaveFailed."""
+        if self._thread is not None:
+            self._thread.join()
+        with self.same_answer():
+            if self.error is not None:
+                raise self.error
+        return self.gather(self._entries)
+
+    @contextmanager
+    def same_answer(self) -> Iterator[None]:
+        """Lets all ranks raise the first rank's SaveFailed, so that none goes on or waits alone.
+
+        Other exceptions pass: their rank is about to end the job, and a collective might not
+        return.
+        """
+        mine, free = None, None
+        try:
+            yield
+        except SaveFailed as error:
+            mine = error
+        except OSError as error:
+            if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+                raise  # of the network, not of the file system
+            with suppress(OSError):
+                free = fileops.free_bytes(self.path.parent)
+            mine = SaveFailed(error.errno, self.path.parent, self.needed_bytes, free, self.rank)
+            mine.__cause__ = error
+        for failure in self.gather(mine):
+            if failure is not None:
+                raise failure
+
+    def _write_file(self, path: Path, content: bytes) -> dict:
+        """Its entry in the manifest, after it was read back."""
+        digest, whole = hashlib.sha256(), memoryview(content)
+        descriptor = fileops.create(path)
+        try:
+            for start in range(0, len(whole), _PIECE_BYTES):
+                piece = whole[start : start + _PIECE_BYTES]
+                digest.update(piece)
+                fileops.write_all(descriptor, piece)
+                if self.progress:
+                    self.progress()
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # some file systems report a failed write only here
+        entry = {"bytes": len(whole), "sha256": digest.hexdigest()}
+        if found := difference(path, entry, self.progress):
+            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
+        return entry
 
 
 class HeldFile(io.BytesIO):
-    """A file in memory, handed over when it is closed."""
+    """A file in memory, given to the draft when it is closed."""
 
     def __init__(self, held: dict[str, bytes], name: str) -> None:
         super().__init__()
         self._held, self._name = held, name
 
     def close(self) -> None:
-        """Hand it over."""
+        """Gives its content away."""
         if not self.closed:
             self._held[self._name] = self.getvalue()  # no copy: the buffer is given away
             super().close()
-
-
-class DraftFile(io.RawIOBase):
-    """A file that can be written once, front to back; `close` puts it on the medium."""
-
-    def __init__(self, draft: Draft, name: str) -> None:
-        super().__init__()
-        self._draft, self._name = draft, name
-        self._digest = hashlib.sha256()
-        self._n_bytes = 0
-        self._pending = bytearray()
-        self._descriptor: int | None = None
-        self._guarded(self._create)
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Number of bytes given: all are taken."""
-        view = memoryview(data).cast("B")
-        self._n_bytes += len(view)
-        self._draft.n_bytes += len(view)
-        if len(self._pending) + len(view) < _PIECE_BYTES:
-            self._pending += view
-        else:
-            self._put_pending()
-            for start in range(0, len(view), _PIECE_BYTES):
-                self._put(view[start : start + _PIECE_BYTES])
-        return len(view)
-
-    def tell(self) -> int:
-        """Bytes written so far."""
-        return self._n_bytes
-
-    def writable(self) -> bool:
-        """True."""
-        return True
-
-    def close(self) -> None:
-        """Write what is pending, wait for the medium, read it back, and tell the draft."""
-        if self.closed:
-            return
-        self._put_pending()
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            self._guarded(fileops.sync, descriptor)
-            try:  # even after an error: the descriptor is ours to give back
-                fileops.close(descriptor)
-            except OSError as error:
-                self._draft.error = self._draft.error or error
-        entry = {"bytes": self._n_bytes, "sha256": self._digest.hexdigest()}
-        self._guarded(self._read_back, entry)
-        self._draft.files[self._name] = entry
-        super().close()
-
-    def _create(self) -> None:
-        self._descriptor = fileops.create(self._draft.path / self._name)
-
-    def _read_back(self, entry: dict) -> None:
-        path = self._draft.path / self._name
-        if found := difference(path, entry, self._draft.progress):
-            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
-
-    def _put_pending(self) -> None:
-        if self._pending:
-            self._put(memoryview(self._pending))
-            self._pending = bytearray()
-
-    def _put(self, piece: memoryview) -> None:
-        self._digest.update(piece)
-        self._guarded(fileops.write_all, self._descriptor, piece)
-        if self._draft.progress:
-            self._draft.progress()
-
-    def _guarded(self, operation: Callable, *arguments: object) -> None:
-        if self._draft.error is None:
-            try:
-                operation(*arguments)
-            except OSError as error:
-                self._draft.error = error

@@ -11,26 +11,40 @@ import fcntl
 import functools
 import json
 import os
-import re
 import socket
 import time
 import uuid
 from pathlib import Path
 
+from gptrain.small_files import UnreadableFile, read_json
+
 LOCK_NAME = ".lock"
-_PATIENCE_S = 2.0  # a new holder writes its name within milliseconds; a dying one leaves in less
+# What a run writes by these names, which a folder of somebody else's could lead elsewhere.
+_OWN_FILES = (
+    LOCK_NAME, "train.log", "status.json", "result.json", "result-validate.json",
+    "result-test.json", ".restarts",
+)  # fmt: skip
+_OWN_FOLDERS = (".hydra", ".hydra/validate", ".hydra/test", ".beats")
+# One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
+_RECORD_BYTES = 512
+_NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
 _held: set[int] = set()  # descriptors of this process's locks
 
 
 class RunFolderHeld(Exception):
     """Another live process has the run folder."""
 
-    def __init__(self, run_dir: Path, pid: int | None, host: str, started: str) -> None:
-        self.run_dir, self.pid, self.host, self.started = run_dir, pid, host, started
+    def __init__(self, run_dir: Path, holder: dict) -> None:
+        self.holder = holder
+        pid, host, started = (holder.get(key, "unknown") for key in ("pid", "host", "started"))
         super().__init__(
             f"{run_dir}: held by process {pid} on {host} since {started}; "
             "wait for it, stop it, or choose another folder"
         )
+
+
+class UnsafeFolder(Exception):
+    """A run folder in which a name of ours leads elsewhere, or is not what a run would write."""
 
 
 class RunLock:
@@ -47,42 +61,30 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> "RunLock":
-        """Take the folder, which is made if need be, or fail within two seconds.
+        """Takes the folder, which is made if need be, or fails within a second.
 
         Raises: RunFolderHeld; OSError if the folder cannot be made or written.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        path = self.run_dir / LOCK_NAME
         _forget_in_forked_children()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _held.add(descriptor)
-        self._descriptor = descriptor
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
+        _held.add(self._descriptor)
         try:
-            give_up = time.monotonic() + _PATIENCE_S
-            while not _try_lock(descriptor):
-                holder = read_holder(self.run_dir)
-                if _is_plausible(holder) or time.monotonic() > give_up:
-                    raise RunFolderHeld(
-                        self.run_dir,
-                        holder.get("pid"),
-                        holder.get("host", "an unknown host"),
-                        holder.get("started", "an unknown time"),
-                    )
-                time.sleep(0.02)
+            self._lock()
             self.run_id = read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex
-            self._write(os.getpid())
+            self._write_holder()
         except BaseException:
-            self._close()
+            self.release()
             raise
         return self
 
     def release(self) -> None:
-        """Give the folder back; harmless when it is not held, or held by this process's parent."""
-        try:
-            if self._descriptor in _held:
-                self._write(None)
-        finally:
-            self._close()
+        """Gives the folder back; harmless when it is not held, or held by this process's parent."""
+        if self._descriptor in _held:  # a forked child has closed its copy already
+            _held.discard(self._descriptor)
+            os.close(self._descriptor)
+        self._descriptor = None
 
     def __enter__(self) -> "RunLock":
         return self.acquire()
@@ -90,61 +92,51 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _write(self, pid: int | None) -> None:
-        # run_id comes first and never changes: no torn write of a later holder can damage it.
-        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        holder = {"run_id": self.run_id, "pid": pid}
-        if pid is not None:
-            holder |= {"host": socket.gethostname(), "started": started}
-        text = json.dumps(holder).encode()
-        os.pwrite(self._descriptor, text, 0)
-        os.ftruncate(self._descriptor, len(text))
-        os.fsync(self._descriptor)
+    def _lock(self) -> None:
+        for is_last in (False, True):
+            try:
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if is_last:
+                    raise RunFolderHeld(self.run_dir, read_holder(self.run_dir)) from None
+                time.sleep(_NAMED_AFTER_S)
 
-    def _close(self) -> None:
-        if self._descriptor in _held:  # a forked child has closed its copy already
-            _held.discard(self._descriptor)
-            os.close(self._descriptor)
-        self._descriptor = None
+    def _write_holder(self) -> None:
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        holder = {"run_id": self.run_id, "pid": os.getpid()}
+        text = json.dumps(holder | {"host": socket.gethostname(), "started": started})
+        os.pwrite(self._descriptor, text.encode().ljust(_RECORD_BYTES), 0)
+        os.ftruncate(self._descriptor, _RECORD_BYTES)
+        os.fsync(self._descriptor)
 
 
 def read_holder(run_dir: str | Path) -> dict:
-    """What the lock file says: run_id, pid (None when free), host, started; {} when it is new.
+    """What the last holder wrote: run_id, pid, host, started; {} where that is none of ours.
 
-    The words of a holder that was killed stay, so a pid here is no proof that somebody holds it.
+    The entry of a past holder stays: whether anybody holds the folder the lock alone knows.
     """
     try:
-        text = (Path(run_dir) / LOCK_NAME).read_text(errors="replace")
-    except FileNotFoundError:
+        holder = read_json(Path(run_dir) / LOCK_NAME)
+    except (FileNotFoundError, UnreadableFile):
         return {}
-    try:
-        return json.loads(text)
-    except ValueError:  # caught while it is written; the identity at its head is constant
-        found = re.match(r'\{"run_id": "([0-9a-f]{32})"', text)
-        return {"run_id": found[1]} if found else {}
+    kinds = {"run_id": str, "pid": int, "host": str, "started": str}
+    if not isinstance(holder, dict):
+        return {}
+    return {key: holder[key] for key, kind in kinds.items() if isinstance(holder.get(key), kind)}
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def check_no_links(run_dir: str | Path) -> None:
+    """Raises UnsafeFolder where a run would write through a link, or into a pipe or a device.
 
-
-def _is_plausible(holder: dict) -> bool:
-    """Whether these can be the words of the present holder and not of a dead predecessor."""
-    if holder.get("pid") is None:
-        return False
-    if holder.get("host") != socket.gethostname():
-        return True
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # alive, and another user's
-        pass
-    return True
+    Call it before the first file of a run is opened, its log included. `checkpoints` may be a link
+    to another disk.
+    """
+    for name in (*_OWN_FILES, *_OWN_FOLDERS):
+        path = Path(run_dir) / name
+        is_ours = path.is_dir() if name in _OWN_FOLDERS else path.is_file()
+        if path.is_symlink() or (path.exists() and not is_ours):
+            what = "a link" if path.is_symlink() else "none that a run makes"
+            raise UnsafeFolder(f"{path}: {what}; remove it, or choose another folder")
 
 
 @functools.cache

@@ -1,32 +1,49 @@
 """What a checkpoint consists of, and whether it is all there: `manifest.json`.
 
-The manifest is written last, lists every file with its size and SHA-256, and carries the SHA-256 of
-its own text, so one flipped bit anywhere in the folder is seen. It says which run and which step
-it belongs to: order is by step, never by a file's time, and a folder of another run is not taken
-for ours. The run's configuration is in it, readable without loading a tensor.
+The manifest is written last, lists every file with its size and SHA-256, and holds the SHA-256 of
+its own text, so one flipped bit anywhere in the folder is seen. This finds damage, not forgery:
+whoever changes a file on purpose can seal the manifest anew. Its entries:
+
+run_id, step     of the run it belongs to; order is by step, never by a file's time
+kind             full (one file holds everything) or sharded (every rank wrote its own)
+metrics, config  readable without loading a tensor
+files            name -> {"bytes": size, "sha256": hex}
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptrain.resilience.status import to_json
+from gptrain.small_files import (
+    MAX_JSON_BYTES,
+    UnreadableFile,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
+_KINDS = {
+    "format": int, "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict,
+    "files": dict, "config": dict,
+}  # fmt: skip
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint folder that is not what its manifest says."""
+    """A checkpoint that is not what its manifest says, or cannot be one."""
 
-    def __init__(self, path: Path, reason: str) -> None:
-        self.path, self.reason = path, reason
-        super().__init__(f"{path}: {reason}")
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path, self.reason = Path(path), reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 class NoGoodCheckpoint(Exception):
@@ -40,11 +57,10 @@ class NoGoodCheckpoint(Exception):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its folder, its manifest, and the newer ones that were damaged."""
+    """A verified checkpoint: its folder and its manifest."""
 
     path: Path
     manifest: dict
-    damaged: tuple[DamagedCheckpoint, ...] = ()
 
     @property
     def step(self) -> int:
@@ -52,63 +68,33 @@ class Checkpoint:
         return self.manifest["step"]
 
 
-def manifest_bytes(
-    *,
-    run_id: str,
-    step: int,
-    kind: str,
-    world_size: int,
-    config: dict,
-    metrics: dict[str, float],
-    files: dict[str, dict],
-) -> bytes:
-    """The text of a manifest, sealed with its own hash.
-
-    Args:
-        kind: full (one file holds everything) or sharded (every rank wrote its own).
-        files: name -> {"bytes": size, "sha256": hex}.
-    """
-    return seal(
-        {
-            "format": FORMAT,
-            "run_id": run_id,
-            "step": step,
-            "kind": kind,
-            "world_size": world_size,
-            "metrics": metrics,
-            "files": dict(sorted(files.items())),
-            "config": config,
-        }
-    )
-
-
 def seal(content: dict) -> bytes:
     """JSON text of the content, with the text's own hash as last entry in place of any earlier."""
-    content = {key: value for key, value in content.items() if key != "sha256"}
+    content = {"format": FORMAT} | {key: content[key] for key in content if key != "sha256"}
     return to_json(content | {"sha256": hashlib.sha256(to_json(content)).hexdigest()})
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint folder; its own seal is checked, the files are not.
+    """The manifest of a checkpoint folder; its own seal and shape are checked, the files are not.
 
     Raises: DamagedCheckpoint.
     """
     try:
-        text = (path / MANIFEST_NAME).read_bytes()
-        manifest = json.loads(text)
-    except FileNotFoundError:
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is missing") from None
+        text = read_bytes(path / MANIFEST_NAME, MAX_JSON_BYTES)
+        manifest = parse_json(text, path / MANIFEST_NAME)
+        # The text is compared, not the values: JSON has many spellings of one value.
+        is_sealed = isinstance(manifest, dict) and seal(manifest) == text
     except OSError as error:
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME}: {error.strerror}") from error
-    except ValueError:  # also covers text that is no UTF-8
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (not JSON)") from None
-    # The text is compared, not the values: JSON has many spellings of one value.
-    if not isinstance(manifest, dict) or seal(manifest) != text:
+        missing = isinstance(error, FileNotFoundError)
+        why = " is missing" if missing else f": {error.strerror}"
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME}{why}") from None
+    except (UnreadableFile, RecursionError) as error:
+        why = getattr(error, "reason", "nested too deeply")
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged: {why}") from None
+    if not is_sealed:
         raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (sha256)")
-    if manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(
-            path, f"written in format {manifest.get('format')}, this version reads {FORMAT}"
-        )
+    if wrong := _wrong_entry(manifest):
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours ({wrong})")
     return manifest
 
 
@@ -133,26 +119,29 @@ def verify(
 
     workers = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        _raise_first(path, pool.map(check, manifest["files"]))
+        for found in pool.map(check, manifest["files"]):
+            if found:
+                raise DamagedCheckpoint(path, found)
     return manifest
 
 
 def difference(path: Path, expected: dict, progress: Callable[[], None] | None) -> str | None:
     """How a file differs from its entry in a manifest; None if it does not."""
+    digest, left = hashlib.sha256(), expected["bytes"]
     try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            return f"{path.name} has {size} bytes, its manifest says {expected['bytes']}"
-        digest = hashlib.sha256()
-        with path.open("rb", buffering=0) as file:
-            while piece := file.read(_READ_BYTES):
+        with open_regular(path) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != left:
+                return f"{path.name} has {n_bytes} bytes, its manifest says {left}"
+            while left and (piece := file.read(min(left, _READ_BYTES))):
                 digest.update(piece)
+                left -= len(piece)
                 if progress:
                     progress()
     except FileNotFoundError:
         return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+    except (OSError, UnreadableFile) as error:
+        return f"{path.name} cannot be read: {getattr(error, 'reason', None) or error.strerror}"
     return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
@@ -161,7 +150,25 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _raise_first(path: Path, differences: Iterable[str | None]) -> None:
-    for difference in differences:
-        if difference:
-            raise DamagedCheckpoint(path, difference)
+def is_file_name(name: str) -> bool:
+    """Whether it names a file of this very folder."""
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+
+
+def _wrong_entry(manifest: dict) -> str | None:
+    """The first entry of another shape than we write."""
+    for key, kind in _KINDS.items():
+        if type(manifest.get(key)) is not kind:
+            return key
+    if manifest["format"] != FORMAT:
+        return f"format {manifest['format']}, this version reads {FORMAT}"
+    if not 0 <= manifest["step"] < 2**63:
+        return "step"
+    for name, value in manifest["metrics"].items():
+        if not isinstance(value, int | float | None):
+            return f"metrics.{name}"
+    for name, entry in manifest["files"].items():
+        kinds = {key: type(value) for key, value in entry.items()} if type(entry) is dict else {}
+        if not is_file_name(name) or kinds != {"bytes": int, "sha256": str}:
+            return f"files.{name}"
+    return None

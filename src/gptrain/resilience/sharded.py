@@ -6,14 +6,14 @@ dcp.load(state, storage_reader=SafeFileSystemReader(store.newest_good().path))
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from gptrain.resilience.draft import Draft, DraftFile
+from gptrain.resilience.draft import Draft
 
 
 class ShardWriter(FileSystemWriter):
@@ -34,19 +34,18 @@ class ShardWriter(FileSystemWriter):
         self.fs = _DraftFolder(draft)
 
     def storage_meta(self) -> None:
-        """Nothing: it would say the draft's path, which is gone after the save."""
+        """Nothing: it would hold the draft's path, which is gone after the save."""
 
 
 class _DraftFolder(FileSystem):
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[DraftFile]:
-        assert mode == "wb"
+    def create_stream(
+        self, path: str | os.PathLike, mode: str
+    ) -> AbstractContextManager[IO[bytes]]:
         # The index comes as .metadata.tmp, to be renamed: a draft needs no second layer of it.
-        with self._draft.open(Path(path).name.removesuffix(".tmp")) as file:
-            yield file
+        return self._draft.open(Path(path).name.removesuffix(".tmp"))
 
     def mkdir(self, path: str | os.PathLike) -> None:
         """The draft has its folder."""

@@ -1,11 +1,10 @@
-"""How a run ended, for people and schedulers: `status.json` and `result.json`, whole or absent.
+"""How a run ended: exit codes, the exceptions that mean an ending, `status.json`, `result.json`.
 
-When several ranks fail, the first one tells: the others fail only because of it. "First" is decided
-by the file system: a hard link to a finished file can be made once, so of any number of writers
-exactly one wins, and nobody ever reads half a status.
+When several ranks fail, the first one writes the status: the others fail only because of it.
+"First" is decided by the file system: a hard link to a finished file can be made once, so of any
+number of writers exactly one wins, and nobody ever reads half a status.
 """
 
-import errno
 import json
 import math
 import os
@@ -14,54 +13,84 @@ import time
 from pathlib import Path
 
 from gptrain.resilience import fileops
+from gptrain.small_files import UnreadableFile, read_json
+
+DONE = 0
+BAD_CONFIG = 2
+BAD_DATA = 65
+INPUT_NOT_FOUND = 66
+FAILED = 70
+FOLDER_UNUSABLE = 73
+IO_ERROR = 74
+PREEMPTED = 75
+HUNG = 76
+NON_FINITE = 79
+INTERRUPTED = 130
 
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"
 CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
-# File systems without hard links (FAT, some network mounts) answer with one of these.
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-def write_status(
-    run_dir: str | Path,
-    *,
-    cause: str,
-    exit_code: int,
-    rank: int | None = None,
-    step: int | None = None,
-    checkpoint: str | Path | None = None,
-    resume: str | None = None,
-    message: str | None = None,
-    traceback: str | None = None,
-    replace: bool = False,
-) -> bool:
+_FACTS = (
+    "cause", "exit_code", "rank", "step", "checkpoint", "resume", "message", "traceback",
+)  # fmt: skip
+
+
+class Preempted(BaseException):
+    """The run was asked to stop, saved itself and left; the same command goes on with it.
+
+    No Exception, as KeyboardInterrupt is none: a signal's handler may raise it inside any library,
+    whose `except Exception` would make another error of it (Hydra: "Error locating target").
+
+    Attributes:
+        step: optimizer steps that are done and saved; None where there was nothing to save.
+    """
+
+    def __init__(self, step: int | None = None) -> None:
+        what = "there was nothing to save" if step is None else f"saved at step {step}"
+        super().__init__(f"asked to stop: {what}")
+        self.step = step
+
+
+class NonFinite(Exception):
+    """A loss or a gradient was NaN or infinite; the weights are those of the step before.
+
+    Attributes:
+        step: the optimizer step that was not taken, counted from 0.
+        rank: the first rank whose own loss was not finite, None where only gradients were.
+        samples: those that the step had read: that rank's, or all.
+    """
+
+    def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
+        where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
+        super().__init__(f"{where} at step {step} is not finite; samples: {shorten(samples)}")
+        self.step, self.rank, self.samples = step, rank, samples
+
+
+def shorten(samples: list[int]) -> str:
+    """The first of many numbers."""
+    return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
+
+
+def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object) -> bool:
     """Whether this became the run's status: False if another rank was first.
 
-    A rank that fails once another has said that the run is done has the word all the same.
+    The failure of a rank replaces another's word that the run is done.
 
     Args:
-        cause: one word for machines: done, preempted, hang, nonfinite, killed, error …
-        checkpoint: the newest good one.   resume: the command that goes on from it.
         replace: put it in place of an earlier status; for the supervisor, which alone knows that a
             rank was killed before the others noticed.
+        facts: cause (one word for machines: done, preempted, hang, nonfinite, killed, error …),
+            exit_code, rank, step, checkpoint (the newest good one), resume (the command that goes
+            on from it), message, traceback; what is left out is null.
     Raises: OSError if the folder cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
-    status = {
-        "cause": cause,
-        "exit_code": exit_code,
-        "rank": rank,
-        "step": step,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "resume": resume,
-        "message": message,
-        "traceback": traceback,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
-    replace = replace or (exit_code != 0 and (read_status(run_dir) or {}).get("exit_code") == 0)
-    if replace:
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    status = dict.fromkeys(_FACTS) | facts | here | {"time": time.strftime("%F %T %z")}
+    was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
+    if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, to_json(status))
         return True
     beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}")
@@ -70,12 +99,10 @@ def write_status(
         os.link(beside, path)
     except FileExistsError:
         return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
+    except OSError:  # no hard links here (FAT, some network mounts)
         if path.exists():
             return False
-        fileops.rename(beside, path)
+        os.rename(beside, path)
     finally:
         beside.unlink(missing_ok=True)
     fileops.sync_folder(path.parent)
@@ -83,15 +110,17 @@ def write_status(
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """The status of the last attempt, None if there is none yet."""
+    """The status of the last attempt; None if there is none, or none of ours."""
     try:
-        return json.loads((Path(run_dir) / STATUS_NAME).read_bytes())
-    except FileNotFoundError:
+        status = read_json(Path(run_dir) / STATUS_NAME)
+    except (FileNotFoundError, UnreadableFile):
         return None
+    ours = isinstance(status, dict) and isinstance(status.get("exit_code"), int)
+    return status if ours else None
 
 
 def clear_status(run_dir: str | Path) -> None:
-    """Open the floor for a new attempt: call it under the run lock, before any rank starts."""
+    """Makes room for a new attempt's: call it under the run lock, before any rank starts."""
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
@@ -105,33 +134,19 @@ def result_path(run_dir: str | Path, task: str) -> Path:
     return Path(run_dir) / (f"result-{task}.json" if is_guest(run_dir, task) else RESULT_NAME)
 
 
-def write_result(
-    path: str | Path,
-    metrics: dict[str, float],
-    *,
-    steps: int,
-    tokens: int,
-    seconds: float,
-    checkpoint: str | Path | None = None,
-) -> None:
+def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
     """The result of a run that is done; a metric that is not finite becomes null.
 
     Args:
-        metrics: final values under their logged names.   checkpoint: the best one.
+        metrics: final values under their logged names.
+        facts: steps, tokens, seconds, checkpoint (the best one).
     """
-    result = {
-        "metrics": metrics,
-        "steps": steps,
-        "tokens": tokens,
-        "seconds": seconds,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-    }
-    fileops.replace(Path(path), to_json(result))
+    fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
 
 
 def to_json(value: object) -> bytes:
-    """Indented JSON; nan and inf, which JSON does not know, become null."""
-    return json.dumps(_finite(value), indent=1, allow_nan=False).encode() + b"\n"
+    """Indented JSON; nan and inf, which JSON does not know, become null, paths text."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
 
 
 def _finite(value: object) -> object:

@@ -1,16 +1,17 @@
-"""Checkpoints that are whole or do not exist.
+"""Checkpoints that are complete or do not exist.
 
 A save goes to `.draft-step-00000500` beside its target: files, each hashed and synced; the
 manifest; the folder's names; then one rename to `step-00000500` and a sync of the parent. Killed at
 any point it leaves the earlier checkpoints and a draft that nobody reads. Loading takes the highest
 step of which every byte verifies.
 
-Three more names, all invisible to loading: `step-00000500.corrupt` (failed verification; kept for a
-person to look at), `.old-step-00000500` (being replaced by a second save of the same step) and
-`.trash-step-00000500` (being removed: a folder half removed must not look like a damaged one).
+Three more names, none of which is ever loaded: `step-00000500.corrupt` (failed verification; kept
+for a person to look at), `.old-step-00000500` (being replaced by a second save of the same step)
+and `.trash-step-00000500` (being removed: a folder half removed must not look like a damaged one).
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,16 +20,15 @@ from pathlib import Path
 from gptrain.resilience import fileops
 from gptrain.resilience.draft import Draft, NoSpace
 from gptrain.resilience.manifest import (
+    MANIFEST_NAME,
     Checkpoint,
     DamagedCheckpoint,
     NoGoodCheckpoint,
     folder_name,
-    manifest_bytes,
     read_manifest,
+    seal,
     verify,
 )
-from gptrain.resilience.saving import Save, commit
-from gptrain.resilience.tidy import discard, rename_or_warn, set_aside
 
 _STEP = re.compile(r"step-(\d{8,})")
 _log = logging.getLogger(__name__)
@@ -44,8 +44,7 @@ class CheckpointStore:
     Args:
         run_id: written into every manifest; a checkpoint of another run is refused. None takes
             checkpoints of any run and cannot write.
-        progress: a heartbeat's `beat`: called bare while bytes are written or verified, and with
-            `phase` and `allow_s` by who has to wait for a save.
+        progress: a heartbeat's `beat`: called bare while bytes are written or verified.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CheckpointStore:
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
         self._verified: set[str] = set()  # seals of the manifests whose files this process has read
-        self._unfinished: tuple[Save, dict] | None = None  # in the background, and its manifest
+        self._unfinished: tuple[Draft, dict] | None = None  # in the background, and its manifest
 
     # Saving
 
@@ -84,28 +83,30 @@ class CheckpointStore:
             needed_bytes: expected size, checked against the free space before anything is written.
             gather: collects one picklable value of each rank on all ranks, in rank order
                 (torch.distributed.all_gather_object); it is the barrier, too.
-            in_background: the files are held in memory and written while the caller goes on; a
-                checkpoint only once `finish` was called.
+            in_background: the files are written while the caller goes on; a checkpoint only once
+                `finish` was called.
         Raises: SaveFailed, the same on every rank, for whatever the file system refused.
         """
         self.finish()
-        path = self._hidden("draft", step)
-        save = Save(path, rank, gather, needed_bytes, self.progress, in_background)
-        with save.same_answer():
+        if self.run_id is None:
+            raise ValueError("a store without run_id is for reading only")
+        draft = Draft(self._hidden("draft", step), rank, gather, needed_bytes, self.progress)
+        with draft.same_answer():
             if rank == 0:
-                self._begin(path, needed_bytes)
+                self._begin(draft.path, needed_bytes)
         try:
-            with save.same_answer():
-                yield save.draft
+            with draft.same_answer():
+                yield draft
         except BaseException:
             if rank == 0:
-                discard(path)
+                _discard(draft.path)
             raise
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
-        self._unfinished = save, about
+        self._unfinished = draft, about
         if in_background:
-            save.start_writing()
+            draft.write_in_background()
         else:
+            draft.write()
             self.finish()
 
     @property
@@ -125,19 +126,19 @@ class CheckpointStore:
         """
         if self._unfinished is None:
             return
-        (save, about), self._unfinished = self._unfinished, None
+        (draft, about), self._unfinished = self._unfinished, None
         try:
-            shares = save.finish()
-            with save.same_answer():
-                if save.rank == 0:
-                    self._commit(save.draft.path, about, shares)
+            files_of_ranks = draft.finish()
+            with draft.same_answer():
+                if draft.rank == 0:
+                    self._commit(draft.path, about, files_of_ranks)
         except BaseException:
-            if save.rank == 0:
-                discard(save.draft.path)
+            if draft.rank == 0:
+                _discard(draft.path)
             raise
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raise NoSpace unless the folder's file system has that many bytes left."""
+        """Raises NoSpace unless the folder's file system has that many bytes left."""
         folder = self.folder
         while not folder.exists():
             folder = folder.parent
@@ -149,13 +150,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are here, verified or not, in order."""
-        if not self.folder.is_dir():
-            return []
-        names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
+        names = (_STEP.fullmatch(path.name) for path in self.folder.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint's folder, not verified: for words, not for loading."""
+        """The newest checkpoint's folder, not verified: for messages, not for loading."""
         steps = self.steps()
         return self.folder / folder_name(steps[-1]) if steps else None
 
@@ -182,21 +181,21 @@ class CheckpointStore:
                 damaged.append(error)
                 continue
             for error in damaged:
-                set_aside(error)
-            return Checkpoint(found.path, found.manifest, tuple(damaged))
-        if self.folder.is_dir():
-            for path in sorted(self.folder.glob("step-*.corrupt*")):
-                damaged.append(DamagedCheckpoint(path, "found damaged before"))
+                _set_aside(error)
+            return found
+        for path in sorted(self.folder.glob("step-*.corrupt*")):
+            damaged.append(DamagedCheckpoint(path, "found damaged before"))
         if damaged:
             raise NoGoodCheckpoint(self.folder, damaged)
         return None
 
-    def best(self, monitor: str) -> Checkpoint | None:
-        """The whole checkpoint with the lowest metric, None if none has it.
+    def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
+        """The whole checkpoint with the lowest (`max`: highest) metric, None if none has it.
 
         Of equal ones the earliest. Checkpoints saved before the metric was measured do not count.
         Files that this process has read are not read again.
         """
+        sign = {"min": 1, "max": -1}[mode]
         scored = []
         for step in self.steps():
             path = self.folder / folder_name(step)
@@ -205,7 +204,7 @@ class CheckpointStore:
             except DamagedCheckpoint:
                 continue
             if value is not None:
-                scored.append((value, step, path))
+                scored.append((sign * value, step, path))
         for _, _, path in sorted(scored):
             try:
                 return self._known_good(path)
@@ -215,8 +214,8 @@ class CheckpointStore:
 
     # Housekeeping
 
-    def prune(self, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-        """Remove all but the newest `keep` good checkpoints and the protected; says which went.
+    def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
+        """Removes all but the newest `keep` good checkpoints and the protected.
 
         The ones kept are read back first (once per process), so a checkpoint only ever makes room
         for newer ones that are known to be whole.
@@ -225,7 +224,7 @@ class CheckpointStore:
         """
         if keep < 2:
             raise ValueError(f"keep={keep}: at least two checkpoints are kept")
-        n_good, removed = 0, []
+        n_good = 0
         for step in reversed(self.steps()):
             path = self.folder / folder_name(step)
             if n_good < keep:
@@ -233,49 +232,52 @@ class CheckpointStore:
                     self._known_good(path)
                     n_good += 1
                 except DamagedCheckpoint as error:
-                    set_aside(error)
+                    _set_aside(error)
             elif path not in protect:
                 trash = self._hidden("trash", step)
-                discard(trash)
-                if rename_or_warn(path, trash):
-                    discard(trash)
-                    removed.append(path)
-        return removed
+                _discard(trash)
+                with _only_warn(path, "removed"):
+                    os.rename(path, trash)
+                    fileops.remove_tree(trash)
 
-    def clean(self) -> list[Path]:
-        """Remove what dead writers left, and says what; call it under the run lock, at the start.
+    def clean(self) -> None:
+        """Removes what dead writers left; call it under the run lock, at the start.
 
         A checkpoint that was being replaced comes back if its replacement did not arrive.
         """
-        left = sorted(self.folder.glob(".*-step-*")) if self.folder.is_dir() else []
-        for path in left:
+        for path in sorted(self.folder.glob(".*-step-*")):
             kind, _, name = path.name.removeprefix(".").partition("-")
             if kind == "old" and not (self.folder / name).exists():
-                fileops.rename(path, self.folder / name)
+                os.rename(path, self.folder / name)
             elif kind in ("old", "draft", "trash"):
                 fileops.remove_tree(path)
-        return left
 
     def _begin(self, draft: Path, needed_bytes: int) -> None:
-        if self.run_id is None:
-            raise ValueError("a store without run_id is for reading only")
         self.check_space(needed_bytes)
-        missing = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            fileops.make_folder(folder)
-            fileops.sync_folder(folder.parent)
-        if draft.exists():  # of a save that failed and could not be removed
-            fileops.remove_tree(draft)
-        fileops.make_folder(draft)
+        if not self.folder.exists():
+            os.mkdir(self.folder)
+            fileops.sync_folder(self.folder.parent)
+        fileops.remove_tree(draft)  # of a save that failed and could not be removed
+        os.mkdir(draft)
 
-    def _commit(self, draft: Path, about: dict, shares: list[dict[str, dict]]) -> None:
-        files = {name: entry for share in shares for name, entry in share.items()}
-        text = manifest_bytes(run_id=self.run_id, world_size=len(shares), files=files, **about)
-        target = self.folder / folder_name(about["step"])
-        old = self._hidden("old", about["step"])
-        commit(draft, target, old, text)
+    def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
+        """Makes a checkpoint of a draft; one of the same step is replaced, or comes back."""
+        entries = sorted(entry for files in files_of_ranks for entry in files.items())
+        about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
+        target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
+        fileops.write_whole(draft / MANIFEST_NAME, seal(about))
+        fileops.sync_folder(draft)
+        if target.exists():
+            os.rename(target, old)
+        try:
+            os.rename(draft, target)
+        except OSError:
+            if old.exists():
+                os.rename(old, target)
+            raise
+        fileops.sync_folder(self.folder)
         self._verified.add(read_manifest(target)["sha256"])  # each file was read back
-        discard(old)
+        _discard(old)
 
     def _known_good(self, path: Path) -> Checkpoint:
         """Verified now, or by this process before; its manifest is read again in any case."""
@@ -285,3 +287,30 @@ class CheckpointStore:
 
     def _hidden(self, kind: str, step: int) -> Path:
         return self.folder / f".{kind}-{folder_name(step)}"
+
+
+def _set_aside(error: DamagedCheckpoint) -> None:
+    """Renames a damaged checkpoint to `step-….corrupt`, or `.corrupt-2` where there is one."""
+    aside = error.path.with_name(f"{error.path.name}.corrupt")
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = error.path.with_name(f"{error.path.name}.corrupt-{number}")
+    with _only_warn(error.path, f"renamed to {aside.name}"):
+        os.rename(error.path, aside)
+        _log.warning("%s; set aside as %s", error, aside.name)
+
+
+def _discard(folder: Path) -> None:
+    """Removes a hidden folder; what cannot be removed now goes at the next `clean`."""
+    with _only_warn(folder, "removed"):
+        fileops.remove_tree(folder)
+
+
+@contextmanager
+def _only_warn(path: Path, what: str) -> Iterator[None]:
+    """No run ends because a folder cannot be put away; it may have turned read-only."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s: cannot be %s now: %s", path, what, error.strerror)

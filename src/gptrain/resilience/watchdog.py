@@ -1,179 +1,310 @@
-"""No rank waits for ever: a thread in every rank that ends it when waiting has become pointless.
+"""No rank waits for ever: heartbeats of the ranks, and the watch over them in the rank and outside.
 
-Three reasons: the process that started it is gone (an orphan), a rank has failed (the others'
-collectives will never come), or nothing has moved for the timeout (a hang). It ends the process by
-os._exit: the main thread is stuck in a collective that no exception can reach.
+A beat says: the main thread got somewhere (a step, a validation batch, a piece of a file). A tick
+says only that the process runs. A rank that ticks and does not beat waits for somebody; one that
+does neither is stopped, or holds the interpreter lock: it is the one the others wait for. Clocks of
+two processes or machines need not agree: counters are compared with themselves, a look before.
 
-Against what stops this thread too there are two more layers: faulthandler's own thread needs no
-interpreter lock and prints the stacks, and a supervisor with a `StallWatch` ends the process from
-outside. A rank that a signal has stopped is named by the others.
+A thread in every rank ends it where waiting has become pointless: the process that started it is
+gone (an orphan), a rank has failed (the others' collectives will never come), or nothing has moved
+for the timeout (a hang). It ends the process by os._exit: the main thread is stuck in a collective
+that no exception can reach. Against what stops this thread too there are two more layers:
+faulthandler's own thread needs no interpreter lock and prints the stacks, and a supervisor with a
+`StallWatch` ends the process from outside.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
-import signal
-import sys
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gptrain.resilience.heartbeat import Heartbeat, read_lives
-from gptrain.resilience.status import STATUS_NAME, read_status, write_status
+from gptrain.resilience.signals import StopFlag
+from gptrain.resilience.status import (
+    DONE,
+    FAILED,
+    HUNG,
+    PREEMPTED,
+    Preempted,
+    read_status,
+    write_status,
+)
 
-EXIT_HANG = 76
-EXIT_FAILURE = 70
 GRACE_S = 5.0  # for a rank to end by itself after another has failed
-_NOT_FAILURES = (0, 75)  # done, preempted: the others end by themselves
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_MAX_GAP_S = 2.0  # more between two looks means that this process was stopped: not its waiting
+STOPPED_S = 3.0  # without a tick: longer than a busy machine keeps a process waiting
+_MISSED_S = 1.0  # ticks come several times a second
+_MAX_GAP_S = 2.0  # a watcher looks more often than this; if not, it was stopped itself
+_BEAT = struct.Struct("<qqd24s")  # beats, step, seconds until the next may come, phase
+_TICK = struct.Struct("<q")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """End this process when its parent dies, however that dies (Linux; elsewhere see Watchdog).
+@dataclass(frozen=True)
+class Life:
+    """The last heartbeat of one rank.
 
-    Call it first of all in a started rank, with the number the parent had when it started it. The
-    kernel means the *thread* that started the process: it must live as long as the ranks.
+    Attributes:
+        silent_s: since its last beat, as a `StallWatch` saw it.
+        stopped: its process does not even tick.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before we asked
-        os._exit(EXIT_FAILURE)
+
+    rank: int
+    step: int
+    phase: str
+    beats: int = 0
+    ticks: int = 0
+    allow_s: float = 0.0
+    silent_s: float = 0.0
+    stopped: bool = False
+
+    def __str__(self) -> str:
+        how = "stopped" if self.stopped else "waiting"
+        return f"rank {self.rank} is {how} at step {self.step}, phase {self.phase}"
 
 
-class Watchdog:
-    """Ends this rank when its parent is gone, a rank has failed, or nothing moves.
+class Heartbeat:
+    """The heartbeat of this rank, a small file. A beat is one small write into the page cache."""
 
-    Stop it before the heartbeat is closed.
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        self.folder, self.rank = Path(folder), rank
+        self.beats, self.step, self.phase, self.allow_s = 0, 0, "start", 0.0
+        self._ticks = 0
+        self._path = self.folder / f"rank-{rank:05d}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self._path, flags, 0o644)
+        self.tick()
+        self.beat()
+
+    def beat(self, step: int | None = None, phase: str | None = None, allow_s: float = 0.0) -> None:
+        """The main thread got on.
+
+        Args:
+            step, phase: where to; kept from the last beat if None.
+            allow_s: how long the next beat may take, where that is longer than the timeout
+                (compiling, one long call). Until that next beat only.
+        """
+        self.step = self.step if step is None else step
+        self.phase = phase or self.phase
+        self.allow_s = allow_s
+        self.beats += 1
+        record = _BEAT.pack(self.beats, self.step, allow_s, self.phase.encode()[:24])
+        os.pwrite(self._descriptor, record, 0)
+
+    def tick(self) -> None:
+        """The process runs."""
+        self._ticks += 1
+        os.pwrite(self._descriptor, _TICK.pack(self._ticks), _BEAT.size)
+
+    def close(self) -> None:
+        """The rank is done: no more is to be expected of it."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def read_lives(folder: str | Path) -> list[Life]:
+    """The last heartbeat of every rank of the folder, in rank order."""
+    lives = []
+    for path in sorted(Path(folder).glob("rank-?????")):
+        try:
+            record = path.read_bytes()
+        except FileNotFoundError:  # it has just finished
+            continue
+        if len(record) == _BEAT.size + _TICK.size:
+            beats, step, allow_s, phase = _BEAT.unpack_from(record)
+            (ticks,) = _TICK.unpack_from(record, _BEAT.size)
+            text = phase.rstrip(b"\0").decode(errors="replace")
+            lives.append(Life(int(path.name[5:]), step, text, beats, ticks, allow_s))
+    return lives
+
+
+class Silence:
+    """How long a counter has stood still, without the time in which the watcher was stopped.
+
+    Look at least every two seconds.
+    """
+
+    def __init__(self) -> None:
+        self._count: int | None = None
+        self._looked_s = self._silent_s = 0.0
+
+    def look(self, count: int, now_s: float) -> float:
+        """Seconds for which the counter has had this value."""
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
+        self._silent_s = self._silent_s + elapsed_s if count == self._count else 0.0
+        self._count = count
+        return self._silent_s
+
+
+class StallWatch:
+    """Which ranks of a folder are silent for longer than they may be.
+
+    Ask at least every two seconds. Before ranks are started again, start a new one on an empty
+    folder.
+    """
+
+    def __init__(self, folder: str | Path, timeout_s: float, stopped_s: float = STOPPED_S) -> None:
+        self.folder, self.timeout_s, self.stopped_s = Path(folder), timeout_s, stopped_s
+        self._beats: dict[int, Silence] = defaultdict(Silence)
+        self._ticks: dict[int, Silence] = defaultdict(Silence)
+
+    def stalled(self) -> list[Life]:
+        """The silent ranks, the one that the others most likely wait for first.
+
+        Ranks of one step beat at different moments, so the first to have been silent for too long
+        may be one that waits. Whose process has stopped is among them, however late its last beat
+        was, and as long as a rank may or may not have stopped, the answer is none.
+        """
+        stalls, any_late, any_unclear, now_s = [], False, False, time.monotonic()
+        for life in read_lives(self.folder):
+            silent_s = self._beats[life.rank].look(life.beats, now_s)
+            no_tick_s = self._ticks[life.rank].look(life.ticks, now_s)
+            late = silent_s > max(self.timeout_s, life.allow_s)
+            stopped = no_tick_s > self.stopped_s
+            if late or stopped:
+                stalls.append(replace(life, silent_s=silent_s, stopped=stopped))
+            any_late |= late
+            any_unclear |= no_tick_s > _MISSED_S and not stopped
+        if any_unclear or not any_late:
+            return []
+        return sorted(stalls, key=lambda stall: (not stall.stopped, stall.step, -stall.silent_s))
+
+
+class Guard:
+    """A context around the training function: signals are flags, and nothing waits for ever.
+
+    Attributes:
+        stop: true once somebody asked the run to stop.
+        heartbeat: to be told of every step.
+        doing: what was being done when an exception came, for its report.
 
     Args:
+        beats: folder of the heartbeats, shared by the ranks.
         timeout_s: how long the main thread may go without a beat.
         parent_pid: the supervisor that must live; None where nobody started us (a shell may go).
         about: what to add to the status of a hang: checkpoint, resume.
+        stop: the flag, where this process has one already.
     """
 
     def __init__(
         self,
-        heartbeat: Heartbeat,
         run_dir: str | Path,
+        beats: str | Path,
         *,
+        rank: int,
         timeout_s: float,
         parent_pid: int | None = None,
-        poll_s: float = 0.5,
         about: Callable[[], dict] = dict,
+        stop: StopFlag | None = None,
+        poll_s: float = 0.5,
     ) -> None:
-        self.heartbeat, self.run_dir = heartbeat, Path(run_dir)
-        self.timeout_s, self.parent_pid = timeout_s, parent_pid
-        self.poll_s, self.about = poll_s, about
+        self.stop = StopFlag() if stop is None else stop
+        self.heartbeat = Heartbeat(beats, rank)
+        self.doing = ""
+        self._run_dir, self._about = Path(run_dir), about
+        self._timeout_s, self._parent_pid, self._poll_s = timeout_s, parent_pid, poll_s
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._seen_status = self._status_mark()  # an earlier attempt's is not news
+        self._old_status = read_status(run_dir)  # of an earlier attempt
 
-    def start(self) -> "Watchdog":
-        """Begin to watch."""
-        self._arm(self.timeout_s)
+    def __enter__(self) -> "Guard":
+        self.stop.install()
         self._thread.start()
         return self
 
-    def stop(self) -> None:
-        """The rank is done."""
+    def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
+        self.stop.restore()
+        self.heartbeat.close()
 
-    def __enter__(self) -> "Watchdog":
-        return self.start()
+    def leave_if_asked(self) -> None:
+        """Where nothing of this start is worth saving. Raises: Preempted."""
+        if self.stop:
+            raise Preempted
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    @contextlib.contextmanager
+    def nothing_to_save(self) -> Iterator[None]:
+        """A request to stop, earlier or now, ends the block at once, whatever it is doing.
+
+        Raises: Preempted.
+        """
+        self.leave_if_asked()
+        self.stop.error = Preempted()
+        try:
+            yield
+        finally:
+            self.stop.error = None
 
     def _watch(self) -> None:
-        beats, silent_s, looked_s = self.heartbeat.beats, 0.0, time.monotonic()
-        while not self._done.wait(self.poll_s):
-            self._tick()
-            limit_s = max(self.timeout_s, self.heartbeat.allow_s)
-            self._arm(limit_s)
-            now_s = time.monotonic()
-            elapsed_s, looked_s = min(now_s - looked_s, _MAX_GAP_S), now_s
-            silent_s = 0.0 if self.heartbeat.beats != beats else silent_s + elapsed_s
+        silence, limit_s = Silence(), self._timeout_s
+        while True:
+            # Prints the stacks if it is not called again in time, interpreter lock or no lock.
+            faulthandler.dump_traceback_later(limit_s, file=2)
+            if self._done.wait(self._poll_s):
+                return
+            with contextlib.suppress(OSError):  # a full disk must not end this thread
+                self.heartbeat.tick()
             beats = self.heartbeat.beats
-            if self.parent_pid is not None and os.getppid() != self.parent_pid:
-                self._leave("the process that started it is gone", EXIT_FAILURE)
-            elif (status := self._news()) is not None:
+            limit_s = max(self._timeout_s, self.heartbeat.allow_s)
+            silent_s = silence.look(beats, time.monotonic())
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                self._leave("the process that started it is gone", FAILED)
+            elif (status := self._new_failure()) is not None:
                 self._leave_after(status)
             elif silent_s > limit_s:
                 self._hang(beats, silent_s)
 
     def _leave_after(self, status: dict) -> None:
         """Of this rank's own failure, too: what it does to end may wait for the others."""
-        reason = f"rank {status['rank']} has failed ({status['cause']})"
-        if status["exit_code"] == EXIT_HANG:
-            self._leave(reason, EXIT_HANG, stacks=True)
+        reason = f"rank {status.get('rank')} has failed ({status.get('cause')})"
+        if status["exit_code"] == HUNG:
+            self._leave(reason, HUNG, stacks=True)
         if not self._done.wait(GRACE_S):
             self._leave(reason, status["exit_code"])
 
     def _hang(self, beats: int, silent_s: float) -> None:
-        rank, where = self._suspect()
+        stall = self._suspect()
         if self.heartbeat.beats != beats:  # at the last moment
             return
-        message = f"no progress for {silent_s:.0f} s; {where}"
+        message = f"no progress for {silent_s:.0f} s; {stall}"
         self._say(message, stacks=True)
+        about = {"cause": "hang", "exit_code": HUNG, "rank": stall.rank, "message": message}
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
-            write_status(
-                self.run_dir,
-                cause="hang",
-                exit_code=EXIT_HANG,
-                rank=rank,
-                step=self.heartbeat.step,
-                message=message,
-                **self.about(),
-            )
-        if not self._done.wait(2 * self.poll_s):  # the others see it and print their stacks, too
-            os._exit(EXIT_HANG)
+            write_status(self._run_dir, **about, step=self.heartbeat.step, **self._about())
+        if not self._done.wait(2 * self._poll_s):  # the others see it and print their stacks, too
+            os._exit(HUNG)
 
-    def _suspect(self) -> tuple[int, str]:
-        """The rank that the others wait for: one that does not tick, or the one furthest behind."""
-        ticks = {life.rank: life.ticks for life in read_lives(self.heartbeat.folder)}
+    def _suspect(self) -> Life:
+        """The rank that the others wait for: a stopped one, or the one furthest behind."""
+        watch = StallWatch(self.heartbeat.folder, 0.0, stopped_s=3 * self._poll_s)
+        stalls = watch.stalled()
         for _ in range(4):  # the others may be looking at us
-            time.sleep(self.poll_s)
-            self._tick()
-        lives = read_lives(self.heartbeat.folder)
-        worst = min(lives, key=lambda life: (life.ticks != ticks.get(life.rank), life.step))
-        how = "stopped" if worst.ticks == ticks.get(worst.rank) else "waiting"
-        return worst.rank, f"rank {worst.rank} is {how} at step {worst.step}, phase {worst.phase}"
+            time.sleep(self._poll_s)
+            with contextlib.suppress(OSError):
+                self.heartbeat.tick()
+                stalls = watch.stalled() or stalls
+        mine = Life(self.heartbeat.rank, self.heartbeat.step, self.heartbeat.phase)
+        return stalls[0] if stalls else mine
 
-    def _news(self) -> dict | None:
+    def _new_failure(self) -> dict | None:
         """The status of a failure, once it is there."""
-        mark = self._status_mark()
-        if mark == self._seen_status:
-            return None
-        self._seen_status = mark
-        status = read_status(self.run_dir)
-        return None if status is None or status["exit_code"] in _NOT_FAILURES else status
-
-    def _arm(self, limit_s: float) -> None:
-        """Print the stacks if this is not called again in time, lock or no lock."""
-        faulthandler.dump_traceback_later(limit_s, file=2)
-
-    def _tick(self) -> None:
-        with contextlib.suppress(OSError):  # nothing may end this thread
-            self.heartbeat.tick()
-
-    def _status_mark(self) -> tuple[int, int] | None:
-        try:
-            found = os.stat(self.run_dir / STATUS_NAME)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
+        with contextlib.suppress(OSError):
+            status = read_status(self._run_dir)
+            ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
+            return status if ends_all and status != self._old_status else None
+        return None
 
     def _leave(self, reason: str, exit_code: int, stacks: bool = False) -> None:
         self._say(f"leaving: {reason}", stacks)
         os._exit(exit_code)
 
     def _say(self, message: str, stacks: bool) -> None:
-        text = f"rank {self.heartbeat.rank}: {message}\n"
-        os.write(2, text.encode())
+        os.write(2, f"rank {self.heartbeat.rank}: {message}\n".encode())
         if stacks:
             faulthandler.dump_traceback(file=2)

@@ -1,21 +1,17 @@
 """What happens around the steps: logging, progress, checkpoints, the end of the run."""
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.curves import Curves
-from gptrain.lit.callbacks.garbage import CollectGarbage
+from gptrain.lit.callbacks.finite import FiniteCheck
 from gptrain.lit.callbacks.guarded import Guarded
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.sample import SampleText
 from gptrain.lit.callbacks.step_log import StepLog
-from gptrain.lit.callbacks.stragglers import Stragglers
 
 __all__ = [
     "Checkpoints",
-    "CollectGarbage",
-    "Curves",
+    "FiniteCheck",
     "Guarded",
     "ProgressBar",
     "SampleText",
     "StepLog",
-    "Stragglers",
 ]

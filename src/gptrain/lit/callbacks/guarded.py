@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.module import LanguageModel
-from gptrain.lit.vote import Vote
-from gptrain.resilience.ends import Preempted, shorten
-from gptrain.resilience.guard import Guard
+from gptrain.lit.callbacks.vote import Vote
+from gptrain.lit.lightning import ends_step
+from gptrain.resilience.status import Preempted, shorten
+from gptrain.resilience.watchdog import Guard
 
 COMPILING_S = 3600.0  # what a first step may take where it compiles
 
@@ -19,8 +20,9 @@ class Guarded(Callback):
     """Beats at every batch; and asks all ranks whether any of them was told to stop.
 
     All ranks leave at the same step, saved. The question of one step is answered at the next, so
-    that no rank waits for the answer. Before the first step and in an evaluation there is nothing
-    to save: a rank that was told leaves by itself, and the job ends with it.
+    that no rank waits for the answer; a rank leaves when the next hook is called, so that the step
+    is logged. Before the first step and in an evaluation there is nothing to save: a rank that was
+    told leaves by itself, and the job ends with it.
 
     Args:
         guard: of this rank.
@@ -31,53 +33,89 @@ class Guarded(Callback):
     def __init__(self, guard: Guard, checkpoints: Checkpoints | None, compiles: bool = False):
         self.guard, self.checkpoints = guard, checkpoints
         self.first_s = COMPILING_S if compiles else 0.0
-        self.stops = Vote()
+        self.stops, self.stopping = Vote(), False
 
-    def on_fit_start(self, trainer: Trainer, module: LanguageModel) -> None:
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.leave_if_asked()
 
-    def on_train_start(self, trainer: Trainer, module: LanguageModel) -> None:
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.leave_if_asked()
         self.guard.heartbeat.beat(trainer.global_step, "train", allow_s=self.first_s)
 
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._leave(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._leave(trainer)
+
     def on_train_batch_end(
-        self, trainer: Trainer, module: LanguageModel, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.guard.heartbeat.beat(trainer.global_step, "train")
-        if not trainer.fit_loop._should_accumulate():
-            self._leave_if_asked(trainer, module)
+        if ends_step(trainer, batch_idx):
+            self._ask()
 
-    def on_validation_start(self, trainer: Trainer, module: LanguageModel) -> None:
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.heartbeat.beat(phase="validate", allow_s=self.first_s)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._leave(trainer)
 
-    def on_validation_batch_end(self, trainer: Trainer, module: LanguageModel, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.guard.heartbeat.beat(phase="validate")
-        if trainer.state.fn == "fit":
-            self._leave_if_asked(trainer, module)
-        else:
+        if trainer.state.fn != "fit":
             self.guard.leave_if_asked()
+        elif not trainer.sanity_checking:
+            self._ask()
+            if self.stopping and puts_weights_back(trainer):
+                self._leave(trainer)
 
-    def on_validation_end(self, trainer: Trainer, module: LanguageModel) -> None:
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.heartbeat.beat(phase="train")
 
-    def on_test_batch_end(self, trainer: Trainer, module: LanguageModel, *_: Any) -> None:
+    def on_test_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self.guard.heartbeat.beat(phase="test")
         self.guard.leave_if_asked()
 
-    def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.heartbeat.beat(phase="end")
         self.stops.close()  # nobody leaves a collective behind
 
-    def on_exception(self, trainer: Trainer, module: LanguageModel, exception: Exception) -> None:
-        if trainer.training and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+    def on_exception(self, trainer: Trainer, module: LightningModule, exception: Exception) -> None:
+        if trainer.training and trainer.fit_loop.batch_idx >= 0:
             step, rank = trainer.global_step, trainer.global_rank
             samples = trainer.datamodule.step_samples(step, rank)
             self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
 
-    def _leave_if_asked(self, trainer: Trainer, module: LanguageModel) -> None:
-        if not self.stops.any(bool(self.guard.stop)):
+    def _ask(self) -> None:
+        if self.stops.ask(bool(self.guard.stop)):
+            self.stopping = True
+            if self.checkpoints is not None:
+                self.checkpoints.stopping = True
+
+    def _leave(self, trainer: Trainer) -> None:
+        """Raises: Preempted, once all ranks know; the step is saved."""
+        if not self.stopping:
             return
         if self.checkpoints is None:
             raise Preempted
-        self.checkpoints.save(trainer, at_once=True)
+        if self.checkpoints.saved is None or self.checkpoints.saved[0] < trainer.global_step:
+            self.checkpoints.save(trainer, validated=False, at_once=True)  # it is being validated
         raise Preempted(trainer.global_step)
+
+
+def puts_weights_back(trainer: Trainer) -> bool:
+    """Whether the module's weights are those of the training, in the middle of a validation.
+
+    WeightAveraging, which validates its averages, is made to put them back. Somebody else's hooks
+    at the start of a validation may have done as much: they are waited for.
+    """
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    for part in (*trainer.callbacks, trainer.lightning_module):
+        is_known = type(part).__module__.startswith(("gptrain.", "lightning."))
+        base = LightningModule if part is trainer.lightning_module else Callback
+        if not is_known and any(getattr(type(part), h) is not getattr(base, h) for h in hooks):
+            return False
+    for part in trainer.callbacks:
+        if isinstance(part, WeightAveraging):
+            part.on_validation_epoch_end(trainer, trainer.lightning_module)
+    return True

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-
-from gptrain.lit.module import LanguageModel
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +25,20 @@ class SampleText(Callback):
         self.prompt, self.n_tokens = prompt, n_tokens
         self.temperature, self.seed = temperature, seed
 
-    def on_train_end(self, trainer: Trainer, module: LanguageModel) -> None:
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         tokenizer = getattr(trainer.datamodule.val, "tokenizer", None)
         whole = getattr(trainer.strategy, "runs_whole_net", True)  # not a stage of a pipeline
-        if tokenizer is None or trainer.fast_dev_run or not whole:
+        net = getattr(module, "net", None)
+        if tokenizer is None or trainer.fast_dev_run or not whole or net is None:
             return
-        # On every rank: where the net is cut over ranks, its forward pass needs them all.
-        tokens = torch.as_tensor(tokenizer.encode(self.prompt), device=module.device).long()
-        generator = torch.Generator(module.device).manual_seed(self.seed)
-        written = sample(module.net, tokens, self.n_tokens, self.temperature, generator)
+        # On every rank: where the net is partitioned, its forward pass needs them all.
+        device = trainer.strategy.root_device
+        tokens = torch.as_tensor(tokenizer.encode(self.prompt), device=device).long()
+        generator = torch.Generator(device).manual_seed(self.seed)
+        written = sample(net, tokens, self.n_tokens, self.temperature, generator)
         if trainer.is_global_zero:
-            text = tokenizer.decode(written.tolist()).replace("\n", "\n" + 10 * " ")
-            log.info("%-9s %s", "sample", text)
+            text = printable(tokenizer.decode(written.tolist()))
+            log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
 
 
 @torch.no_grad()
@@ -51,8 +51,14 @@ def sample(
     for _ in range(n_tokens):
         window = tokens[-getattr(net, "max_seq_len", len(tokens)) :]
         logits = net(window[None])[0, -1]  # (V,)
-        chances = torch.softmax(logits.float() / temperature, dim=-1)
-        drawn = torch.multinomial(chances, 1, generator=generator)  # (1,)
+        probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+        drawn = torch.multinomial(probabilities, 1, generator=generator)  # (1,)
         tokens = torch.cat([tokens, drawn])
     net.train(training)
     return tokens
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters, and bytes that are no text, as a middle dot."""
+    kept = (char if char.isprintable() or char in "\n\t" else "·" for char in text)
+    return "".join(kept).replace("\N{REPLACEMENT CHARACTER}", "·")

@@ -6,11 +6,10 @@ import contextlib
 import math
 from typing import Any
 
-from lightning.fabric.utilities.logger import _flatten_dict
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.trouble import survives_trouble
+from gptrain.lit.loggers.survive_trouble import survives_trouble
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
@@ -30,21 +29,28 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         from torch.utils.tensorboard.summary import hparams  # seconds, so not at import
 
         super().log_hyperparams(params)
-        flat = self._sanitize_params(_flatten_dict(params, delimiter="."))
-        for summary in hparams(flat, {"val/loss": math.nan}):
+        for summary in hparams(dict(_flat(params)), {"val/loss": math.nan}):
             self.experiment._get_file_writer().add_summary(summary)
 
     @survives_trouble
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
-        """Makes readers forget the points of step and after it, by the event meant for that."""
+        """Makes readers forget the points after step, by the event meant for that."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        self.experiment._get_file_writer().add_event(Event(step=step, session_log=start))
+        self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
 
     save = survives_trouble(pl_loggers.TensorBoardLogger.save)
 
     def finalize(self, status: str) -> None:
         with contextlib.suppress(OSError):
             super().finalize(status)
+
+
+def _flat(node: Any, name: str = "") -> list[tuple[str, Any]]:
+    """(`model.d_model`, 512) of nested mappings; what TensorBoard has no type for, as text."""
+    if isinstance(node, dict) and node:
+        parts = ((f"{name}.{key}" if name else str(key), value) for key, value in node.items())
+        return [pair for part, value in parts for pair in _flat(value, part)]
+    return [(name, node if isinstance(node, bool | int | float | str) else str(node))]

@@ -1,103 +1,162 @@
-"""Checkpoints by the names of the bare net, from and into every strategy."""
+"""Checkpoints by the names of the bare net, from and into every strategy.
+
+In a file the net's tensors have the bare net's names, and what a module holds beside its net has
+`module.` in front. Within Lightning's hooks a checkpoint has Lightning's own names, so that
+callbacks that copy a module (EMA) find what they would find in any Lightning project.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
+from gptrain.lit.strategies.base import bare_optimizer, named_beside_net
 from gptrain.parallel.state import (
     load_sharded_net,
     load_sharded_optimizer,
     load_whole_net_state,
     load_whole_optimizer_state,
     named_groups,
+    named_parameters,
     sharded_state,
     whole_net_state,
     whole_optimizer_state,
 )
+from gptrain.resilience.safe_load import SafeFileSystemReader, one_line_refusals
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
+NET, BESIDE = "net.", "module."
+
+
+def to_saved_name(name: str) -> str:
+    """`net.head.weight` of a module is `head.weight` in a file, `gain` is `module.gain`."""
+    return name.removeprefix(NET) if name.startswith(NET) else f"{BESIDE}{name}"
+
+
+def from_saved_name(name: str) -> str:
+    """The module's own name of what a file calls so."""
+    return name.removeprefix(BESIDE) if name.startswith(BESIDE) else f"{NET}{name}"
 
 
 class NamedStates:
-    """What our strategies add to Lightning's: how a net and its optimizer are saved and loaded.
+    """How a net and its optimizer are saved and loaded.
 
     A sharded save keeps tensors in the ranks' own files; what is left, counters and options, is in
     the same file as that of a whole one. Either is read whatever this strategy itself would write.
+
+    Attributes:
+        partitions: the net is partitioned over ranks, so that its saves may be sharded.
+        aliases: names that a stage holds for what one process has under another (a tied head).
+        stages: the ranks of a pipeline.
+        fresh_options: of the optimizer's groups as they were built, before a checkpoint's.
     """
 
-    saves_shards = False
+    partitions = False
     aliases: Mapping[str, str] = {}
     stages: dist.ProcessGroup | None = None
+    fresh_options: list[dict[str, Any]] | None = None
+    _writes_shards = False
     _loaded: Path
 
-    @property
-    def net(self) -> nn.Module:
-        """The net that is trained."""
-        return self.lightning_module.net
+    @contextmanager
+    def sharded_save(self):
+        """Saves within it leave the net's tensors to `ShardWriter`."""
+        self._writes_shards = self.partitions
+        try:
+            yield
+        finally:
+            self._writes_shards = False
+
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """Name in a checkpoint -> parameter, each once."""
+        module = self.lightning_module
+        net = getattr(module, "net", None)
+        of_net = named_parameters(net, self.aliases) if isinstance(net, nn.Module) else {}
+        beside = {f"{BESIDE}{name}": p for name, p in named_beside_net(module).items()}
+        return {**of_net, **beside}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole net on rank 0, nothing elsewhere and in a sharded save."""
-        if self.saves_shards:
-            return {}
-        state = whole_net_state(self.net, aliases=self.aliases, stages=self.stages)
-        return {f"net.{name}": tensor for name, tensor in state.items()}
+        """The whole module's state on rank 0; in a sharded save what lies beside the net alone."""
+        if not self.partitions:
+            return super().lightning_module_state_dict()
+        state = self.lightning_module.state_dict()
+        beside = {name: value for name, value in state.items() if not name.startswith(NET)}
+        if self._writes_shards:
+            return beside
+        net = whole_net_state(self.net, aliases=self.aliases, stages=self.stages)
+        return {f"{NET}{name}": tensor for name, tensor in net.items()} | beside
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by names; in a sharded save the options of its groups alone."""
-        optimizer = _bare(optimizer)
-        if self.saves_shards:
-            groups = named_groups(self.net, optimizer, self.aliases, self.stages)
+        optimizer, parameters = bare_optimizer(optimizer), self.saved_parameters()
+        if self._writes_shards:
+            groups = named_groups(parameters, optimizer, self.stages)
             return {"state": {}, "param_groups": groups}
-        return whole_optimizer_state(self.net, optimizer, aliases=self.aliases, stages=self.stages)
+        return whole_optimizer_state(parameters, optimizer, stages=self.stages)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes a checkpoint into the draft that comes as storage_options."""
-        if self.saves_shards:
+        """Writes a file, or into the draft of our store that comes as storage_options."""
+        if self._writes_shards:
             import torch.distributed.checkpoint as dcp
 
             from gptrain.resilience.sharded import ShardWriter
 
-            optimizer = _bare(self.optimizers[0]) if self.optimizers else None
-            state = sharded_state(self.net, optimizer, aliases=self.aliases)
+            optimizer = bare_optimizer(self.optimizers[0])
+            state = sharded_state(
+                self.net, self.saved_parameters(), optimizer, aliases=self.aliases
+            )
             dcp.save(state, storage_writer=ShardWriter(storage_options))
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {to_saved_name(name): state[name] for name in state}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         self._loaded = Path(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {from_saved_name(name): state[name] for name in state}
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._reader() is not None:
-            load_sharded_net(self.net, self._reader(), aliases=self.aliases)
+        reader = self._reader()
+        if reader is None and not self.partitions:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        state = checkpoint["state_dict"]
+        if reader is not None:
+            with one_line_refusals(self._loaded):
+                load_sharded_net(self.net, reader, aliases=self.aliases, stages=self.stages)
         else:
-            state = checkpoint["state_dict"]
-            state = {name.removeprefix("net."): tensor for name, tensor in state.items()}
-            load_whole_net_state(self.net, state, aliases=self.aliases)
+            net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
+            load_whole_net_state(self.net, net, aliases=self.aliases, stages=self.stages)
+        beside = {name: value for name, value in state.items() if not name.startswith(NET)}
+        missing, unexpected = self.lightning_module.load_state_dict(beside, strict=False)
+        lost = [name for name in missing if not name.startswith(NET)] + list(unexpected)
+        if lost and strict:
+            raise ValueError(f"{self._loaded} does not fit the module beside its net: {lost}")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer, state = _bare(self.optimizers[0]), checkpoint["optimizer_states"][0]
-        if self._reader() is not None:
-            groups, reader = state["param_groups"], self._reader()
-            load_sharded_optimizer(self.net, optimizer, groups, reader, aliases=self.aliases)
+        optimizer, state = bare_optimizer(self.optimizers[0]), checkpoint["optimizer_states"][0]
+        self.fresh_options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        parameters, reader = self.saved_parameters(), self._reader()
+        if reader is not None:
+            with one_line_refusals(self._loaded):
+                load_sharded_optimizer(parameters, optimizer, state["param_groups"], reader)
         else:
-            load_whole_optimizer_state(self.net, optimizer, state, aliases=self.aliases)
+            load_whole_optimizer_state(parameters, optimizer, state)
 
-    def _reader(self):
-        from gptrain.resilience.safe_load import SafeFileSystemReader
-
+    def _reader(self) -> SafeFileSystemReader | None:
         if not (self._loaded / INDEX_NAME).exists():
             return None
         return SafeFileSystemReader(self._loaded)
-
-
-def _bare(optimizer: Optimizer) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -1,0 +1,162 @@
+"""The command: what is compared, in which order, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain import bench as package
+from gptrain import config
+from gptrain.bench.result import summarize, table
+from gptrain.bench.turns import Contestant
+from gptrain.config import forms
+from gptrain.config.schema import Run
+from gptrain.problems import ConfigError
+
+log = logging.getLogger(__name__)
+
+# What each size adds before what is typed; a step takes about 1 ms, 0.1 s, 2 s, and (GPU) 0.1 s.
+SIZES = {
+    "tiny": "model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=1 data.seq_len=17 "
+    "data.batch_size=4 trainer.log_every_n_steps=50 steps=50 rounds=15",
+    "cpu": "model=gpt_nano data.seq_len=129 data.batch_size=16 steps=5 rounds=8",
+    "simple_gpt": "model=simple_gpt data.seq_len=128 data.batch_size=8 steps=1 rounds=5",
+    "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
+}
+LOOPS = ("tutorial", "bare", "accelerate", "ours", "ours_saving")
+DEFAULTS = {
+    "size": "cpu",
+    "rounds": 5,
+    "steps": 2,
+    "loops": "[tutorial,bare,accelerate,ours]",
+}
+SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
+COMPARED = {
+    "data.train._target_": "gptrain.data.DummyTextDataset",
+    "optimizer._target_": "torch.optim.AdamW",
+}
+# A run without what the other loops do not do either.
+FIXED = (
+    "checkpoint=none",
+    "trainer.limit_val_batches=0",
+    "trainer.max_steps=100000000",
+    "trainer.max_epochs=-1",
+)
+
+
+class BenchRun(Run):
+    """A run's keys and the command's own."""
+
+    size: forms.choice(*SIZES)
+    rounds: forms.Count  # turns of each loop
+    steps: forms.Count  # of a turn
+    loops: list[forms.choice(*LOOPS)]
+
+
+def main() -> None:
+    """The command line, in which size=… stands for what SIZES says."""
+    words = [word for word in sys.argv[1:] if word != "--json"]
+    as_json = "--json" in sys.argv
+    sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
+    preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
+    sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
+    config.main(lambda cfg: bench(cfg, as_json), BenchRun, DEFAULTS, usage=package.__doc__)
+
+
+def bench(cfg: DictConfig, as_json: bool) -> None:
+    """Runs the loops in turn and prints what was found; result.json in the run folder has all.
+
+    Raises: ConfigError for a model without these sizes, or another data set or optimizer.
+    """
+    import torch  # here, so that a wrong option is answered without it
+
+    from gptrain import launch
+    from gptrain.launch.devices import find_machine, native_precision, set_threads
+
+    cfg = launch.settle(cfg)
+    machine = find_machine(cfg)
+    if cfg.trainer.precision == "auto":
+        cfg.trainer.precision = native_precision(machine)
+    spec, folder = make_spec(cfg, machine.accelerator), Path(cfg.run_dir)
+    words = HydraConfig.get().overrides.task
+    mine = [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
+    set_threads(machine.n_local)
+    with ExitStack() as stack:
+        contestants = []
+        for name in choose_loops(cfg.loops, machine.n_local):
+            overrides = [*mine, *FIXED, f"run_dir={json.dumps(str(folder / name))}"]
+            if name == "ours_alone":
+                overrides += ["trainer.devices=1", "strategy=single"]
+            n_ranks = 1 if name == "ours_alone" else machine.n_local
+            its = {**spec, "loop": name, "run_dir": str(folder / name), "overrides": overrides}
+            contestants.append(Contestant(name, its, n_ranks, torch.get_num_threads(), folder))
+            stack.callback(contestants[-1].end)
+            contestants[-1].first_step()
+        peaks = run_rounds(contestants, cfg.rounds, cfg.steps, spec)
+    results = summarize(contestants, spec, peaks)
+    found = {"size": cfg.size, "spec": {**spec, "overrides": mine}, "loops": results}
+    text = json.dumps(found, indent=1)
+    (folder / "result.json").write_text(text + "\n")
+    print(text if as_json else table(results), flush=True)
+
+
+def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
+    """What the loops beside ours make of a run's config."""
+    if missing := [key for key in SIZE_KEYS if key not in cfg.model]:
+        wrong = f"has no {', '.join(missing)}: the loops beside it need the sizes of a SimpleGPT"
+        raise ConfigError.of("model", cfg.model.get("_target_"), wrong)
+    for key, known in COMPARED.items():
+        if (target := OmegaConf.select(cfg, key)) != known:
+            raise ConfigError.of(key, target, "the loops beside ours have", allowed=known)
+    options = OmegaConf.to_container(cfg.optimizer, resolve=True)
+    return {
+        "model": {key: cfg.model[key] for key in SIZE_KEYS},
+        "compile": cfg.model.compile,
+        "batch_size": cfg.data.batch_size,
+        "seq_len": cfg.data.seq_len,
+        "num_samples": cfg.data.num_samples,
+        "optimizer": {key: options[key] for key in ("lr", "betas", "eps", "weight_decay", "fused")},
+        "clip": cfg.trainer.gradient_clip_val,
+        "precision": cfg.trainer.precision,
+        "device": accelerator,
+    }
+
+
+def choose_loops(asked: list[str], n_ranks: int) -> list[str]:
+    """The loops asked for that can run here; ours on one device too, where it runs on several."""
+    names = list(asked)
+    if "accelerate" in names and find_spec("accelerate") is None:
+        log.warning('accelerate: not installed, left out; try: pip install -e ".[bench]"')
+        names.remove("accelerate")
+    return [*names, "ours_alone"] if "ours" in names and n_ranks > 1 else names
+
+
+def run_rounds(
+    contestants: list[Contestant], rounds: int, steps: int, spec: dict[str, Any]
+) -> list[float]:
+    """Every loop once a round, each round in the other direction; the first does not count.
+
+    Returns: the FLOP/s of matrix products in each round, with the threads of one rank.
+    """
+    import torch
+    from tqdm import trange
+
+    from gptrain.lit.perf import measure_matmul
+
+    dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
+    side, peaks = 1024 if spec["device"] == "cpu" else None, []
+    for number in trange(rounds + 1, desc="rounds", disable=None, leave=False):
+        for contestant in contestants[:: 1 if number % 2 else -1]:
+            contestant.take_turn(steps)
+        peaks.append(measure_matmul(torch.device(spec["device"]), dtype, side, seconds=0.3))
+    for contestant in contestants:
+        del contestant.turns[0]
+    return peaks[1:]

@@ -1,0 +1,245 @@
+"""One process of one loop: `python -m gptrain.bench.loops '<spec>'`, started by the bench.
+
+The spec, in JSON: `loop` (a name of LOOPS), `overrides` of the run (for ours), and for the others
+what they make of them: `model`, `batch_size`, `seq_len`, `num_samples`, `optimizer`, `clip`,
+`precision`, `compile`, `device`. Each loop imports only what it needs: its memory is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from gptrain.bench.turns import Turns
+
+# B batch, T time, D d_model, V vocab
+Spec = dict[str, Any]
+Batches = Iterable[tuple[Tensor, Tensor]]
+STATUS = Path("/proc/self/status")  # Linux
+SAVE_EVERY = 10  # steps of ours_saving
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    device = torch.device(spec["device"])
+    turns = Turns(lambda: None, peak_resident_bytes)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # for all loops alike
+        turns = Turns(torch.cuda.synchronize, torch.cuda.max_memory_allocated)
+    torch.manual_seed(0)
+    LOOPS[spec["loop"]](spec, device, turns)
+
+
+def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
+    """What multi-GPU tutorials train, as such code is written: what a user would start from.
+
+    All logits exist at once, samples are gathered one by one, the optimizer is the default one.
+    """
+    from torch.utils.data import DataLoader, TensorDataset
+
+    net = in_ddp(TutorialGPT(**spec["model"]).to(device))
+    optimizer = torch.optim.AdamW(net.parameters(), **{**spec["optimizer"], "fused": None})
+    text = torch.randint(spec["model"]["vocab_size"], (spec["num_samples"], spec["seq_len"]))
+    dataset = TensorDataset(text[:, :-1], text[:, 1:])
+    loader = DataLoader(dataset, spec["batch_size"], shuffle=True, drop_last=True)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        with autocast(spec, device):
+            logits = net(tokens.to(device))
+            return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+
+    clip = partial(clip_grad_norm_, net.parameters(), spec["clip"])
+    while True:
+        train(loader, loss_of, Tensor.backward, clip, optimizer, turns)
+
+
+def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
+    """Our model, loss, data and optimizer in the plain loop."""
+    from gptrain.parallel import clip_grad_norm
+
+    net = WithLoss(spec).to(device)
+    optimizer = make_optimizer(spec, net)
+    net = in_ddp(net, gradient_as_bucket_view=True)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        with autocast(spec, device):
+            return net(tokens, targets)
+
+    clip = partial(clip_grad_norm, list(net.parameters()), spec["clip"])
+    train(batches(spec, device), loss_of, Tensor.backward, clip, optimizer, turns)
+
+
+def accelerate(spec: Spec, device: torch.device, turns: Turns) -> None:
+    """Accelerate around the same model, loss, data and optimizer."""
+    from accelerate import Accelerator
+
+    mixed = "bf16" if "bf16" in spec["precision"] else "fp16" if "16" in spec["precision"] else "no"
+    helper = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu")
+    net = WithLoss(spec)
+    net, optimizer = helper.prepare(net, make_optimizer(spec, net))
+    clip = partial(helper.clip_grad_norm_, net.parameters(), spec["clip"])
+    train(batches(spec, helper.device), net, helper.backward, clip, optimizer, turns)
+
+
+def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
+    """What train.py does, with one callback more."""
+    from lightning.pytorch import Callback
+
+    from gptrain.assemble import build
+    from gptrain.config.cli import compose_command
+
+    class TakeTurns(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            turns.step_done()
+
+    run = build(compose_command(spec["overrides"]))
+    run.trainer.callbacks.append(TakeTurns())
+    run.trainer.fit(run.module, datamodule=run.datamodule)
+
+
+def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
+    """Ours with a checkpoint every 10 steps, in the middle of a turn of as many."""
+    from gptrain.resilience.lock import RunLock
+
+    turns.left = SAVE_EVERY // 2  # the first turn
+    overrides = [word for word in spec["overrides"] if word != "checkpoint=none"]
+    saving = ["checkpoint=every_n_steps", f"checkpoint.every_n_steps={SAVE_EVERY}"]
+    is_first = os.environ.get("RANK", "0") == "0"
+    with RunLock(spec["run_dir"]) if is_first else nullcontext():
+        ours({**spec, "overrides": [*overrides, *saving]}, device, turns)
+
+
+LOOPS = {
+    "tutorial": tutorial,
+    "bare": bare,
+    "accelerate": accelerate,
+    "ours": ours,
+    "ours_alone": ours,
+    "ours_saving": ours_saving,
+}
+
+
+def train(
+    batches: Batches,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    backward: Callable[[Tensor], None],
+    clip: Callable[[], Any],
+    optimizer: torch.optim.Optimizer,
+    turns: Turns,
+) -> None:
+    """The plain loop."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))
+    for tokens, targets in batches:
+        optimizer.zero_grad()
+        backward(loss_of(tokens, targets))
+        clip()
+        optimizer.step()
+        scheduler.step()
+        turns.step_done()
+
+
+class TutorialGPT(nn.Module):
+    """tokens (B, T) -> logits (B, T, V), by a decoder whose memory is its own input."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_heads: int,
+        n_layers: int,
+        max_seq_len: int,
+        dropout: float,
+    ):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocab_size, d_model)
+        self.position_embedding = nn.Embedding(max_seq_len, d_model)
+        layer = nn.TransformerDecoderLayer(
+            d_model, n_heads, 4 * d_model, dropout, activation="gelu", batch_first=True
+        )
+        self.decoder = nn.TransformerDecoder(layer, n_layers)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, D)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
+        return self.head(self.decoder(x, x, tgt_mask=mask, memory_mask=mask))  # (B, T, V)
+
+
+class WithLoss(nn.Module):
+    """SimpleGPT and its loss as one module, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        from gptrain.loss import chunked_next_token_loss
+        from gptrain.models import SimpleGPT
+        from gptrain.parallel.activation import apply_compile, compiles_loss
+
+        self.net = SimpleGPT(**spec["model"])
+        apply_compile(self.net, spec["compile"])
+        compiles = compiles_loss(spec["compile"], spec["device"])
+        self.loss = partial(chunked_next_token_loss, compiles=compiles)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.net.hidden(tokens), self.net.head.weight, targets)
+
+
+def make_optimizer(spec: Spec, net: nn.Module) -> torch.optim.Optimizer:
+    """Our AdamW."""
+    from gptrain.optim import decay_groups
+
+    options = dict(spec["optimizer"])
+    return torch.optim.AdamW(decay_groups(net, options.pop("weight_decay")), **options)
+
+
+def batches(spec: Spec, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Our data, in our order, without an end."""
+    from torch.utils.data import DataLoader
+
+    from gptrain.data import DummyTextDataset, SampleOrder, TrainBatches, collate
+
+    dataset = DummyTextDataset(spec["num_samples"], spec["seq_len"], spec["model"]["vocab_size"])
+    place = {"rank": os.environ.get("RANK", 0), "world_size": os.environ.get("WORLD_SIZE", 1)}
+    place = {key: int(number) for key, number in place.items()}
+    order = SampleOrder(len(dataset), 0)
+    sampler = TrainBatches(order, spec["batch_size"], **place, epoch_steps=2**40)
+    is_cuda = device.type == "cuda"
+    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=is_cuda)
+    for tokens, targets in loader:
+        yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
+def autocast(spec: Spec, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled="16" in spec["precision"])
+
+
+def in_ddp(net: nn.Module, **options: Any) -> nn.Module:
+    """The net, replicated where this process is a rank."""
+    if "RANK" not in os.environ:
+        return net
+    device = next(net.parameters()).device.type
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    return nn.parallel.DistributedDataParallel(net, **options)
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process ever held, shared libraries included; 0 without /proc."""
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+if __name__ == "__main__":
+    main()

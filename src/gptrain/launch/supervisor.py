@@ -1,0 +1,210 @@
+"""The parent of a run on several local devices: starts the ranks, watches them, ends them all.
+
+A lost rank is worth a restart of all from the newest good checkpoint, launcher.max_restarts times,
+as long as they get anywhere: that is counted in the run folder, so that it outlives any process and
+holds for the restarts of torchrun and SLURM, too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain.launch.rank import (
+    BEATS_VARIABLE,
+    Ending,
+    newest_checkpoint,
+    rank_process,
+    record_ending,
+)
+from gptrain.parallel.mesh import STORE_VARIABLE
+from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, JobFailed
+from gptrain.resilience import fileops
+from gptrain.resilience.manifest import read_manifest
+from gptrain.resilience.signals import StopFlag, hold_back
+from gptrain.resilience.status import Preempted, clear_status, read_status, result_path
+from gptrain.resilience.watchdog import StallWatch
+from gptrain.small_files import UnreadableFile, read_json
+
+log = logging.getLogger(__name__)
+START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
+PRELOAD: list[str] = []  # modules that "forkserver" imports once, for all ranks to come
+POLL_S = 0.05
+GRACE_S = 6.0  # for the others to leave by themselves once one has failed
+LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
+WORTH_A_RESTART = (FAILED, HUNG)
+RESTARTS_NAME = ".restarts"
+FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
+Find = Callable[[], Path | None]
+
+
+def supervise(
+    train: Callable, cfg: DictConfig, n_ranks: int, find: Find, stop: StopFlag
+) -> dict[str, float]:
+    """Runs one job in a process per device of this machine and returns its metrics.
+
+    Each rank gets the environment that torchrun would give it, so it cannot tell the difference;
+    but the ranks meet at a file, not at a port.
+
+    Raises: JobFailed, with the exit code.
+    """
+    left = cfg.launcher.max_restarts
+    while (code := run_once(train, cfg, n_ranks, stop)) in WORTH_A_RESTART and left and not stop:
+        prepare_start(cfg, find, again=True)
+        left -= 1
+        log.warning("warning: started again, %d more times at most", left)
+    if code != DONE:
+        raise JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
+    try:
+        return read_json(result_path(cfg.run_dir, cfg.task))["metrics"]
+    except FileNotFoundError:
+        return {}
+
+
+def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
+    """Puts the checkpoint to go on from into cfg.ckpt_path; null for a start from step 0.
+
+    Args:
+        again: a launcher's own start, which takes the newest checkpoint, whatever was typed.
+
+    Raises: ConfigError, with the folder as it was; JobFailed where starts get nowhere.
+    """
+    if again and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
+        cfg.ckpt_path = "last"
+    checkpoint = find()
+    cfg.ckpt_path = None if checkpoint is None else str(checkpoint)
+    step = read_manifest(checkpoint)["step"] if checkpoint else 0
+    if cfg.task == "fit" and note_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
+        line = f"error: {FRUITLESS_STARTS} starts in a row got no further"
+        print(line, file=sys.stderr, flush=True)
+        raise JobFailed(FAILED, line)
+    clear_status(cfg.run_dir)
+
+
+def is_restart() -> bool:
+    """True where torchrun or SLURM started this job again by itself."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(int(os.environ.get(name) or 0) > 0 for name in names)
+
+
+def note_start(run_dir: str | Path, step: int, again: bool) -> int:
+    """Notes a start from `step` and returns how many in a row got no further than the one before.
+
+    Args:
+        again: the launcher starts by itself; a person's start counts from anew.
+    """
+    path, fruitless = Path(run_dir) / RESTARTS_NAME, 0
+    if again:
+        try:
+            before = read_json(path)
+            fruitless = 0 if step > before["step"] else before["fruitless"] + 1
+        except (FileNotFoundError, UnreadableFile, LookupError, TypeError):
+            fruitless = 0  # the first, or not written by us
+    fileops.replace(path, json.dumps({"step": step, "fruitless": fruitless}).encode())
+    return fruitless
+
+
+def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
+    """One attempt; the exit code of the job."""
+    context, ranks = multiprocessing.get_context(START_METHOD), []
+    if START_METHOD == "forkserver":
+        context.set_forkserver_preload(PRELOAD)
+    # The parent of a rank that the fork server forks is the server, which ends with this process.
+    parent_pid = None if START_METHOD == "forkserver" else os.getpid()
+    hydra = plain_hydra()
+    with tempfile.TemporaryDirectory(prefix="gptrain-") as folder:
+        environment = {
+            "GPTRAIN_SUPERVISED": "1",
+            STORE_VARIABLE: str(Path(folder) / "store"),
+            BEATS_VARIABLE: str(Path(folder) / "beats"),
+            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+            "WORLD_SIZE": str(n_ranks),
+            "LOCAL_WORLD_SIZE": str(n_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "GROUP_RANK": "0",
+        }
+        try:
+            for rank in range(n_ranks):
+                place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                arguments = (train, cfg, hydra, place, parent_pid)
+                ranks.append(context.Process(target=rank_process, args=arguments))
+                with hold_back():  # a signal waits until the rank can take it as a request
+                    ranks[-1].start()
+            watch(cfg, ranks, stop, Path(folder) / "beats")
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+    return job_code(cfg, ranks, stop)
+
+
+def plain_hydra() -> DictConfig:
+    """What a rank needs of Hydra's node: its log, and what was typed, for the resume command."""
+    hydra = HydraConfig.get()
+    logs = OmegaConf.to_container(hydra.job_logging, resolve=True)
+    typed = {"task": list(hydra.overrides.task)}
+    return OmegaConf.create({"job_logging": logs, "verbose": hydra.verbose, "overrides": typed})
+
+
+def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
+    """Returns when all ranks have ended, or when those left have had their time."""
+    stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
+    forwarded, deadline_s = False, None
+    while any(rank.is_alive() for rank in ranks):
+        time.sleep(POLL_S)
+        if stop and not forwarded:
+            forwarded = True
+            for rank in ranks:
+                rank.terminate()  # SIGTERM: to a rank it is the same request
+        if deadline_s is not None:
+            if time.monotonic() > deadline_s:
+                return
+            continue
+        failed = next((index for index, rank in enumerate(ranks) if rank.exitcode), None)
+        if failed is not None:
+            deadline_s = time.monotonic() + GRACE_S
+            code = ranks[failed].exitcode
+            if code == PREEMPTED:
+                stop.set("a rank")  # asked alone, and left before the ranks could talk
+            elif code < 0 and not stop:
+                why = f"by signal {-code}" + (", maybe for want of memory" if code == -9 else "")
+                line = f"error: rank {failed} (process {ranks[failed].pid}) was killed {why}"
+                print_and_record(cfg, Ending(FAILED, "killed", line, rank=failed))
+        elif stalled := stalls.stalled():
+            deadline_s = time.monotonic() + LINGER_S
+            stall = stalled[0]
+            line = f"error: no progress for {stall.silent_s:.0f} s: {stall}"
+            print_and_record(cfg, Ending(HUNG, "hang", line, rank=stall.rank), stall.step)
+
+
+def print_and_record(cfg: DictConfig, ending: Ending, step: int | None = None) -> None:
+    """Says it on stderr and in status.json, in place of what other ranks have said there."""
+    print(ending.line, file=sys.stderr, flush=True)
+    record_ending(cfg, ending, None, step, replace=True)
+
+
+def job_code(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag) -> int:
+    """The exit code of a job whose ranks have all ended: that of the first that failed."""
+    codes = [rank.exitcode for rank in ranks]
+    if not any(codes):
+        return DONE
+    status = read_status(cfg.run_dir)
+    if status is not None and status["exit_code"]:
+        return status["exit_code"]
+    if stop:  # before any rank had anything to save
+        print_and_record(cfg, Ending(PREEMPTED, "preempted", str(Preempted())))
+        return PREEMPTED
+    return next((code for code in codes if code > 0), FAILED)

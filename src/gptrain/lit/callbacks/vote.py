@@ -1,0 +1,39 @@
+"""What any rank says, known to all of them a step later, so that no rank waits for the answer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class Vote:
+    """A yes-or-no question that all ranks ask at the same steps.
+
+    It goes from host to host: a GPU would have to finish all that was queued on it before its
+    host could read the answer.
+    """
+
+    def __init__(self):
+        self._group: dist.ProcessGroup | None = None
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+
+    def ask(self, mine: bool) -> bool | None:
+        """Whether any rank said yes when it was asked last; None if it was not asked yet."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return mine
+        if self._group is None:
+            of_hosts = dist.get_backend() == "gloo"
+            self._group = dist.group.WORLD if of_hosts else dist.new_group(backend="gloo")
+        said = self.close()
+        told = torch.tensor([mine], dtype=torch.uint8)
+        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked = told, work
+        return said
+
+    def close(self) -> bool | None:
+        """The answer that is still out, None if nothing is asked."""
+        if self._asked is None:
+            return None
+        (told, work), self._asked = self._asked, None
+        work.wait()
+        return bool(told.item())

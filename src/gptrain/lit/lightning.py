@@ -1,0 +1,221 @@
+"""Where we touch Lightning itself: every private name of it that we rely on stands in this file.
+
+Three places, each for correctness, each as of Lightning 2.6.6 and with a test that the name exists:
+its signal handlers, its broadcast of a stop, and the state of its loops in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.profilers import PassThroughProfiler
+
+from gptrain.launch.process import Process
+from gptrain.problems import ConfigError
+
+NOISE = (
+    "isinstance(treespec, LeafSpec)",  # Lightning 2.6 on torch 2.13
+    "The number of training batches",  # the last step is logged whatever the interval
+    "It is recommended to use `self.log",  # torchmetrics has reduced over ranks already
+    "You're resuming from a checkpoint that ended before the epoch ended",  # our order resumes
+    "does not have many workers",  # batches are one gather from a memory map
+    "GPU available but not used",
+    "`srun` command is available on your system but is not used",  # our supervisor starts ranks
+    "You called `self.log('step'",  # the x axis of all loggers: see callbacks.step_log
+    "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
+)
+
+
+class NoProfiler(PassThroughProfiler):
+    """The profiler of a run that is not profiled: 60 contexts a step that cost nothing."""
+
+    nothing = nullcontext()
+
+    def profile(self, action_name: str) -> nullcontext:
+        return self.nothing
+
+
+class RankEnvironment(ClusterEnvironment):
+    """This process's place in the job, as gptrain.launch.process reads it of any launcher.
+
+    Lightning's guess takes a run that is started by hand in a SLURM allocation for a task of srun
+    (pytorch-lightning#20391), and refuses `srun --ntasks`. The process group exists already, so
+    that the address is not asked for.
+    """
+
+    creates_processes_externally = True
+
+    def __init__(self, process: Process, n_local: int):
+        self.process, self.n_local = process, n_local
+
+    @staticmethod
+    def detect() -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", 0))
+
+    def world_size(self) -> int:
+        return self.process.world_size
+
+    def global_rank(self) -> int:
+        return self.process.rank
+
+    def local_rank(self) -> int:
+        return self.process.local_rank
+
+    def node_rank(self) -> int:
+        return self.process.rank // self.n_local
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: the launcher has said it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: the launcher has said it."""
+
+
+def leave_signals_to_us(trainer: pl.Trainer) -> pl.Trainer:
+    """Switches off Lightning's signal handlers and its broadcast before every micro-batch.
+
+    Its SIGTERM handler calls a collective inside the signal handler, exits with code 0 and saves
+    nothing; to stop the ranks it then broadcasts, and waits for, one number per micro-batch.
+    `callbacks.guarded` does this work.
+    """
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    return trainer
+
+
+def loops_after(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bool) -> dict:
+    """State of Lightning's loops for a run that stands right after optimizer step `step`.
+
+    Lightning saves what each of its thirty counters was in the middle of a hook and guesses from
+    it where the save happened: a save after a validation, before it, or inside it differ by ones
+    in several places. A run here is saved after an optimizer step only, so three facts determine
+    all counters, on any number of ranks.
+
+    Args:
+        validated: the validation of this step, where one is due, is done; false repeats it.
+        epoch_ended: at the last step of an epoch, whether the hooks of its end have run.
+    """
+    state = trainer.fit_loop.state_dict()
+    accumulate, epoch_steps = trainer.accumulate_grad_batches, trainer.datamodule.epoch_steps
+    epoch, step_in_epoch = divmod(step, epoch_steps)
+    if step_in_epoch == 0 and step and not epoch_ended:
+        epoch, step_in_epoch = epoch - 1, epoch_steps
+    n_batches, batch = step * accumulate, step_in_epoch * accumulate
+    begun = int(not (epoch_ended and step_in_epoch == 0))  # the epoch's first hooks have run
+    # A step whose validation is due passes once more through the end of Lightning's loop body,
+    # which counts it for the loggers.
+    passes_again = begun and (is_validated(trainer, n_batches) or not validated)
+    val_begun = int(not validated)  # one batch begun and none finished: validate from the first
+    micro, done = ("ready", "started", "processed", "completed"), ("ready", "completed")
+    return state | {
+        "epoch_progress": _counts(epoch, epoch, micro, ready=begun, started=begun),
+        "epoch_loop.state_dict": {"_batches_that_stepped": step - int(passes_again)},
+        "epoch_loop.batch_progress": _counts(n_batches, batch, micro)
+        | {"is_last_batch": step_in_epoch == epoch_steps},
+        "epoch_loop.scheduler_progress": _counts(step, step_in_epoch, done),
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {
+                "step": _counts(step, step_in_epoch, done),
+                "zero_grad": _counts(step, step_in_epoch, ("ready", "started", "completed")),
+            }
+        },
+        "epoch_loop.val_loop.batch_progress": _counts(
+            0, 0, micro, ready=val_begun, started=val_begun
+        )
+        | {"is_last_batch": False},
+    }
+
+
+def is_validated(trainer: pl.Trainer, n_batches: int) -> bool:
+    """Whether a validation follows these micro-batches by the interval."""
+    return bool(trainer.val_check_batch) and n_batches % trainer.val_check_batch == 0
+
+
+def finish_step(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bool) -> None:
+    """What Lightning does of a step after the hooks in which it was saved: ReduceLROnPlateau.
+
+    A step whose validation is due passes through that part of its loop again.
+    """
+    accumulate = trainer.accumulate_grad_batches
+    epoch, step_in_epoch = divmod(step, trainer.datamodule.epoch_steps)
+    if step_in_epoch == 0:
+        interval, index, missed = "epoch", epoch, epoch_ended
+    else:
+        interval, index = "step", step_in_epoch * accumulate
+        missed = validated and not is_validated(trainer, step * accumulate)
+    for scheduled in trainer.lr_scheduler_configs if missed else ():
+        is_its_turn = scheduled.interval == interval and index % scheduled.frequency == 0
+        value = trainer.callback_metrics.get(scheduled.monitor)
+        if scheduled.reduce_on_plateau and is_its_turn and value is not None:
+            scheduled.scheduler.step(value)
+
+
+def _counts(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict:
+    """State of one of Lightning's trackers: in total, and in this epoch.
+
+    Args:
+        ahead: counters that are ahead of the others, by how much.
+    """
+    return {
+        "total": {name: total + ahead.get(name, 0) for name in names},
+        "current": {name: current + ahead.get(name, 0) for name in names},
+    }
+
+
+def start_epoch_anew(trainer: pl.Trainer) -> None:
+    """For a run resumed between two epochs: the next one starts as in a run that was not stopped.
+
+    Lightning marks all loops as restarting where max_steps is set, whatever their state says, and
+    then leaves out the update of ReduceLROnPlateau at the end of the first epoch.
+    """
+    trainer.fit_loop._restarting = False
+    if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        trainer.fit_loop.epoch_loop.restarting = False
+
+
+@contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """What Lightning refuses as misconfigured is a ConfigError here: one line, exit code 2.
+
+    A metric that EarlyStopping waits for and nobody logs is a RuntimeError of Lightning's.
+    """
+    try:
+        yield
+    except (MisconfigurationException, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and not said.startswith("Early stopping conditioned"):
+            raise
+        raise ConfigError.of("trainer", None, said) from error
+
+
+def quiet() -> None:
+    """Leaves of Lightning's lines the warnings that a person can act on, each printed once.
+
+    Its loggers have a handler of their own, beside the one that Hydra gives the root logger.
+    """
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for words in NOISE:
+        warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
+
+
+def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Whether this micro-batch was the last of its optimizer step; epochs end on whole steps."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

@@ -1,0 +1,88 @@
+"""How a whole net's loss is computed, and which options it has; strategies that split nets differ.
+
+A net that offers `hidden` and a `head` without bias is trained by the chunked loss, which never
+holds the logits of a whole batch (`gptrain.loss`).
+"""
+
+# B batch, T time, D d_model, V vocab, C rows of a chunk
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from gptrain.loss import (
+    IGNORED,
+    chunked_next_token_loss,
+    logits_in_chunks,
+    next_token_loss,
+)
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What is trained on: next-token cross entropy, and what is added to it.
+
+    Attributes:
+        label_smoothing: fraction of the target that is spread over the vocabulary.
+        z_loss: factor on the mean of logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+        compiles: compile the softmax of the chunked loss.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    compiles: bool = False
+
+    @property
+    def plain(self) -> LossOptions:
+        """Those of val/loss: the cross entropy alone."""
+        return replace(self, label_smoothing=0.0, z_loss=0.0)
+
+
+def has_chunks(net: nn.Module) -> bool:
+    """Whether the net allows the chunked loss."""
+    head = getattr(net, "head", None)
+    return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
+
+
+def whole_net_loss(
+    net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+) -> Tensor:
+    """Loss in nats of tokens (B, T), targets (B, T), under a net that this rank runs whole."""
+    added = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+    if has_chunks(net):
+        hidden = net.hidden(tokens)  # (B, T, D)
+        return chunked_next_token_loss(
+            hidden,
+            net.head.weight,
+            targets,
+            reduction=reduction,
+            compiles=options.compiles,
+            **added,
+        )
+    return next_token_loss(_logits(net, tokens, targets), targets, reduction=reduction, **added)
+
+
+@torch.no_grad()
+def whole_net_logits(
+    net: nn.Module, tokens: Tensor, targets: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits (C, V) and targets (C,) of all positions that count, chunk by chunk."""
+    if has_chunks(net):
+        yield from logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
+        return
+    counted = targets != IGNORED  # (B, T)
+    yield _logits(net, tokens, targets)[counted].float(), targets[counted]
+
+
+def _logits(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = net(tokens)
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"{type(net).__name__} made {tuple(logits.shape)} of tokens {tuple(tokens.shape)}; "
+            f"a net's forward returns logits (B, T, V)"
+        )
+    return logits  # (B, T, V)

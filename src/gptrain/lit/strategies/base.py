@@ -1,0 +1,139 @@
+"""What our strategies add to Lightning's: who computes loss, norm and states of a net."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
+from gptrain.parallel.fit import Unfit
+from gptrain.parallel.gradients import clip_grad_norm
+
+if TYPE_CHECKING:
+    from gptrain.lit.callbacks.finite import FiniteCheck
+
+
+@dataclass(frozen=True)
+class StrategyInfo:
+    """What a strategy was asked for, and the net before it was partitioned."""
+
+    name: str
+    net_name: str
+    n_parameters: int
+
+
+class NetStrategy:
+    """The protocol between a module and its strategy, as a whole net on one device fulfils it.
+
+    Attributes:
+        info: what it was made for.
+        forward_runs_backward: training_step forms the gradients, before Lightning clears them.
+        check_finite: called between clipping and the optimizer's step.
+        grad_norm: of all gradients before clipping, of the last step.
+        micro_losses: what training_step returned in each micro-step of this step, detached.
+    """
+
+    info: StrategyInfo
+    forward_runs_backward = False
+    check_finite: FiniteCheck | None = None
+    grad_norm: Tensor | None = None
+
+    @property
+    def net(self) -> nn.Module:
+        """The net that is trained."""
+        return self.lightning_module.net
+
+    # What a module asks for
+
+    def loss(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+    ) -> Tensor:
+        """Loss of this rank's samples, over the targets that count."""
+        return whole_net_loss(net, tokens, targets, reduction, options)
+
+    def logits(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits (C, V) and targets (C,) of this rank's samples, chunk by chunk, for metrics."""
+        return whole_net_logits(net, tokens, targets)
+
+    def share_metric(self, metric: Metric) -> Tensor:
+        """The metric over all samples, alike on all ranks."""
+        return metric.compute()
+
+    def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
+        """Scales all gradients to a global norm of at most max_norm, and checks that it is finite.
+
+        Raises: NonFinite.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.grad_norm = self.measure_and_clip(parameters, max_norm)
+        if self.check_finite is not None:
+            self.check_finite.check(self.lightning_module.trainer, optimizer)
+
+    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+        """Norm of all gradients, alike on all ranks; scaled down to max_norm in place."""
+        return clip_grad_norm(parameters, max_norm)
+
+    # What Lightning's loop calls
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            raise Unfit(
+                "module._target_",
+                "several optimizers: steps, schedule and checkpoints of a run are those of one; "
+                "give one optimizer groups with options of their own",
+            ) from error
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Drops the last step's gradients before a new step's forward pass.
+
+        Lightning does it after the forward pass, whose activations would lie beside them: 4 bytes
+        per parameter at the peak of memory.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        trainer = self.lightning_module.trainer
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self.micro_losses: list[Tensor] = []
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self.micro_losses.append(closure_loss.detach())
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+
+def check_optimization(module: pl.LightningModule) -> None:
+    """Raises: Unfit for manual optimization."""
+    if not module.automatic_optimization:
+        raise Unfit(
+            "module._target_",
+            "automatic_optimization=False: the steps of a run, its schedule and its checkpoints "
+            "count the steps of Lightning's loop; try: one optimizer, whose groups have options of "
+            "their own",
+        )
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """torch's optimizer, without Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def named_beside_net(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a module that are not its net's, each once, under their own names."""
+    net = getattr(module, "net", None)
+    of_net = set(net.parameters()) if isinstance(net, nn.Module) else set()
+    return {name: p for name, p in module.named_parameters() if p not in of_net}

@@ -1,0 +1,86 @@
+"""A whole net: on one device, or on each of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from inspect import signature
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gptrain.lit.strategies.base import NetStrategy
+from gptrain.lit.strategies.states import NamedStates
+from gptrain.parallel.ddp import comm_hook
+from gptrain.parallel.slices import build_partitioned as make_net_on
+
+_SYNC_BUFFERS = (  # renamed in torch 2.13
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class SingleDevice(NamedStates, NetStrategy, SingleDeviceStrategy):
+    """One device."""
+
+
+class Ranks(NamedStates, NetStrategy, DDPStrategy):
+    """Several ranks, whose process group exists already.
+
+    Lightning would seed every rank alike here, and dropout with it.
+    """
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+
+
+class DDP(Ranks):
+    """A whole net on every rank, gradients averaged while they are formed.
+
+    Args:
+        comm: (state, hook) of `gptrain.parallel.ddp`; Lightning registers hooks on GPUs only.
+    """
+
+    def __init__(self, comm: tuple[object, Callable] | None, **options: object):
+        super().__init__(**options)
+        self.comm = comm
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        if self.comm is not None:
+            self.model.register_comm_hook(*self.comm)
+
+
+def build_single(
+    make_net: Callable[[], nn.Module], finish: Callable, device: torch.device, **_: object
+) -> tuple[nn.Module, Strategy]:
+    """The net on its device."""
+    return make_net_on(make_net, finish, device), SingleDevice(device)
+
+
+def build_ddp(
+    make_net: Callable[[], nn.Module],
+    finish: Callable,
+    device: torch.device,
+    *,
+    options,
+    **_: object,
+) -> tuple[nn.Module, Strategy]:
+    """A copy of the net on every rank.
+
+    Args:
+        options: the `strategy` group of ddp, or of auto.
+    """
+    strategy = DDP(
+        comm_hook(options.comm_hook),
+        timeout=timedelta(seconds=options.timeout_s),
+        **{_SYNC_BUFFERS: False},  # ours are constants
+        bucket_cap_mb=options.bucket_cap_mb,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        static_graph=options.static_graph,
+        find_unused_parameters=options.find_unused_parameters,
+    )
+    return make_net_on(make_net, finish, device), strategy

@@ -1,0 +1,165 @@
+"""A net that is partitioned over ranks when Lightning meets it: FSDP2, tensor parallelism, both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+
+from gptrain.lit.losses import LossOptions, has_chunks
+from gptrain.lit.strategies.base import named_beside_net
+from gptrain.lit.strategies.data_parallel import Ranks
+from gptrain.parallel.fsdp import apply_fsdp
+from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
+from gptrain.parallel.mesh import build_mesh
+from gptrain.parallel.slices import build_partitioned as make_net_on
+from gptrain.plan import ParallelDims
+
+
+class MeshStrategy(Ranks):
+    """What sharded nets and pipelines have in common: the net is where it is to be.
+
+    Parameters of the module beside its net are whole on every rank; their gradients are averaged
+    over the data axis once per step.
+    """
+
+    partitions = True
+    data_group: dist.ProcessGroup
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        for metric in self.model.metrics.modules():  # fed alike on all ranks of a data rank
+            if isinstance(metric, Metric):
+                metric.process_group = self.data_group
+
+    def model_to_device(self) -> None:
+        net, self.model.net = self.model.net, None  # offloaded shards stay where they are
+        self.model.to(self.root_device)
+        self.model.net = net
+
+    def teardown(self) -> None:
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+        beside = list(named_beside_net(self.lightning_module).values())
+        sum_gradients(beside, self.data_group, divisor=self.data_group.size())
+        return self.clip_net(parameters, beside, max_norm)
+
+    def clip_net(
+        self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
+    ) -> Tensor:
+        """Norm of all gradients, alike on all ranks; scaled down to max_norm in place."""
+        return clip_grad_norm(parameters, max_norm)
+
+
+class Sharded(MeshStrategy):
+    """FSDP2.
+
+    Args:
+        syncs_each: reduces gradients at every micro-step: 1/N of the memory of holding them whole
+            until the last, for as many times the traffic.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, syncs_each: bool = False):
+        super().__init__()
+        self.mesh, self.syncs_each = mesh, syncs_each
+        self.data_group = mesh["data"].get_group()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients are added up locally until an optimizer step's last micro-step."""
+        waits = not self.syncs_each and hasattr(self.net, "set_requires_gradient_sync")
+        if waits:
+            self.net.set_requires_gradient_sync(False)
+        yield
+        if waits:
+            self.net.set_requires_gradient_sync(True)
+
+
+class TensorParallel(Sharded):
+    """Tensor parallelism, with or without FSDP2 around it."""
+
+    def loss(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+    ) -> Tensor:
+        """Loss of this rank's samples, alike on the ranks of a tensor group."""
+        from gptrain.parallel.vocab_loss import vocab_parallel_loss
+
+        if not has_chunks(net):
+            return super().loss(net, tokens, targets, reduction, options)
+        added = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+        hidden, weight = net.hidden(tokens), net.head.weight  # (B, T, D), (V, D)
+        return vocab_parallel_loss(hidden, weight, targets, reduction=reduction, **added)
+
+    @torch.no_grad()
+    def logits(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks
+
+        if not has_chunks(net):
+            return super().logits(net, tokens, targets)
+        return vocab_parallel_logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
+
+    def clip_net(
+        self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
+    ) -> Tensor:
+        from gptrain.parallel.tensor import partial_parameters
+
+        sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
+        return clip_grad_norm(parameters, max_norm)
+
+
+def build_partitioned(
+    make_net: Callable[[], nn.Module],
+    finish: Callable[[nn.Module], None],
+    device: torch.device,
+    *,
+    options,
+    dims: ParallelDims,
+    name: str,
+    precision: str,
+    **_: object,
+) -> tuple[nn.Module, Strategy]:
+    """This rank's shards of the net, and the strategy that trains them.
+
+    Args:
+        options: the `strategy` group.
+        precision: Lightning's name; under "bf16-mixed" FSDP gathers weights in bf16.
+    """
+    mesh = build_mesh(device.type, data=dims.data, tensor=dims.tensor)
+    is_fsdp, is_tensor = "fsdp" in name, "tensor" in name
+
+    def partition(net: nn.Module) -> None:
+        if is_tensor:
+            from gptrain.parallel.tensor import apply_tensor_parallel
+
+            apply_tensor_parallel(net, mesh)
+        finish(net)
+        if is_fsdp:
+            apply_fsdp(
+                net,
+                mesh,
+                reshard_after_forward=options.reshard_after_forward,
+                compute_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
+                cpu_offload=options.cpu_offload,
+            )
+
+    net = make_net_on(make_net, partition, "cpu" if is_fsdp and options.cpu_offload else device)
+    strategy = TensorParallel if is_tensor else Sharded
+    return net, strategy(mesh, syncs_each=is_fsdp and options.accumulate_shards)
