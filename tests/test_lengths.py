@@ -107,7 +107,7 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
             tmp_path / name, 8, "uint16", vocab_size, True, np.full(vocab_size, width)
         )
         module = LanguageModel(
-            Uniform(vocab_size), lambda net: None, lambda step: 1.0,
+            Uniform(vocab_size), lambda net: None,
             token_bytes=torch.as_tensor(data.token_bytes),
         )  # fmt: skip
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,

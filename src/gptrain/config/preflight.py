@@ -35,7 +35,7 @@ GIB = 2**30
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 STATES = {"torch.optim.AdamW": 2, "gptrain.optim.Muon": 1}  # per parameter, at least
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
-SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 3}
+SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
 OURS["module"] = {"loss", "metrics"}
 
