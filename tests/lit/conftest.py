@@ -89,17 +89,21 @@ def fit(tmp_path, capfd, monkeypatch) -> Fit:
     monkeypatch.setattr(supervisor, "START_METHOD", "forkserver")
     monkeypatch.setattr(supervisor, "PRELOAD", ["train", "gptrain.assemble"])
 
-    def run(*words: str, name: str = "run", code: int = 0) -> Ended:
+    def run(*words: str, name: str = "run", code: int = 0, begun: bool = False) -> Ended:
         folder = tmp_path / name
         before = folder.exists()
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY
         found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
-        ended = Ended(found, "".join(capfd.readouterr()), folder)
+        said = "".join(capfd.readouterr())
+        status = folder / "status.json"
+        if "error: " not in said and status.exists():  # of ranks, which print elsewhere
+            said += f"\n{json.loads(status.read_text())['message']}"
+        ended = Ended(found, said, folder)
         assert found == code, ended.out
         if code == 2:
             assert len(ended.errors) == 1 and "Traceback" not in ended.out, ended.out
             left = {path.name for path in folder.rglob("*")} if folder.exists() else set()
-            assert before or not left & TRACES, left
+            assert before or begun or not left & TRACES, left
         return ended
 
     return run

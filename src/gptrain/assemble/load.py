@@ -86,4 +86,4 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ConfigError.of("", None, str(error), code=BAD_DATA) from error
     register_resolvers()
     kept = {key: value for key, value in content.items() if key not in NOT_READ}
-    return trust.plain(OmegaConf.create(kept))
+    return trust.plain(kept)

@@ -65,6 +65,10 @@ class Config:
         """Keeps one problem a key, told of the place where a wrong value was written."""
         for problem in found:
             key = self.source(problem.key) if problem.key else ""
+            refers_to = re.findall(r"\$\{([\w.]+)", str(_at(self.raw, key)))
+            if self.wrong.intersection(refers_to):
+                self.wrong |= {key, problem.key}  # it came with what was wrong there
+                continue
             if not key or key not in self.wrong:
                 self.problems.append(replace(problem, key=key))
             if problem.code != DONE and key:
@@ -199,11 +203,12 @@ def check_strategy(run: Config) -> Iterator[Problem]:
     if precision == "16-true" and run.get("task") == "fit":
         wrong = "Adam's eps is zero in fp16, training ends in NaN"
         yield run.error("trainer.precision", wrong, "trainer.precision=bf16-true")
-    if name not in STRATEGIES or name in ANY_NET:
-        return
-    if count_devices(run.get("trainer.devices")) == run.get("trainer.num_nodes") == 1:
+    is_alone = count_devices(run.get("trainer.devices")) == run.get("trainer.num_nodes") == 1
+    if is_alone and name not in (None, "auto", "single"):
         attempt = "trainer.devices=2"
         yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
+    if name not in STRATEGIES or name in ANY_NET:
+        return
     if precision in FP16:
         wrong = f"strategy={name} does not scale losses"
         yield run.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")

@@ -149,9 +149,9 @@ def _explain(one: Override, error: Exception, cfg: DictConfig, loader: ConfigLoa
         )
         return Problem(key, value, words, ", ".join(names), attempt)
     there = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
-    if one.is_add() and there is not None:
-        attempt = one.input_line.lstrip("+")
-        return Problem(key, value, "is there already, no + is needed", attempt=attempt)
+    if there is not None:
+        words = "is there already, no + is needed" if one.is_add() else first_line(error)
+        return Problem(key, value, words, attempt=one.input_line.lstrip("+") * one.is_add())
     parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False) if group else cfg
     if parent is not None and not OmegaConf.is_config(parent):
         words = f"unknown key, {group} is one value"

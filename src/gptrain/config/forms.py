@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from gptrain.config.suggest import nearest
 
+MOST_RANKS = 1024  # of one machine; more is a slip of the finger
 INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
 
 
@@ -98,8 +99,8 @@ def devices(value: Any) -> Any:
             raise refuse("a device is named twice")
     elif found != "auto" and type(found) is not int:
         raise refuse('not a number, list or "auto"')
-    elif found != "auto" and found != -1 and not 1 <= found <= INT32_MAX:
-        raise refuse("need at least 1" if found < 1 else "too large (max 2^31-1)")
+    elif found != "auto" and found != -1 and not 1 <= found <= MOST_RANKS:
+        raise refuse("need at least 1" if found < 1 else f"too large (max {MOST_RANKS})")
     return value
 
 

@@ -9,6 +9,7 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from gptrain.plan.shape import GPTShape
 from gptrain.problems import BAD_CONFIG, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, show
 
 GIB = 2**30
-MOST_RANKS = 1024  # of one machine; more is a slip of the finger
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 STATES = {"torch.optim.AdamW": 2, "gptrain.optim.Muon": 1}  # per parameter, at least
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
@@ -80,8 +80,6 @@ def check_launcher(run: Config) -> Iterator[Problem]:
     """What the launcher started, against what the config says."""
     process, n_nodes = this_process(), run.get("trainer.num_nodes", 1)
     n_local = count_devices(run.get("trainer.devices"))
-    if n_local and n_local > MOST_RANKS:
-        yield run.error("trainer.devices", f"more than {MOST_RANKS} processes on one machine")
     if process.launcher == "none" and n_nodes > 1:
         wrong = "a single process starts ranks on its own machine only"
         attempt = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun"
@@ -256,12 +254,12 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
 
 def _host_bytes() -> int | None:
     """Memory of this machine, or what its control group leaves; None where neither is told."""
-    try:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return min(found, int(limit)) if limit.isdigit() else found
+    sizes = []
+    with suppress(OSError, ValueError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=None)
 
 
 def _device_bytes(n_local: int) -> int | None:

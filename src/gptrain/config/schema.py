@@ -26,7 +26,7 @@ from gptrain.config.forms import (
     integer,
     number,
 )
-from gptrain.config.suggest import find_alias, nearest_key
+from gptrain.config.suggest import find_alias, is_elsewhere, nearest_key
 from gptrain.problems import Problem, show
 
 OF_HYDRA = {"_target_", "_args_", "_recursive_", "_convert_", "_partial_"}  # in any node
@@ -65,7 +65,7 @@ class Loss(Closed):
     z_loss: forms.NotNegative
 
 
-class LanguageModel(Closed):
+class LanguageModel(Open, extra="forbid"):
     loss: Loss
     metrics: forms.Node
 
@@ -334,9 +334,17 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
             yield Problem(key, show(target), "not a dotted name of a class")
         elif target.split(".")[0] in sys.stdlib_module_names:
             yield Problem(key, target, "of Python's own library, none of whose classes fits here")
-        elif model := KNOWN.get(target) or GROUPS.get(place):
+            continue
+        model, base = KNOWN.get(target), GROUPS.get(place)
+        if base and not (model and issubclass(model, base)):
+            model = base
+        if model:
             own = {key: value for key, value in node.items() if key not in OF_HYDRA}
             yield from _judge(model, own, place, values)
+        if place == "trainer":  # of Lightning's other arguments those that other keys set
+            for key in own.keys() - Trainer.model_fields.keys():
+                if is_elsewhere(f"trainer.{key}"):
+                    yield unknown_key(f"trainer.{key}", own[key], values)
 
 
 def targets(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -397,6 +405,6 @@ def _judge(
             yield unknown_key(key, given, values)
             continue
         words = NATIVE.get(one["type"]) or more.get("words", one["msg"])
-        value = None if isinstance(given, dict) else show(given)
+        value = None if one["type"] == "missing" else show(given)
         attempt = find_alias(key, show(given)) or ""
         yield Problem(key, value, words, more.get("allowed", ""), attempt)

@@ -49,6 +49,7 @@ HABITS = {
     "debug=profiler": "profiler=torch",
     "train=false": "task=test",
     "test=false": "task=fit",
+    "data.val=null": "trainer.limit_val_batches=0 with any data.val",
     "logger=many_loggers": "logger=[csv,tensorboard]",
     "callbacks=model_checkpoint": "checkpoint=default",
     "model.compile=true": "model.compile=model",
@@ -82,6 +83,12 @@ def find_alias(key: str, value: str) -> str | None:
         if typed in HABITS:
             return HABITS[typed].format(value=value or "<value>", leaf=leaf)
     return None
+
+
+def is_elsewhere(key: str) -> bool:
+    """Whether another project's name, or another key of ours, stands for this one."""
+    leaf = key.rpartition(".")[2]
+    return find_alias(key, "") is not None or any(leaf in names.split() for names in ALIASES)
 
 
 def nearest_key(key: str, known: set[str]) -> str | None:

@@ -19,12 +19,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.compose import PROJECT, default_output_dir, first_line
+from gptrain.config.compose import PROJECT, REFUSALS, default_output_dir, first_line
 from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
@@ -62,22 +62,23 @@ def check_targets(node: dict[str, Any], group: str, allowed: Sequence[str] = ())
     return problems
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """The values of a stranger's config, resolved once. Objects are built from exactly these.
 
-    Raises: ConfigError where a value would run a resolver, or still holds a reference.
+    Raises: ConfigError where a value would run a resolver, or does not end in a plain one.
     """
-    problems = [
-        Problem(key, show(value), "only plain references are read from somebody else's run")
-        for key, value in _texts(OmegaConf.to_container(cfg))
-        if not is_plain(value)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    values = OmegaConf.to_container(cfg, resolve=True)
-    for key, value in _texts(values):
-        if "${" in value or len(value) > LONGEST:
-            raise ConfigError([Problem(key, show(value), "does not resolve to a plain value")])
+    raw = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
+    for key, text in _texts(raw):
+        if not is_plain(text):
+            wrong = "of somebody else's run only plain references are resolved"
+            raise ConfigError([Problem(key, show(text), wrong)])
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+    except REFUSALS as error:
+        raise ConfigError([Problem("", None, first_line(error))]) from None
+    for key, text in _texts(values):
+        if "${" in text or len(text) > LONGEST:
+            raise ConfigError([Problem(key, show(text), "does not resolve to a plain value")])
     return values
 
 
