@@ -4,7 +4,6 @@ from functools import partial
 
 import torch.distributed as dist
 from count_bytes import CountBytes
-from tests.communication import step_bytes
 from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
 from ranks import on_ranks
 
@@ -12,6 +11,7 @@ from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan import ParallelDims
 from gptrain.plan.memory import state_bytes
 from gptrain.plan.shape import GPTShape
+from tests.communication import step_bytes
 
 SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
