@@ -57,11 +57,7 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
         found = choose_checkpoint(source, which, *_monitor(cfg))
     elif (source / MANIFEST_NAME).exists():
         found = CheckpointStore(source.parent).verify(source)
-<<<<<<< HEAD
-    if problems := trust.check_targets(cfg["model"], "model", allowed_targets):
-=======
     if problems := trust.check_targets(cfg["model"], "model", allowed_targets, run_dir):
->>>>>>> guard
         raise ConfigError(problems)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -93,10 +89,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     except UnreadableFile as error:
         raise ConfigError.of("", None, str(error), code=BAD_DATA) from error
     register_resolvers()
-<<<<<<< HEAD
-    kept = {key: value for key, value in content.items() if key not in NOT_READ}
-    return trust.plain(kept)
-=======
     return trust.plain({key: value for key, value in content.items() if key not in NOT_READ})
 
 
@@ -108,4 +100,3 @@ def _monitor(cfg: dict[str, Any]) -> tuple[str, str]:
         case {"monitor": str(monitor)}:
             return monitor, "min"
     return "val/loss", "min"
->>>>>>> guard
