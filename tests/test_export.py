@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from gptrain.assemble.weights import load_weights
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
+from gptrain.export.command import Dtype, ExportConfig, Format, export, write_net
 from gptrain.export.files import byte_level_tokenizer, write_json
-from gptrain.export.verb import Dtype, ExportConfig, Format, export, write_net
 from gptrain.models import SimpleGPT
 from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import DamagedCheckpoint
@@ -154,6 +155,32 @@ def test_weights_in_several_files_are_read_and_a_missing_one_is_told(tmp_path):
     files[-1].unlink()
     with pytest.raises(DamagedCheckpoint, match=f"names {files[-1].name}, which is not there"):
         load_weights(net, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"weight_map": {"wte.weight": "../elsewhere.safetensors"}}', "elsewhere.*no safetensors"),
+        ('{"weight_map": {"wte.weight": "/dev/zero"}}', "/dev/zero, which is no safetensors file"),
+        ('{"weight_map": {"wte.weight": "model.safetensors.index.json"}}', "no safetensors file"),
+        ('{"weight_map": ["model.safetensors"]}', "no weight_map"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_an_index_that_leads_elsewhere_is_refused_in_one_line(tmp_path, content, said):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(DamagedCheckpoint, match=said) as refused:
+        load_weights(ours(*SIZES[0]), tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_config_that_is_no_file_is_refused_and_does_not_block(tmp_path):
+    size = SIZES[0]
+    theirs(*size).save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(DamagedCheckpoint, match="not a regular file"):
+        load_weights(ours(*size), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY
 from torch.utils.data import DataLoader
 
 from gptrain.config.cli import compose_command, register

@@ -9,7 +9,13 @@ import time
 
 import pytest
 
-from gptrain.resilience.lock import RunFolderHeld, RunLock, read_holder
+from gptrain.resilience.lock import (
+    RunFolderHeld,
+    RunLock,
+    UnsafeFolder,
+    check_no_links,
+    read_holder,
+)
 
 FORK = multiprocessing.get_context("fork")
 HOLD = """
@@ -35,10 +41,10 @@ def holder(tmp_path):
 def test_a_second_run_is_refused_with_the_holders_pid_and_host(tmp_path, holder):
     with pytest.raises(RunFolderHeld) as refused:
         RunLock(tmp_path).acquire()
-    assert refused.value.pid == holder.pid
-    assert refused.value.host == os.uname().nodename
+    assert refused.value.holder["pid"] == holder.pid
+    assert refused.value.holder["host"] == os.uname().nodename
     assert str(holder.pid) in str(refused.value)
-    assert refused.value.started in str(refused.value)
+    assert refused.value.holder["started"] in str(refused.value)
 
 
 def test_a_lock_of_a_killed_run_is_taken_over_and_the_run_keeps_its_id(tmp_path, holder):
@@ -51,10 +57,9 @@ def test_a_lock_of_a_killed_run_is_taken_over_and_the_run_keeps_its_id(tmp_path,
         assert read_holder(tmp_path)["pid"] == os.getpid()
 
 
-def test_release_frees_the_folder_at_once_and_says_so(tmp_path):
+def test_release_frees_the_folder_at_once(tmp_path):
     with RunLock(tmp_path / "new" / "folder") as first:
         pass
-    assert read_holder(first.run_dir)["pid"] is None
     with RunLock(first.run_dir) as second:
         assert second.run_id == first.run_id
     second.release()  # twice is harmless
@@ -71,12 +76,42 @@ def test_a_reused_pid_in_a_stale_lock_does_not_hold_the_folder(tmp_path):
         assert lock.run_id == "a" * 32
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"run_id": "' + "b" * 32 + '", "pi', "\x00\x01"])
-def test_a_torn_lock_file_never_stops_a_run_and_keeps_a_written_id(tmp_path, text):
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"run_id": 5, "pid": []}', "\x00\x01"])
+def test_a_lock_file_of_somebody_elses_never_stops_a_run(tmp_path, text):
     (tmp_path / ".lock").write_text(text)
     with RunLock(tmp_path) as lock:
         assert len(lock.run_id) == 32
-        assert "b" * 32 not in text or lock.run_id == "b" * 32
+        with pytest.raises(RunFolderHeld, match=f"held by process {os.getpid()} on"):
+            RunLock(tmp_path).acquire()
+    assert lock.run_id == read_holder(tmp_path)["run_id"]
+
+
+OWN_NAMES = (".lock", "train.log", "status.json", "result.json", ".restarts", ".hydra", ".beats")
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_folder_in_which_a_name_of_ours_is_a_link_is_refused(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("content")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    check_no_links(run_dir)
+    (run_dir / name).symlink_to(victim)
+    with pytest.raises(UnsafeFolder, match=rf"{name}: a link"):
+        check_no_links(run_dir)
+    (run_dir / name).unlink()
+    os.mkfifo(run_dir / name)
+    with pytest.raises(UnsafeFolder, match=rf"{name}: none that a run makes"):
+        check_no_links(run_dir)
+    assert victim.read_text() == "content"
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("content")
+    (tmp_path / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "victim").read_text() == "content"
 
 
 def _forked_worker_outlives_its_run(run_dir, pids):
@@ -113,21 +148,22 @@ def test_a_forked_child_that_releases_does_not_free_its_parents_folder(tmp_path)
             RunLock(tmp_path).acquire()
 
 
-def _compete(run_dir, start, winners):
+def _compete(run_dir, start, winners, end):
     start.wait()
     try:
         lock = RunLock(run_dir).acquire()
     except RunFolderHeld as refused:
-        winners.put(("refused", refused.pid))
+        winners.put(("refused", refused.holder.get("pid")))
     else:
         winners.put(("holds", os.getpid()))
-        time.sleep(3)
+        end.wait()
         lock.release()
 
 
 def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path):
-    start, winners = FORK.Event(), FORK.Queue()
-    runs = [FORK.Process(target=_compete, args=(tmp_path, start, winners)) for _ in range(8)]
+    start, winners, end = FORK.Event(), FORK.Queue(), FORK.Event()
+    arguments = (tmp_path, start, winners, end)
+    runs = [FORK.Process(target=_compete, args=arguments) for _ in range(8)]
     for run in runs:
         run.start()
     start.set()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from gptrain.assemble.trainer import hand_devices
-from gptrain.launch.devices import Machine, find_machine, listed_numbers
-from gptrain.lit.environment import Ranks
-from gptrain.lit.strategies.ranks import Replicated, Single
+from gptrain.assemble.trainer import assign_devices
+from gptrain.launch.devices import Machine, find_machine, listed_numbers, set_threads
+from gptrain.launch.process import Process, calm_threads
+from gptrain.lit.lightning import RankEnvironment
+from gptrain.lit.strategies.data_parallel import DDP, SingleDevice
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +88,7 @@ def test_nothing_is_listed_by_a_number_or_a_word():
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(Replicated(), machine, rank)
+        trainer = make_trainer(DDP(None), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices) == (2, 2)
 
@@ -93,18 +96,60 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = Machine("cuda", 1, 1, (3,))
-    trainer = make_trainer(Single(machine.device(0)), machine, rank=0)
+    trainer = make_trainer(SingleDevice(machine.device(0)), machine, rank=0)
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 
 def make_trainer(strategy, machine, rank):
+    process = Process("gptrain", rank, rank, machine.world_size)
     return pl.Trainer(
         accelerator=machine.accelerator,
-        devices=hand_devices(strategy, machine),
+        devices=assign_devices(strategy, machine),
         strategy=strategy,
-        plugins=[Ranks(rank, rank, machine.world_size, machine.n_local)],
+        plugins=[RankEnvironment(process, machine.n_local)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+# Threads
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """How many threads torch is told to take."""
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return told
+
+
+def test_a_rank_takes_its_part_of_the_cores_and_obeys_omp_num_threads(threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    set_threads(1), set_threads(3), set_threads(16)
+    assert threads == [8, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    set_threads(1)
+    assert threads == [8, 2, 1]
+
+
+def test_where_the_system_has_no_affinity_all_cores_are_divided(threads, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    set_threads(2)
+    assert threads == [2]
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_threads_are_calmed_where_the_user_has_not_said_how_they_wait(name, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    calm_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv(name, "5")
+    calm_threads()
+    assert os.environ.get("GOMP_SPINCOUNT") == ("5" if name == "GOMP_SPINCOUNT" else None)

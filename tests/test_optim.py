@@ -73,6 +73,21 @@ def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else():
     assert {g["weight_decay"] for g in rest} == {0.1, 0.0}
 
 
+def test_what_lies_beside_the_net_is_trained_with_it():
+    net, scale = small_gpt(), nn.Parameter(torch.ones(3))
+    table, frozen = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2), requires_grad=False)
+    beside = [("module.scale", scale), ("module.table", table), ("module.frozen", frozen)]
+    learned = [*net.named_parameters(), *beside]
+    matrices, vectors = decay_groups(learned, 0.1)
+    assert any(p is table for p in matrices["params"])
+    assert any(p is scale for p in vectors["params"])
+    hidden, *rest = muon_groups(net, 0.1, learned)
+    assert names(net, hidden) == names(net, muon_groups(net, 0.1)[0])
+    listed = [p for group in rest for p in group["params"]]
+    assert any(p is table for p in listed) and any(p is scale for p in listed)
+    assert not any(p is frozen for p in listed)
+
+
 def test_muon_groups_of_a_net_without_blocks_are_refused_by_the_nets_name():
     with pytest.raises(ValueError, match=r"Linear has no attribute `blocks`"):
         muon_groups(nn.Linear(2, 2), 0.1)

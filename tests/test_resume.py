@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
 from gptrain.config import register
 from gptrain.config.cli import compose_command
-from gptrain.launch.restarts import note_start
+from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError
 from gptrain.resilience.store import CheckpointStore
 

@@ -9,32 +9,23 @@ import time
 
 import pytest
 
-from gptrain.resilience.ends import Preempted
-from gptrain.resilience.guard import Guard
-from gptrain.resilience.signals import SIGNALS, StopFlag
+from gptrain.resilience import signals
+from gptrain.resilience.signals import SAME_REQUEST_S, SIGNALS, StopFlag
+from gptrain.resilience.status import Preempted
+from gptrain.resilience.watchdog import Guard
 
 RUN = """
 import sys, time
 from gptrain.resilience.signals import StopFlag
 with StopFlag() as flag:
-    print("ready", flush=True)
-    stop_s = time.monotonic() + 20
+    print("ready", end="", flush=True)
+    stop_s = time.monotonic() + 60
     while time.monotonic() < stop_s:
         time.sleep(0.01)
         if flag:
             print(flag.signal, flush=True)
-            time.sleep(0.7)  # the save
+            time.sleep(float(sys.argv[1]))  # the save
             sys.exit(75)
-"""
-# The main thread waits in C for a lock that nobody frees; no signal interrupts that.
-STUCK = """
-import ctypes
-from gptrain.resilience.signals import StopFlag
-libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-with StopFlag():
-    libc.pthread_mutex_lock(mutex)
-    print("ready", flush=True)
-    libc.pthread_mutex_lock(mutex)
 """
 WORKER = """
 import os, signal, sys, time
@@ -75,9 +66,9 @@ def start():
     """Starts a program in a process group of its own and waits until it is ready."""
     started = []
 
-    def start(program: str) -> subprocess.Popen:
+    def start(program: str, *arguments: str) -> subprocess.Popen:
         process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -94,43 +85,36 @@ def start():
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_sets_the_flag_and_the_run_ends_as_it_likes(start, number):
-    process = start(RUN)
+    process = start(RUN, "0.7")
     process.send_signal(number)
-    assert process.wait(10) == 75
+    assert process.wait(30) == 75
     assert process.stdout.read().split() == [number.name.encode()]
 
 
 def test_a_second_interrupt_leaves_at_once(start):
-    process = start(RUN)
+    process = start(RUN, "60")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.4)
+    assert process.stdout.readline() == b"SIGINT\n"
+    time.sleep(2 * SAME_REQUEST_S)
     process.send_signal(signal.SIGINT)
-    assert process.wait(1) == 130
+    assert process.wait(20) == 130
     assert b"interrupted twice" in process.stderr.read()
 
 
-def test_a_second_interrupt_leaves_at_once_also_from_a_call_that_never_returns(start):
-    process = start(STUCK)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.4)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(1) == 130
-
-
-def test_one_ctrl_c_that_arrives_twice_is_one_wish(start):
-    process = start(RUN)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 75
+def test_one_ctrl_c_that_arrives_twice_is_one_request(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 60.0)
+    with StopFlag() as flag:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert flag.signal == "SIGINT"
 
 
 def test_a_scheduler_that_signals_often_does_not_end_the_run_early(start):
-    process = start(RUN)
+    process = start(RUN, "0.7")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         process.send_signal(number)
         time.sleep(0.1)
-    assert process.wait(10) == 75
+    assert process.wait(30) == 75
 
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs the sender of a signal")
@@ -138,12 +122,12 @@ def test_a_scheduler_that_signals_often_does_not_end_the_run_early(start):
 def test_a_data_worker_survives_a_signal_to_the_group_and_obeys_its_parent(start, number):
     process = start(WORKER)
     os.killpg(process.pid, number)
-    out, _ = process.communicate(timeout=10)
+    out, _ = process.communicate(timeout=30)
     assert out.decode().split() == [number.name, "True", "0"]
 
 
 def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):
-    out, _ = start(LATE_WORKER).communicate(timeout=10)  # until nobody has the pipe open
+    out, _ = start(LATE_WORKER).communicate(timeout=30)  # until nobody has the pipe open
     assert out == b""
 
 
@@ -156,19 +140,6 @@ def test_previous_handlers_come_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert flag and flag.signal == "SIGTERM"
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_a_forked_child_does_not_pass_its_signals_to_its_parent():
-    with StopFlag() as flag:
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.35)
-            os.kill(os.getpid(), signal.SIGINT)  # counted, it would end the parent
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert not flag
 
 
 def test_a_stop_may_be_asked_for_without_a_signal():

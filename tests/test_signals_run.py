@@ -1,4 +1,4 @@
-"""Real commands, asked to stop: what the campaign forks is started here as a user starts it."""
+"""Real commands, asked to stop: started here as a user starts it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY
+from tests.processes import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 
 from gptrain.resilience.status import read_status
-from tests.campaign.outside import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 
 LONG = (*TINY, "trainer.max_steps=100000", "trainer.max_epochs=-1", "logger=none",
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=20")  # fmt: skip
@@ -50,11 +50,11 @@ def test_two_ranks_listen_on_loopback_alone_and_leave_saved_when_their_parent_is
     assert len(processes) >= 5  # the parent, two ranks, a worker in each
     assert {name for pid in processes for name in listeners(pid)} <= LOOPBACK
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 75
+    assert process.wait(60) == 75
     told = read_status(tmp_path / "run")
     assert told["cause"] == "preempted" and told["exit_code"] == 75
     assert told["checkpoint"].endswith(f"step-{told['step']:08d}")
-    wait_until(lambda: not any(map(is_alive, processes)), timeout_s=10)
+    wait_until(lambda: not any(map(is_alive, processes)), timeout_s=30)
 
 
 def test_a_run_that_is_told_before_its_first_step_leaves_with_75(start, tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
-from gptrain.launch.devices import share_cores
+from gptrain.launch.devices import cores_per_rank
 from gptrain.launch.process import Process, this_process
-from gptrain.launch.slurm import first_host, meet
-from gptrain.lit.environment import Ranks
+from gptrain.launch.rendezvous import attempt, first_host, set_rendezvous
+from gptrain.lit.lightning import RankEnvironment
 from gptrain.parallel.mesh import STORE_VARIABLE
 
 TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task
@@ -53,7 +52,7 @@ def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkey
 
     task()
     assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4)
-    meet()
+    set_rendezvous()
     assert os.environ["MASTER_ADDR"] == "gpu003" and os.environ["MASTER_PORT"] == "20015"
     assert STORE_VARIABLE not in os.environ
 
@@ -61,11 +60,11 @@ def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkey
 def test_tasks_of_one_node_meet_at_a_file_of_their_step(task):
 
     task(SLURM_STEP_NUM_NODES="1")
-    meet()
+    set_rendezvous()
     first = os.environ.pop(STORE_VARIABLE)
     assert "MASTER_ADDR" not in os.environ
     task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="1")
-    meet()
+    set_rendezvous()
     assert os.environ[STORE_VARIABLE] != first
 
 
@@ -73,12 +72,12 @@ def test_an_address_of_the_job_script_is_obeyed(task, monkeypatch):
 
     task()
     monkeypatch.setenv("MASTER_ADDR", "head")
-    meet()
+    set_rendezvous()
     assert os.environ["MASTER_ADDR"] == "head"
 
 
 def test_lightning_is_told_the_same_rank():
-    ranks = Ranks(rank=3, local_rank=1, world_size=4, n_local=2)
+    ranks = RankEnvironment(Process("slurm", rank=3, local_rank=1, world_size=4), n_local=2)
     assert (ranks.global_rank(), ranks.local_rank(), ranks.node_rank()) == (3, 1, 1)
     ranks.set_global_rank(0)
     assert (ranks.global_rank(), ranks.world_size()) == (3, 4)
@@ -86,10 +85,18 @@ def test_lightning_is_told_the_same_rank():
 
 def test_a_task_takes_the_threads_that_it_asked_for(task):
     task(SLURM_CPUS_PER_TASK="1")
-    assert share_cores(n_local=1) == 1
+    assert cores_per_rank(n_local=1) == 1
     task(SLURM_CPUS_PER_TASK="2")
-    assert share_cores(n_local=8) == 2
-    torch.set_num_threads(1)
+    assert cores_per_rank(n_local=8) == 2
+
+
+def test_each_start_of_a_step_has_a_name_of_its_own(task):
+    task(SLURM_RESTART_COUNT="0")
+    first = attempt()
+    task(SLURM_PROCID="0", SLURM_RESTART_COUNT="0")
+    assert attempt() == first  # in every rank
+    task(SLURM_RESTART_COUNT="1")
+    assert attempt() != first
 
 
 def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):

@@ -85,6 +85,12 @@ def test_without_hard_links_the_first_rank_still_tells(tmp_path, monkeypatch):
     assert read_status(tmp_path)["rank"] == 1
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"exit_code": "x"}', "[" * 100_000])
+def test_a_status_of_somebody_elses_is_none(tmp_path, text):
+    (tmp_path / "status.json").write_text(text)
+    assert read_status(tmp_path) is None
+
+
 def test_an_unwritable_folder_is_an_error_and_not_a_lost_status(tmp_path):
     with pytest.raises(OSError):
         write_status(tmp_path / "missing", cause="done", exit_code=0)

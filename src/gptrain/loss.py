@@ -187,10 +187,9 @@ def chunked_next_token_loss(
     cross_entropy = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     hidden = hidden.flatten(0, -2)  # (N, D)
     targets = targets.flatten()  # (N,)
-    forms_gradients = torch.is_grad_enabled()  # inside a Function it is always off
-    total = _ChunkedLoss.apply(
-        hidden, head_weight, targets, chunk_tokens, cross_entropy, compiles, forms_gradients
-    )
+    learns = torch.is_grad_enabled()  # inside a Function it is always off
+    options = (chunk_tokens, cross_entropy, compiles, learns)
+    total = _ChunkedLoss.apply(hidden, head_weight, targets, *options)
     # Divided here, the gradients of the logits were formed between -1 and 1: divided by the number
     # of tokens first, they would vanish in fp16, which is before a loss scaler can help.
     return reduce_total(total, targets, reduction)
@@ -198,14 +197,10 @@ def chunked_next_token_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, targets, chunk_tokens, cross_entropy, compiles, forms_gradients
-    ):
+    def forward(ctx, hidden, weight, targets, chunk_tokens, cross_entropy, compiles, learns):
         matmul_dtype = product_dtype(hidden)
         sum_dtype = torch.promote_types(matmul_dtype, torch.float32)
-        wants_hidden, wants_weight = (
-            forms_gradients and needed for needed in ctx.needs_input_grad[:2]
-        )
+        wants_hidden, wants_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
         wants_gradient = wants_hidden or wants_weight
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None

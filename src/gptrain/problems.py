@@ -93,6 +93,11 @@ class ConfigError(Exception):
         codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
 
+    @classmethod
+    def of(cls, key: str, value: object, wrong: str, **more: object) -> ConfigError:
+        """With one Problem."""
+        return cls([Problem(key, value, wrong, **more)])
+
 
 class JobFailed(Exception):
     """A job that started and is not done; its own report has been printed.

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -32,15 +32,21 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 
     Raises: FileNotFoundError; OSError; UnreadableFile for anything but a small regular file.
     """
+    with open_regular(path) as file:
+        n_bytes = os.fstat(file.fileno()).st_size
+        if n_bytes > max_bytes:
+            raise UnreadableFile(path, f"{n_bytes} bytes; at most {max_bytes} are read")
+        return file.read(max_bytes)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """A regular file to read. Raises: FileNotFoundError; OSError; UnreadableFile: a pipe, ..."""
     # Without O_NONBLOCK to open a named pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise UnreadableFile(path, "not a regular file")
-        if found.st_size > max_bytes:
-            raise UnreadableFile(path, f"{found.st_size} bytes; at most {max_bytes} are read")
-        return file.read(max_bytes)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise UnreadableFile(path, "not a regular file")
 
 
 def read_json(path: str | Path) -> Any:

@@ -1,8 +1,8 @@
 """cfg -> (module, datamodule, trainer): the only place that instantiates a `_target_`.
 
 Here: the order in which the parts of a run are made. `parts`: net, data, module, lengths,
-optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `weights`, `resume`,
-`load`: where weights come from, which checkpoint a run goes on from, a net in a notebook.
+optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `weights`,
+`resume`, `load`: where weights come from, which checkpoint a run goes on from, a net in a notebook.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy, strategy_name
+from gptrain.lit.strategies.base import check_optimization
 from gptrain.parallel.fit import Unfit, check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.plan import BatchPlan, dims_of
@@ -174,10 +175,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         train,
         val,
         test,
-        batch_size=cfg.data.batch_size,
-        accumulate=lengths.batch.accumulate,
-        epoch_steps=lengths.epoch_steps,
-        sample_tokens=lengths.sample_tokens,
+        lengths,
         seed=cfg.seed,
         rank=process.rank // dims.tensor % dims.data,
         world_size=dims.data,
@@ -187,14 +185,3 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     )
     report = build_report(cfg, machine, lengths, trainer, val)
     return Run(cfg, module, datamodule, trainer, report, checkpoint)
-
-
-def check_optimization(module: pl.LightningModule) -> None:
-    """Raises: Unfit for manual optimization."""
-    if not module.automatic_optimization:
-        raise Unfit(
-            "module._target_",
-            "automatic_optimization=False: the steps of a run, its schedule and its checkpoints "
-            "count the steps of Lightning's loop; try: one optimizer, whose groups have options of "
-            "their own",
-        )

@@ -14,7 +14,7 @@ from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import choose_checkpoint
 from gptrain.assemble.weights import load_weights, read_state
 from gptrain.config import register_resolvers, trust
-from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint
 from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import UnreadableFile, read_yaml
@@ -83,7 +83,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise UnreadableFile(path, "not a mapping")
     except UnreadableFile as error:
-        raise ConfigError([Problem("", None, str(error), code=BAD_DATA)]) from error
+        raise ConfigError.of("", None, str(error), code=BAD_DATA) from error
     register_resolvers()
     kept = {key: value for key, value in content.items() if key not in NOT_READ}
-    return trust.plain(OmegaConf.create(kept))
+    return trust.plain(kept)

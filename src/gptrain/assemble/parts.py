@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
 from gptrain.lit.losses import LossOptions
@@ -25,13 +24,14 @@ from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
 from gptrain.plan import (
     BatchPlan,
+    Lengths,
     effective_max_epochs,
     plan_batch,
     run_steps,
     token_steps,
     warmup_steps,
 )
-from gptrain.problems import BAD_DATA, ConfigError, Problem
+from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
@@ -40,42 +40,13 @@ SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """How long a run is.
-
-    Attributes:
-        batch: the batch arithmetic of one step.
-        sample_tokens: positions of one sample.
-        epoch_steps: optimizer steps of an epoch.
-        n_steps: optimizer steps of the run; None where only max_time ends it.
-        validate_every: optimizer steps between two validations, at most n_steps.
-    """
-
-    batch: BatchPlan
-    sample_tokens: int
-    epoch_steps: int
-    n_steps: int | None
-    validate_every: int
-
-    @property
-    def step_tokens(self) -> int:
-        """Positions that a step trains on, over all ranks."""
-        return self.batch.global_batch_size * self.sample_tokens
-
-    @property
-    def n_epochs(self) -> int:
-        """Epochs of the run, the last of which may be cut short; -1: no limit."""
-        return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
-
-
 def build_target(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """What a node's `_target_` makes; raises what that raises, without Hydra's exception around it.
+    """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
 
     Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
     """
     try:
-        return instantiate(node, *args, **kwargs)
+        return instantiate(node, *args, _convert_="all", **kwargs)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
 
@@ -92,8 +63,7 @@ def unfit_is_told(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except Unfit as error:
-        problem = Problem(error.key, OmegaConf.select(cfg, error.key), str(error))
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(error.key, OmegaConf.select(cfg, error.key), str(error)) from error
 
 
 def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
@@ -118,10 +88,8 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     vocab_size, highest = cfg.model.get("vocab_size"), int(max(v.max() for v in sequences))
     if isinstance(vocab_size, int) and highest >= vocab_size:
         wrong = f"data.train has token {highest} in its first sample"
-        way_out = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError(
-            [Problem("model.vocab_size", vocab_size, wrong, attempt=way_out, code=BAD_DATA)]
-        )
+        attempt = f"model.vocab_size={highest + 1} or above"
+        raise ConfigError.of("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)
     return len(sequences[0])
 
 
@@ -197,7 +165,7 @@ def build_module(
     return made(
         net=net,
         make_optimizer=partial(build_optimizer, cfg, lengths.batch),
-        make_schedule=partial(build_schedule, cfg, lengths.n_steps),
+        make_schedule=partial(build_schedule, cfg, lengths),
         loss=LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
         metrics={name: build_target(metrics[name]) for name in metrics},
         token_bytes=bytes_of_tokens(val),
@@ -248,13 +216,14 @@ def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
 
 
 def build_schedule(
-    cfg: DictConfig, n_steps: int | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler:
-    """The scheduler group over an optimizer: a function of the step, or a class of torch's kind.
+    cfg: DictConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Lightning's lr_scheduler entry of the scheduler group: a function of the step, or a class.
 
-    A user's own takes besides its own keys those of our four keywords that it names.
+    A user's own takes besides its own keys those of our four keywords that it names. One that
+    looks at a metric is stepped after each validation, with checkpoint.monitor.
     """
-    total_steps = cfg.scheduler.total_steps or n_steps
+    total_steps = cfg.scheduler.total_steps or lengths.n_steps
     options = _arguments(cfg.scheduler, SCHEDULER_KEYS)
     schedule = get_method(options.pop("_target_"))
     with _named("scheduler.warmup_steps", cfg.scheduler.warmup_steps):
@@ -267,9 +236,16 @@ def build_schedule(
     }
     named = inspect.signature(schedule).parameters
     options |= {key: ours[key] for key in ours if key in named and key not in options}
-    if inspect.isclass(schedule) and issubclass(schedule, LRScheduler):
-        return schedule(optimizer, **options)
-    return lambda_schedule(optimizer, partial(schedule, **options))
+    if not inspect.isclass(schedule):
+        return {"scheduler": lambda_schedule(optimizer, partial(schedule, **options))}
+    if not issubclass(schedule, ReduceLROnPlateau):
+        return {"scheduler": schedule(optimizer, **options)}
+    frequency = lengths.validate_every * lengths.batch.accumulate
+    return {
+        "scheduler": schedule(optimizer, **{"mode": cfg.checkpoint.mode, **options}),
+        "monitor": cfg.checkpoint.monitor,
+        "frequency": frequency,
+    }
 
 
 def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any:
@@ -278,8 +254,7 @@ def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any
     taken = inspect.signature(get_method(target)).parameters
     if cfg.optimizer.get(key) is not None:
         if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            wrong = f"{target} takes no {key}"
-            raise ConfigError([Problem(f"optimizer.{key}", cfg.optimizer[key], wrong)])
+            raise ConfigError.of(f"optimizer.{key}", cfg.optimizer[key], f"{target} takes no {key}")
         return cfg.optimizer[key]
     default = taken[key].default if key in taken else inspect.Parameter.empty
     return otherwise if default is inspect.Parameter.empty else default
@@ -297,4 +272,4 @@ def _named(key: str, value: object) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError([Problem(key, value, str(error))]) from error
+        raise ConfigError.of(key, value, str(error)) from error

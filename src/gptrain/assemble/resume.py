@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +130,14 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
         return None
     try:
         if evaluates_old and cfg.ckpt_path in (None, "best", "last"):
-            which = cfg.ckpt_path or "best"
-            found = choose_checkpoint(
-                cfg.from_run, which, cfg.checkpoint.monitor, cfg.checkpoint.mode
-            )
+            by = cfg.checkpoint.monitor, cfg.checkpoint.mode
+            found = choose_checkpoint(cfg.from_run, cfg.ckpt_path or "best", *by)
         else:
             found = _named(cfg, store)
     except (DamagedCheckpoint, NoGoodCheckpoint) as error:
-        problem = Problem("ckpt_path", cfg.ckpt_path, str(error), code=BAD_DATA)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of("ckpt_path", cfg.ckpt_path, str(error), code=BAD_DATA) from error
     except FileNotFoundError as error:
-        problem = Problem("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of("from_run", cfg.from_run, str(error), code=INPUT_NOT_FOUND) from error
     if found is None and cfg.task != "fit":
         raise _not_found(cfg, f"no checkpoint in {store.folder}", "run_dir=<folder of the run>")
     if found is None:
@@ -203,25 +198,19 @@ def _named(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | None:
             wrong = f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}"
             raise _not_found(cfg, wrong, "ckpt_path=last, or run_dir=<folder of the run>")
         return found
-    path = checkpoint_folder(cfg.ckpt_path)
+    path = Path(cfg.ckpt_path).expanduser()
+    if path.is_file() and (path.parent / MANIFEST_NAME).exists():  # a file of a checkpoint
+        path = path.parent
     if not path.exists():
         raise _not_found(cfg, "no such file or folder", "ckpt_path=last")
     if path.is_file():
-        wrong = "a file of weights, from which no run can go on exactly"
-        problem = Problem("ckpt_path", cfg.ckpt_path, wrong, attempt=f"init_from={cfg.ckpt_path}")
-        raise ConfigError([replace(problem, code=BAD_DATA)])
+        wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
+        raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
     return CheckpointStore(path.parent).verify(path)
 
 
-def checkpoint_folder(path: str | Path) -> Path:
-    """The checkpoint that a path means: its folder, or a file of it."""
-    path = Path(path).expanduser()
-    return path.parent if path.is_file() and (path.parent / MANIFEST_NAME).exists() else path
-
-
 def _not_found(cfg: DictConfig, wrong: str, attempt: str) -> ConfigError:
-    problem = Problem("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
-    return ConfigError([problem])
+    return ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
 
 
 def _refuse_used_folder(cfg: DictConfig, store: CheckpointStore) -> None:
@@ -231,14 +220,9 @@ def _refuse_used_folder(cfg: DictConfig, store: CheckpointStore) -> None:
     if not steps and not result.exists():
         return
     held = f"a run that was saved at step {steps[-1]}" if steps else "a run that is done"
-    problem = Problem(
-        "run_dir",
-        cfg.run_dir,
-        f"holds {held}; a fresh one would mix with it",
-        attempt="ckpt_path=last to go on with it, or another run_dir",
-        code=FOLDER_UNUSABLE,
-    )
-    raise ConfigError([problem])
+    wrong = f"holds {held}; a fresh one would mix with it"
+    attempt = "ckpt_path=last to go on with it, or another run_dir"
+    raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:

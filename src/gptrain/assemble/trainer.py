@@ -10,6 +10,7 @@ from hydra.utils import get_method
 from lightning.pytorch.callbacks import (
     Checkpoint,
     GradientAccumulationScheduler,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
@@ -17,23 +18,22 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import Lengths, build_target, peak_lr
+from gptrain.assemble.parts import build_target, peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.launch.devices import Machine, native_precision
 from gptrain.launch.process import this_process
 from gptrain.lit.callbacks import (
     Checkpoints,
-    CollectGarbage,
     FiniteCheck,
     Guarded,
     ProgressBar,
     StepLog,
-    Stragglers,
 )
 from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.report import Report
 from gptrain.parallel.fit import Unfit
+from gptrain.plan import Lengths
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
@@ -116,13 +116,8 @@ def build_callbacks(
     theirs = [build_target(node) for node in cfg.callbacks.values() if node]
     for callback in theirs:
         check_callback(callback, strategy)
-    log = StepLog(
-        cfg.trainer.log_every_n_steps,
-        global_batch_size=lengths.batch.global_batch_size,
-        n_steps=lengths.n_steps,
-        validate_every=lengths.validate_every,
-        model_config=OmegaConf.to_container(cfg.model, resolve=True),
-    )
+    model = OmegaConf.to_container(cfg.model, resolve=True)
+    log = StepLog(cfg.trainer.log_every_n_steps, lengths, model)
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
     wants_bar = cfg.trainer.enable_progress_bar and not has_bar
     bar = ProgressBar(lengths.epoch_steps * lengths.batch.accumulate) if wants_bar else None
@@ -130,9 +125,7 @@ def build_callbacks(
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     compiles = cfg.model.compile != "none"
     guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
-    alone = this_process().world_size == 1
-    slow = None if alone else Stragglers(cfg.trainer.log_every_n_steps)
-    ours = (bar, slow, CollectGarbage(), guarded, checkpoints)
+    ours = (bar, guarded, checkpoints)
     return [log, FiniteCheck(cfg.on_nonfinite), *theirs, *(part for part in ours if part)]
 
 
@@ -144,6 +137,12 @@ def check_callback(callback: pl.Callback, strategy: Strategy) -> None:
             "callbacks",
             f"{name} changes the steps of a run while it goes on, which are counted before it "
             "starts; try: trainer.accumulate_grad_batches, or data.global_batch_size",
+        )
+    if isinstance(callback, StochasticWeightAveraging):
+        raise Unfit(
+            "callbacks",
+            f"{name} takes the schedule over at an epoch's start, which no resume within an epoch "
+            "repeats; try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
         )
     if isinstance(callback, WeightAveraging) and strategy.partitions:
         raise Unfit(
@@ -162,19 +161,9 @@ def build_checkpoints(
         read_holder(cfg.run_dir)["run_id"],
         progress=guard.heartbeat.beat if guard is not None else None,
     )
-    return Checkpoints(
-        store,
-        identity(cfg, lengths.batch.global_batch_size)
-        | {"data": getattr(train, "fingerprint", None)},
-        every_n_steps=cfg.checkpoint.every_n_steps,
-        keep=cfg.checkpoint.keep,
-        monitor=cfg.checkpoint.monitor,
-        mode=cfg.checkpoint.mode,
-        validate_every=lengths.validate_every,
-        n_steps=lengths.n_steps,
-        in_background=cfg.checkpoint.background,
-        changed=changed_options(cfg),
-    )
+    facts = identity(cfg, lengths.batch.global_batch_size)
+    facts |= {"data": getattr(train, "fingerprint", None)}
+    return Checkpoints(store, facts, cfg.checkpoint, lengths, changed_options(cfg))
 
 
 def build_report(

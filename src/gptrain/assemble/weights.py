@@ -15,14 +15,14 @@ from torch.distributed import ProcessGroup
 from gptrain.assemble.resume import choose_checkpoint
 from gptrain.lit.checkpointing import STATE_NAME
 from gptrain.lit.strategies.states import BESIDE, NET
+from gptrain.parallel.fit import tied_names
 from gptrain.parallel.state import (
     NO_ALIASES,
     Unmatched,
     load_sharded_net,
     load_whole_net_state,
-    tied_names,
 )
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     Checkpoint,
@@ -35,6 +35,7 @@ from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
+SHOWN = 24  # names of tensors in a warning
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 
@@ -95,17 +96,21 @@ def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
             stages=strategy.stages,
         )
     except FileNotFoundError as error:
-        problem = Problem("init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND)
-        raise ConfigError([problem]) from error
+        raise ConfigError.of(
+            "init_from", cfg.init_from, str(error), code=INPUT_NOT_FOUND
+        ) from error
     except (DamagedCheckpoint, NoGoodCheckpoint, UnsafeCheckpoint, ValueError) as error:
         wrong = str(error).removeprefix(f"{Path(cfg.init_from).expanduser()}: ")
         fits_partly = "does not fit" in wrong and cfg.init_strict
         attempt = "init_strict=false to take what fits" if fits_partly else ""
-        problem = Problem("init_from", cfg.init_from, wrong, attempt=attempt, code=BAD_DATA)
-        raise ConfigError([problem]) from error
+        more = {"attempt": attempt, "code": BAD_DATA}
+        raise ConfigError.of("init_from", cfg.init_from, wrong, **more) from error
     log.info("%-9s from the weights of %s", "start", path)
-    if any(left):
-        log.warning("warning: init_strict=false left out: %s", left.describe())
+    fresh, unused = [*left.missing, *left.mismatched], [*left.unexpected, *left.mismatched]
+    if fresh:
+        log.warning("warning: init_strict=false: %s of the net start as initialised", _few(fresh))
+    if unused:
+        log.warning("warning: init_strict=false: %s of the weights are not used", _few(unused))
 
 
 def find_weights(
@@ -218,6 +223,11 @@ def _untied(net: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """With an entry for each name, where a file keeps a tied weight once."""
     ties = {second: first for second, first in tied_names(net).items() if second not in tensors}
     return tensors | {second: tensors[first] for second, first in ties.items() if first in tensors}
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _prefixes(state: dict[str, Tensor], name: str) -> list[str]:

@@ -17,8 +17,9 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config import schema
-from gptrain.problems import ConfigError, Problem
+from gptrain.config import forms
+from gptrain.config.schema import Run
+from gptrain.problems import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,13 @@ FIXED = (
 )
 
 
-class BenchRun(schema.Run):
+class BenchRun(Run):
     """A run's keys and the command's own."""
 
-    size: schema.choice(*SIZES)
-    rounds: schema.Count  # turns of each loop
-    steps: schema.Count  # of a turn
-    loops: list[schema.choice(*LOOPS)]
+    size: forms.choice(*SIZES)
+    rounds: forms.Count  # turns of each loop
+    steps: forms.Count  # of a turn
+    loops: list[forms.choice(*LOOPS)]
 
 
 def main() -> None:
@@ -111,10 +112,10 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
     """What the loops beside ours make of a run's config."""
     if missing := [key for key in SIZE_KEYS if key not in cfg.model]:
         wrong = f"has no {', '.join(missing)}: the loops beside it need the sizes of a SimpleGPT"
-        raise ConfigError([Problem("model", cfg.model.get("_target_"), wrong)])
+        raise ConfigError.of("model", cfg.model.get("_target_"), wrong)
     for key, known in COMPARED.items():
         if (target := OmegaConf.select(cfg, key)) != known:
-            raise ConfigError([Problem(key, target, "the loops beside ours have", allowed=known)])
+            raise ConfigError.of(key, target, "the loops beside ours have", allowed=known)
     options = OmegaConf.to_container(cfg.optimizer, resolve=True)
     return {
         "model": {key: cfg.model[key] for key in SIZE_KEYS},

@@ -24,8 +24,9 @@ from gptrain.config.compose import (
     PROJECT,
     REFUSALS,
     Place,
+    compose_and_explain,
     compose_config,
-    compose_or_explain,
+    first_line,
     parse,
 )
 from gptrain.config.from_run import expand
@@ -47,9 +48,7 @@ from gptrain.problems import (
 
 LINGER_S = 10.0  # ranks start within seconds of each other
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
-BASIC = ("BasicSweeper", "BasicLauncher")
-SHOW = ("cfg", "info", "package", "shell_completion")  # Hydra's own flags, with and without a value
-SHOW_ALONE = ("resolve", "hydra_help", "version")
+HYDRAS_OWN = ("BasicSweeper", "BasicLauncher")  # jobs of this process, none of which is a trial
 Job = Callable[[DictConfig], "float | None"]
 
 
@@ -93,7 +92,6 @@ def run_command(
     usage: str = "",
 ) -> int:
     """The exit code of a command line, after it has run or was refused."""
-    told: list[str] = []
     try:
         args = parse_command(argv)
         if args.help:
@@ -102,28 +100,20 @@ def run_command(
         place = find_place(args)
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
         overrides = [*own, *expand(args.overrides, place)]
-        flags = [f"--{name.replace('_', '-')}" for name in SHOW_ALONE if getattr(args, name)]
-        for name in SHOW:
-            value = getattr(args, name)
-            flags += [f"--{name.replace('_', '-')}", value] if value else []
-        if flags:
-            compose_or_explain(overrides, place)
-            return _hydra(lambda cfg: None, [*flags, *_place_flags(args), *overrides], place)
-        is_sweep = args.multirun or "hydra.mode=multirun" in [word.lower() for word in overrides]
-        if is_sweep:
+        is_sweep = args.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
+        if is_sweep or args.show:
             check_sweep(overrides, place)
         else:
-            told = check_command(overrides, schema, place)
+            check_command(overrides, schema, place)
     except ConfigError as error:
         _tell([problem.line for problem in error.problems])
         return error.code
-    except BrokenPipeError:
-        raise
     except REFUSALS as error:
-        _tell([Problem("", None, f"{_first(error)}").line])
+        _tell([Problem("", None, first_line(error)).line])
         return BAD_CONFIG
-    words = [*(["--multirun"] if is_sweep else []), *_place_flags(args), *overrides, *_quiet_rank()]
-    return _run(job, words, place, schema, is_sweep, told)
+    flags = ["--config-dir", args.config_dir] if args.config_dir else []
+    flags += args.show or (["--multirun"] if is_sweep else [])
+    return _run(job, [*flags, *overrides, *_quiet_rank()], place, schema, is_sweep)
 
 
 def check(cfg: DictConfig, schema: type[Run] = Run) -> list[Problem]:
@@ -133,89 +123,90 @@ def check(cfg: DictConfig, schema: type[Run] = Run) -> list[Problem]:
     """
     run = check_config(cfg, schema)
     if schema.runs_here:
-        check_place(run, _find_folder(cfg, run.wrong))
+        run.add(check_place(run, _find_folder(cfg)))
         if not run.errors:  # torch is worth it now
-            check_machine(run)
+            run.add(check_machine(run))
     if run.errors:
         raise ConfigError(run.problems)
     return run.problems
 
 
-def check_command(overrides: list[str], schema: type[Run], place: Place) -> list[str]:
-    """Composes and checks a command, whose warnings are printed and returned.
-
-    Raises: ConfigError.
-    """
-    broken: list[Problem] = []
+def check_command(overrides: list[str], schema: type[Run], place: Place) -> None:
+    """Composes and checks a command, and prints its warnings. Raises: ConfigError."""
+    cfg, problems = compose_and_explain(overrides, place)
+    HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
     try:
-        cfg = compose_or_explain(overrides, place)
+        problems += check_config(cfg, schema).problems if problems else check(cfg, schema)
     except ConfigError as error:
-        broken = error.problems
-        named = {problem.key for problem in broken}
-        sound = [one.input_line for one in _readable(overrides) if one.key_or_group not in named]
-        try:
-            cfg = compose_config(sound, place)
-        except REFUSALS:
-            raise error from None
-    HydraConfig.instance().set_config(cfg)  # for references to hydra's own node
-    try:
-        found = check_config(cfg, schema).problems if broken else check(cfg, schema)
-    except ConfigError as error:
-        found = error.problems
-    problems = list(dict.fromkeys([*broken, *found]))
+        problems += error.problems
     if any(problem.code for problem in problems):
         raise ConfigError(problems)
-    lines = [problem.line for problem in problems]
-    _tell(lines)
-    return lines
+    _tell([problem.line for problem in problems])
 
 
 def check_sweep(overrides: list[str], place: Place) -> None:
-    """Composes the first job of a sweep; each job is checked as it starts.
-
-    Raises: ConfigError.
-    """
+    """Composes the first job of a sweep; each is checked as it starts. Raises: ConfigError."""
+    parsed, problems = parse(overrides)
     if this_process().launcher in ("torchrun", "slurm"):
-        attempt = "python train.py -m ... trainer.devices=<n>"
         wrong = "a sweep cannot run inside the ranks of a launcher"
-        raise ConfigError([Problem("-m", None, wrong, attempt=attempt)])
-    compose_or_explain([_first_value(one) for one in parse(overrides)], place)
+        attempt = "python train.py -m ... trainer.devices=<n>"
+        problems.append(Problem("-m", None, wrong, attempt=attempt))
+    problems += compose_and_explain([_first_value(one) for one in parsed], place)[1]
+    if problems:
+        raise ConfigError(problems)
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
-    """Hydra's flags and the overrides, in any order.
+    """Flags and overrides, in any order; `show` are flags that Hydra answers by itself.
 
     Raises: ConfigError for a flag that does not exist.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.set_defaults(show=[])
     parser.add_argument("overrides", nargs="*")
-    for flag in ("--help", "-h"), ("--multirun", "-m"), ("--run",), ("--resolve",), ("--version",):
-        parser.add_argument(*flag, action="store_true")
-    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
     for flag in ("--config-dir", "-cd"), ("--config-name", "-cn"), ("--config-path", "-cp"):
         parser.add_argument(*flag)
-    for flag in ("--cfg", "-c"), ("--info", "-i"), ("--package", "-p"):
-        parser.add_argument(*flag, nargs="?", const="all")
-    parser.add_argument("--shell-completion", "-sc")
+    for flag in (
+        ("--cfg", "-c"),
+        ("--info", "-i"),
+        ("--package", "-p"),
+        ("--shell-completion", "-sc"),
+    ):
+        parser.add_argument(*flag, action=_Show)
+    for flag in "--resolve", "--hydra-help", "--version":
+        parser.add_argument(flag, action=_Show, nargs=0)
     return parser.parse_intermixed_args(argv)
 
 
 def find_place(args: argparse.Namespace) -> Place:
-    """Where Hydra's flags say that configs are. Raises: ConfigError."""
-    path = str(PROJECT / args.config_path) if args.config_path else CONF
-    name = args.config_name or "train"
+    """Where the flags say that configs are. Raises: ConfigError."""
+    path = str(PROJECT / args.config_path) if args.config_path else CONF.config_path
     for flag, folder in (("--config-dir", args.config_dir), ("--config-path", path)):
         if folder is not None and not os.path.isdir(folder):
             raise ConfigError([Problem(flag, folder, "no such folder")])
+    name = args.config_name or CONF.config_name
     known = sorted(file.stem for file in Path(path).glob("*.yaml") if file.stem != "schema")
     if name.removesuffix(".yaml") not in known:
         raise ConfigError([Problem("--config-name", name, "no such config", ", ".join(known))])
     return Place(path, name, args.config_dir)
 
 
+def compose_command(overrides: list[str]) -> DictConfig:
+    """The config that these overrides compose, those of from_run first, without Hydra's node.
+
+    Raises: ConfigError, or what Hydra raises.
+    """
+    cfg = compose_config(expand(overrides))
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
 def help_text() -> str:
     """What to type, every choice of every group, and where the keys are."""
-    groups = sorted(folder for folder in Path(CONF).iterdir() if list(folder.glob("*.yaml")))
+    groups = sorted(path for path in Path(CONF.config_path).iterdir() if list(path.glob("*.yaml")))
     choices = "\n".join(
         f"  {group.name:17}{' '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
         for group in groups
@@ -237,9 +228,18 @@ def help_text() -> str:
   conf/            every key with its default        src/gptrain/config/schema.py   their types"""
 
 
-def _run(
-    job: Job, words: list[str], place: Place, schema: type[Run], is_sweep: bool, told: list[str]
-) -> int:
+def table(outcomes: list[Outcome]) -> list[str]:
+    """A line per job: its number, what happened, and its overrides."""
+    ends = [one.said if one.code == DONE else f"failed ({one.code})" for one in outcomes]
+    width = max(map(len, ends))
+    lines = [f"{'job':>3}  {'ended':{width}}  overrides"]
+    for number, (end, one) in enumerate(zip(ends, outcomes, strict=True)):
+        reason = f"  {one.said}" if one.code else ""
+        lines.append(f"{number:>3}  {end:{width}}  {' '.join(one.overrides)}{reason}")
+    return lines
+
+
+def _run(job: Job, argv: list[str], place: Place, schema: type[Run], is_sweep: bool) -> int:
     """Lets Hydra run the job or the jobs; the code of the first that failed."""
     outcomes: list[Outcome] = []
 
@@ -256,110 +256,75 @@ def _run(
             if isinstance(error, ConfigError) and _rank() == 0:
                 with suppress(OSError):  # somebody's files are there
                     Path(node.runtime.output_dir).rmdir()  # Hydra has made it
-            outcome.code, outcome.said = _ending(error, bool(cfg.get("debug")), told)
+            outcome.code, outcome.said = _ending(error, bool(cfg.get("debug")))
             if is_sweep and outcome.code in STOPPED:
                 raise SweepStopped from error
-            makers = (node.sweeper["_target_"], node.launcher["_target_"])
-            if is_sweep and not all(map(str.endswith, makers, BASIC)):
+            parts = (node.sweeper["_target_"], node.launcher["_target_"])
+            if is_sweep and not all(map(str.endswith, parts, HYDRAS_OWN)):
                 raise JobFailed(outcome.code, outcome.said) from error  # a search must know
             return None
         if value is not None:
             outcome.said = f"{cfg.get('objective')} {value:g}"
         return value
 
-    code = _hydra(attempt, words, place, outcomes)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
+    typed, sys.argv = sys.argv, [sys.argv[0], *argv]
+    code = DONE
+    try:
+        hydra.main(place.config_path, place.config_name, "1.3")(attempt)()
+    except SweepStopped:
+        pass
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        if not any(outcome.code for outcome in outcomes):
+            code = _end_of_hydra(error, bool(outcomes))
+    finally:
+        sys.argv = typed
     failed = [outcome.code for outcome in outcomes if outcome.code]
     if is_sweep and outcomes and (failed or code):
         _tell(table(outcomes))
     return code or (failed[0] if failed else DONE)
 
 
-def _hydra(task: Job, words: list[str], place: Place, outcomes: list[Outcome] | None = None) -> int:
-    """Hydra's own main; the code of what ended it, where no job has one."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
-    before, sys.argv = sys.argv, [sys.argv[0], *words]
-    try:
-        hydra.main(
-            version_base="1.3", config_path=place.config_path, config_name=place.config_name
-        )(task)()
-    except SweepStopped:
-        pass
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else DONE
-    except Exception as error:
-        if outcomes:
-            return (
-                DONE if any(outcome.code for outcome in outcomes) else _ending(error, False, [])[0]
-            )
-        if isinstance(error, OSError):  # the folder, which Hydra makes before the job
-            _tell(
-                [Problem("run_dir", error.filename, str(error.strerror), code=FOLDER_UNUSABLE).line]
-            )
-            return FOLDER_UNUSABLE
-        _tell([Problem("", None, _first(error)).line])
+def _end_of_hydra(error: BaseException, has_begun: bool) -> int:
+    """The code of what Hydra itself raised, before a job or between two."""
+    if isinstance(error, OSError) and not has_begun:  # the folder, which Hydra makes
+        wrong = error.strerror or str(error)
+        _tell([Problem("run_dir", error.filename, wrong, code=FOLDER_UNUSABLE).line])
+        return FOLDER_UNUSABLE
+    if isinstance(error, Exception) and not has_begun:
+        _tell([Problem("", None, first_line(error)).line])
         return BAD_CONFIG
-    finally:
-        sys.argv = before
-    return DONE
+    return _ending(error, False)[0]
 
 
-def _ending(error: BaseException, debug: bool, told: list[str]) -> tuple[int, str]:
+def _ending(error: BaseException, debug: bool) -> tuple[int, str]:
     """Code and reason of what a job raised, after it was printed, if nobody has done so yet."""
     if debug and not isinstance(error, JobFailed):
         traceback.print_exception(error)
     if isinstance(error, JobFailed):
-        return error.code, _first(error)
+        return error.code, first_line(error)
     if isinstance(error, ConfigError):
-        _tell([problem.line for problem in error.problems if problem.line not in told])
+        _tell([problem.line for problem in error.problems])
         return error.code, str(error.problems[0])
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
     if isinstance(error, SystemExit):
         code = error.code or DONE if not isinstance(error.code, str) else FAILED
         return code, f"exit {code}" if code else "done"
-    wrong = f"{type(error).__name__}: {_first(error)}"
+    wrong = f"{type(error).__name__}: {first_line(error)}"
     _tell([Problem("", None, wrong, attempt="debug=true").line])
-    return code_of(error) if isinstance(error, OSError) else FAILED, _first(error)
+    return code_of(error) if isinstance(error, OSError) else FAILED, first_line(error)
 
 
-def table(outcomes: list[Outcome]) -> list[str]:
-    """A line per job: its number, what happened, and its overrides."""
-    ends = [one.said if one.code == DONE else f"failed ({one.code})" for one in outcomes]
-    width = max(map(len, ends))
-    return [
-        f"{'job':>3}  {'ended':{width}}  overrides",
-        *(
-            f"{i:>3}  {end:{width}}  {' '.join(one.overrides)}"
-            + (f"  {one.said}" if one.code else "")
-            for i, (end, one) in enumerate(zip(ends, outcomes, strict=True))
-        ),
-    ]
-
-
-def compose_command(overrides: list[str]) -> DictConfig:
-    """The config that these overrides compose, those of from_run first, without Hydra's node.
-
-    Raises: ConfigError, or what Hydra raises.
-    """
-    cfg = compose_config(expand(overrides))
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
-
-
-def _find_folder(cfg: DictConfig, wrong: set[str]) -> tuple[str, str] | None:
-    """(key, folder) that the job will write into; None where that is not known."""
-    node = cfg.get("hydra") or (HydraConfig.instance().cfg or {}).get("hydra")
-    if wrong & {"run_dir", "output_dir", "name"}:
-        return None
-    folder = str(cfg.run_dir)
-    if "hydra" not in cfg:
-        is_job = node is not None and not OmegaConf.is_missing(node.runtime, "output_dir")
-        return ("run_dir", str(node.runtime.output_dir)) if is_job else ("run_dir", folder)
-    chosen = str(node.run.dir)
-    return ("run_dir", folder) if chosen == folder else ("hydra.run.dir", chosen)
+def _find_folder(cfg: DictConfig) -> tuple[str, str]:
+    """The key that names the run folder, and the folder."""
+    if "hydra" in cfg:  # before Hydra has made it
+        chosen = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
+        is_run_dir = chosen == OmegaConf.select(cfg, "run_dir", throw_on_resolution_failure=False)
+        return "run_dir" if is_run_dir else "hydra.run.dir", str(chosen)
+    node = HydraConfig.instance().cfg
+    folder = OmegaConf.select(node, "hydra.runtime.output_dir", default=None) if node else None
+    return "run_dir", str(folder or cfg.run_dir)
 
 
 def _first_value(one: Override) -> str:
@@ -371,18 +336,6 @@ def _first_value(one: Override) -> str:
     return f"{one.input_line.partition('=')[0]}={first}"
 
 
-def _readable(overrides: list[str]) -> list[Override]:
-    found = []
-    for line in overrides:
-        with suppress(ConfigError):
-            found += parse([line])
-    return [one for one in found if not one.is_sweep_override()]
-
-
-def _place_flags(args: argparse.Namespace) -> list[str]:
-    return ["--config-dir", args.config_dir] if args.config_dir else []
-
-
 def _quiet_rank() -> list[str]:
     return [] if _rank() == 0 else ["++hydra.job_logging.root={level:ERROR,handlers:[]}"]
 
@@ -390,7 +343,7 @@ def _quiet_rank() -> list[str]:
 def _tell(lines: list[str]) -> None:
     """Prints on stderr, once per job and not once per rank."""
     if lines and _rank() == 0:
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        print("\n".join(dict.fromkeys(lines)), file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
@@ -401,10 +354,9 @@ def _rank() -> int:
         return 0
 
 
-def _first(error: BaseException) -> str:
-    """The first line of a message, and the next where the first only says where."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
+class _Show(argparse.Action):
+    def __call__(self, parser: Any, args: Any, values: Any, flag: str | None = None) -> None:
+        args.show = [*args.show, flag, *([values] if values else [])]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -23,29 +21,26 @@ from omegaconf.errors import OmegaConfBaseException
 from gptrain.config.schema import unknown_key
 from gptrain.config.suggest import find_alias, nearest
 from gptrain.launch.process import run_stamp
-from gptrain.problems import ConfigError, Problem
+from gptrain.problems import Problem
 
 PROJECT = Path(__file__).resolve().parents[3]
-CONF = str(PROJECT / "conf")
 # What Hydra raises on words that it cannot use; not all of it is wrapped.
 REFUSALS = (
     HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, KeyError,
     AttributeError, OSError, RecursionError, AssertionError,
 )  # fmt: skip
-PLUGINS = {  # choice -> what to install for it
-    "hydra/sweeper=optuna": "hydra-optuna-sweeper",
-    "hydra/launcher=submitit_local": "hydra-submitit-launcher",
-    "hydra/launcher=submitit_slurm": "hydra-submitit-launcher",
-}
 
 
 @dataclass(frozen=True)
 class Place:
     """Where configs are looked for: Hydra's --config-path, --config-name and --config-dir."""
 
-    config_path: str = CONF
+    config_path: str = str(PROJECT / "conf")
     config_name: str = "train"
     config_dir: str | None = None
+
+
+CONF = Place()
 
 
 def register_resolvers() -> None:
@@ -60,51 +55,61 @@ def default_output_dir() -> str:
     return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(PROJECT / "outputs")
 
 
-def parse(overrides: list[str]) -> list[Override]:
-    """Overrides as Hydra reads them, those of a sweep included.
-
-    Raises: ConfigError, naming each that cannot be read.
-    """
+def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
+    """Overrides as Hydra reads them, those of a sweep included, and a problem for each other."""
     parsed, problems = [], []
     for line in overrides:
+        key, has_value, value = line.partition("=")
         try:
-            parsed += OverridesParser.create().parse_overrides([line])
-            if not parsed[-1].key_or_group:
-                problems.append(Problem("", None, f"{line}: no key", attempt="key=value"))
+            (one,) = OverridesParser.create().parse_overrides([line])
+            if one.key_or_group:
+                parsed.append(one)
+                continue
         except REFUSALS:
-            problems.append(_unreadable(line))
-    if problems:
-        raise ConfigError(problems)
-    return parsed
+            pass
+        if not has_value or not key.strip("+~ "):
+            attempt = "key=value, or --help"
+            problems.append(Problem("", None, f"{line}: not key=value", attempt=attempt))
+            continue
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        attempt = f"\"{key}='{escaped}'\""
+        problems.append(Problem(key.lstrip("+~"), value, "cannot be read", attempt=attempt))
+    return parsed, problems
 
 
-def compose_config(overrides: list[str], place: Place = Place()) -> DictConfig:
+def compose_config(overrides: list[str], place: Place = CONF) -> DictConfig:
     """The config that these overrides compose, with Hydra's own node. Raises: REFUSALS."""
-    with _hydra(place) as loader:
-        return _compose(overrides, place, loader)
+    with _hydra(place):
+        return _compose(overrides, place)
 
 
-def compose_or_explain(overrides: list[str], place: Place = Place()) -> DictConfig:
-    """compose_config, with a line for each override that does not fit.
+def compose_and_explain(
+    overrides: list[str], place: Place = CONF
+) -> tuple[DictConfig, list[Problem]]:
+    """The config of the overrides that fit, and a problem for each that does not.
 
-    Raises: ConfigError.
+    Raises: REFUSALS, where not even the defaults can be composed.
     """
-    parsed = parse(overrides)
+    parsed, problems = parse(overrides)
     with _hydra(place) as loader:
         try:
-            return _compose(overrides, place, loader)
-        except REFUSALS as error:
-            whole = error
-        is_group = {id(one): bool(_choices(loader, one.key_or_group)) for one in parsed}
-        good, problems = [], []
-        for one in sorted(parsed, key=lambda one: not is_group[id(one)]):
+            return _compose([one.input_line for one in parsed], place), problems
+        except REFUSALS:
+            cfg, good = _compose([], place), []
+        parsed.sort(key=lambda one: not _choices(loader, one))  # groups first, as Hydra does
+        for one in parsed:
             try:
-                cfg = _compose([*good, one.input_line], place, loader)
+                cfg = _compose([*good, one.input_line], place)
                 good.append(one.input_line)
             except REFUSALS as error:
-                cfg = _compose(good, place, loader) if good or parsed else None
                 problems.append(_explain(one, error, cfg, loader))
-        raise ConfigError(problems or [Problem("", None, f"cannot be composed: {_first(whole)}")])
+        return cfg, problems
+
+
+def first_line(error: object) -> str:
+    """The first line of a message, and the next where the first only says where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
 @contextmanager
@@ -114,64 +119,41 @@ def _hydra(place: Place) -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
-def _compose(overrides: list[str], place: Place, loader: ConfigLoader) -> DictConfig:
-    extra = []
+def _compose(overrides: list[str], place: Place) -> DictConfig:
     if place.config_dir is not None:
-        extra = [f"hydra.searchpath=['file://{os.path.abspath(place.config_dir)}']"]
-    return compose(place.config_name, [*extra, *overrides], return_hydra_config=True)
+        folder = os.path.abspath(place.config_dir)
+        overrides = [f"hydra.searchpath=['file://{folder}']", *overrides]
+    return compose(place.config_name, overrides, return_hydra_config=True)
 
 
-def _choices(loader: ConfigLoader, group: str) -> list[str]:
-    return loader.get_group_options(group.split("@")[0])
+def _choices(loader: ConfigLoader, one: Override) -> list[str]:
+    return loader.get_group_options(one.key_or_group)
 
 
 def _explain(one: Override, error: Exception, cfg: DictConfig, loader: ConfigLoader) -> Problem:
     """Why an override does not fit: no such choice, no such key."""
-    key, value = one.key_or_group, (one.input_line or "").partition("=")[2] or None
+    key, value = one.key_or_group, one.input_line.partition("=")[2] or None
+    group, _, leaf = key.rpartition(".")
     if one.is_sweep_override():
         attempt = f"-m for a sweep, or '{key}=[{value}]' for a list"
         return Problem(key, value, "several values, and this is no sweep", attempt=attempt)
-    known = _choices(loader, key)
-    if known:
-        if plugin := PLUGINS.get(f"{key}={value}"):
-            return Problem(key, value, "needs a plugin", attempt=f"pip install {plugin}")
-        near = nearest(str(value), known)
-        words = "no such choice" + (f', did you mean "{near}"?' if near else "")
-        if str(value) in known or not isinstance(error, MissingConfigException):
-            words = f"cannot be composed: {_first(error)}"
-        return Problem(key, value, words, ", ".join(known), find_alias(key, str(value)) or "")
-    group, _, leaf = key.rpartition(".")
-    if leaf == "name" and (names := _choices(loader, group)):
+    known = _choices(loader, one)
+    names = known or (loader.get_group_options(group) if leaf == "name" else [])
+    if names:
         near = nearest(str(value), names)
         words = "unknown" + (f', did you mean "{near}"?' if near else "")
-        return Problem(key, value, words, ", ".join(names), f"{group}={near or names[0]}")
+        if not isinstance(error, MissingConfigException) and known:
+            words = f"cannot be composed: {first_line(error)}"
+        attempt = find_alias(key, str(value)) or (
+            f"{key if known else group}={near}" if near else ""
+        )
+        return Problem(key, value, words, ", ".join(names), attempt)
     there = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
-    if one.is_add() and there is not None:
-        plain = (one.input_line or "").lstrip("+")
-        return Problem(key, value, "is there already, no + is needed", attempt=plain)
+    if there is not None:
+        words = "is there already, no + is needed" if one.is_add() else first_line(error)
+        return Problem(key, value, words, attempt=one.input_line.lstrip("+") * one.is_add())
     parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False) if group else cfg
-    if group and parent is not None and not OmegaConf.is_config(parent):
+    if parent is not None and not OmegaConf.is_config(parent):
         words = f"unknown key, {group} is one value"
         return Problem(key, value, words, attempt=f"{group}={value}")
-    return unknown_key(key, value, _raw(cfg))
-
-
-def _raw(cfg: DictConfig) -> dict[str, Any]:
-    return {key: value for key, value in OmegaConf.to_container(cfg).items() if key != "hydra"}
-
-
-def _unreadable(line: str) -> Problem:
-    key, has_value, value = line.partition("=")
-    if not has_value:
-        return Problem("", None, f"{line}: no key=value", attempt=f"{line}=<value>, or --help")
-    if not key.strip("+~ "):
-        return Problem("", None, f"{line}: no key", attempt="key=value")
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return Problem(key.lstrip("+~"), value, "cannot be read", attempt=f"\"{key}='{escaped}'\"")
-
-
-def _first(error: object) -> str:
-    """The first line of a message, and the next where the first only says where."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
-    return re.sub(r"\s+", " ", found) or type(error).__name__
+    return unknown_key(key, value, OmegaConf.to_container(cfg))

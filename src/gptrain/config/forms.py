@@ -1,4 +1,4 @@
-"""The forms that a value may have, as pydantic types whose refusals are short."""
+"""The forms that a value may have: pydantic types whose refusals are a few words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     PlainValidator,
     StrictStr,
@@ -16,35 +17,34 @@ from pydantic_core import PydanticCustomError
 
 from gptrain.config.suggest import nearest
 
+MOST_RANKS = 1024  # of one machine; more is a slip of the finger
 INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
-SEED_MAX = 2**32 - 1  # numpy's generators take no more
-WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
 
 
-def wrong(message: str, allowed: str = "") -> PydanticCustomError:
-    """What a validator raises: the words of the refusal."""
-    return PydanticCustomError("gptrain", "{message}", {"message": message, "allowed": allowed})
+def refuse(words: str, allowed: str = "") -> PydanticCustomError:
+    """What a validator raises."""
+    return PydanticCustomError("refused", "{words}", {"words": words, "allowed": allowed})
 
 
-def says(message: str, kind: Any) -> Any:
+def says(words: str, kind: Any) -> Any:
     """A type with one message for whatever is wrong with its value."""
 
     def judge(value: Any, handler: Any) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
-            (first, *_) = error.errors()
-            too_large = first.get("ctx", {}).get("le") == INT32_MAX
-            raise wrong("too large (max 2^31-1)" if too_large else message) from None
+            too_large = error.errors()[0].get("ctx", {}).get("le") == INT32_MAX
+            raise refuse("too large (max 2^31-1)" if too_large else words) from None
 
     return Annotated[kind, WrapValidator(judge)]
 
 
 def integer(low: int, high: int = INT32_MAX, words: str = "") -> Any:
     """An integer from low to high."""
-    range_ = f">= {low}" if high == INT32_MAX else f"in {low} .. {high}"
-    kind = Annotated[int, Field(strict=True, ge=low, le=high)]
-    return says(words or f"must be an integer {range_}", kind)
+    bounds = f">= {low}" if high == INT32_MAX else f"in {low} .. {high}"
+    return says(
+        words or f"must be an integer {bounds}", Annotated[int, Field(strict=True, ge=low, le=high)]
+    )
 
 
 def number(words: str, **bounds: float) -> Any:
@@ -52,126 +52,107 @@ def number(words: str, **bounds: float) -> Any:
     return says(words, Annotated[float, Field(strict=True, allow_inf_nan=False, **bounds)])
 
 
-def choice(*words: Any, unlisted: tuple = ()) -> Any:
+def choice(*words: str, unlisted: tuple = ()) -> Any:
     """One of a few words; those unlisted are accepted without being offered."""
 
     def judge(value: Any) -> Any:
         if value in (*words, *unlisted) and not isinstance(value, bool):
             return value
         near = nearest(str(value), words)
-        raise wrong("unknown" + (f', did you mean "{near}"?' if near else ""), ", ".join(words))
+        raise refuse("unknown" + (f', did you mean "{near}"?' if near else ""), ", ".join(words))
 
     return Annotated[Any, PlainValidator(judge)]
 
 
-def path(value: Any) -> str:
-    """The name of a file or folder of this machine."""
+def local_path(value: Any) -> Any:
+    """A file or folder of this machine."""
     if not isinstance(value, str) or not value.strip() or "\0" in value or value != value.strip():
-        raise wrong("not a path")
+        raise refuse("not a path")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
-        raise wrong("remote; only paths of this machine are read and written")
+        raise refuse("remote; download it, check the hash, pass a local path")
     return value
 
 
-def paths(value: Any) -> Any:
+def local_paths(value: Any) -> Any:
     """A path or a list of them."""
     if value == []:
-        raise wrong("an empty list")
-    return [path(item) for item in (value if isinstance(value, list) else [value])]
+        raise refuse("an empty list")
+    return [local_path(item) for item in (value if isinstance(value, list) else [value])]
 
 
-def checkpoint_path(value: Any) -> str:
-    """A path, `last` or `best`."""
-    if isinstance(value, str) and "://" in value:
-        raise wrong("remote checkpoints are off; download, check the hash, pass a local path")
-    return path(value)
-
-
-def run_name(value: Any) -> str:
+def run_name(value: Any) -> Any:
     """A name that makes a folder below the output folder."""
-    if path(value).startswith(("/", "~")) or ".." in value.split("/"):
-        raise wrong("leaves the output folder")
+    if local_path(value).startswith(("/", "~")) or ".." in value.split("/"):
+        raise refuse("leaves the output folder")
     return value
 
 
 def devices(value: Any) -> Any:
     """Lightning's forms: a number, a list of device numbers, "0,1", "auto" or -1."""
-    listed = value
-    if isinstance(value, str) and re.fullmatch(r"\d+(,\d*)+", value):
-        listed = [int(part) for part in value.split(",") if part]
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
-        listed = int(value)
-    if listed == "auto" or (listed == -1 and not isinstance(listed, bool)):
-        return value
-    if isinstance(listed, list):
-        if not all(type(one) is int and one >= 0 for one in listed) or not listed:
-            raise wrong("a list must hold device numbers, 0 or higher")
-        if len(set(listed)) < len(listed):
-            raise wrong("a device is named twice")
-        return value
-    if type(listed) is not int:
-        raise wrong('not a number, list or "auto"')
-    if not 1 <= listed <= INT32_MAX:
-        raise wrong("need at least 1" if listed < 1 else "too large (max 2^31-1)", '1.., or "auto"')
+    found = value
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
+        found = [int(part) for part in value.split(",") if part] if "," in value else int(value)
+    if isinstance(found, list):
+        if not found or not all(type(one) is int and one >= 0 for one in found):
+            raise refuse("a list must hold device numbers, 0 or higher")
+        if len(set(found)) < len(found):
+            raise refuse("a device is named twice")
+    elif found != "auto" and type(found) is not int:
+        raise refuse('not a number, list or "auto"')
+    elif found != "auto" and found != -1 and not 1 <= found <= MOST_RANKS:
+        raise refuse("need at least 1" if found < 1 else f"too large (max {MOST_RANKS})")
     return value
 
 
-def duration(value: Any) -> Any:
-    """Lightning's max_time: DD:HH:MM:SS, or its parts by name."""
-    if isinstance(value, str) and re.fullmatch(r"\d{1,9}:\d\d:\d\d:\d\d", value.strip()):
-        parts = value.split(":")
-    elif isinstance(value, dict) and value.keys() <= {
-        "weeks",
-        "days",
-        "hours",
-        "minutes",
-        "seconds",
-    }:
-        parts = list(value.values())
-    else:
-        raise wrong("not a time", "DD:HH:MM:SS, {hours:2,minutes:30}, or null")
-    if isinstance(value, dict) and not all(type(p) in (int, float) and p >= 0 for p in parts):
-        raise wrong("each part must be a number >= 0")
-    if not any(map(float, parts)):
-        raise wrong("must be longer than 0 s")
+def with_target(value: dict[str, Any]) -> dict[str, Any]:
+    """A mapping that says what to build."""
+    if "_target_" not in value:
+        raise refuse("has no _target_, nothing says what to build", "a mapping with a _target_")
     return value
 
 
+_Int, _Float, _Bool = (Annotated[kind, Field(strict=True)] for kind in (int, float, bool))
 Count = integer(1)
-CountOrNone = integer(0)
 Positive = number("must be > 0", gt=0)
 Seconds = number("must be > 0 seconds", gt=0, le=INT32_MAX)
 NotNegative = number("must be >= 0", ge=0)
 BelowOne = number("must be in [0, 1)", ge=0, lt=1)
 Fraction = number("must be in [0, 1]", ge=0, le=1)
-Flag = says("not true or false", Annotated[bool, Field(strict=True)])
-Path = Annotated[Any, PlainValidator(path)]
-Paths = Annotated[Any, PlainValidator(paths)]
-Words = says("not a list of names", list[StrictStr])
-Name = says("not a name", Annotated[str, Field(strict=True, min_length=1)])
-FractionOf = Annotated[float, Field(strict=True, ge=0, le=1)]
-Limit = says(
-    "must be a fraction in [0, 1], or an integer >= 0",
-    Annotated[int, Field(strict=True, ge=0, le=INT32_MAX)] | FractionOf,
-)
-Interval = says(
-    "must be a fraction of an epoch in (0, 1], or optimizer steps >= 1",
-    Annotated[int, Field(strict=True, ge=1)] | Annotated[float, Field(strict=True, gt=0, le=1)],
-)
-Batches = says(
-    "must be true, false, or an integer >= 0",
-    Annotated[bool, Field(strict=True)] | Annotated[int, Field(strict=True, ge=0)],
-)
-Warmup = says(
-    "must be an integer of steps >= 0, a fraction of the run below 1, or null",
-    Annotated[int, Field(strict=True, ge=0)]
-    | Annotated[float, Field(strict=True, gt=0, lt=1)]
-    | Annotated[float, Field(strict=True, ge=0, multiple_of=1, le=INT32_MAX)],
-)
+Flag = says("not true or false", _Bool)
+FlagOrWarn = says("must be true, false or warn", _Bool | Literal["warn"])
+Name = says("not a name", Annotated[StrictStr, Field(min_length=1)])
+Names = says("not a list of names", list[StrictStr])
+Path = Annotated[Any, PlainValidator(local_path)]
+Paths = Annotated[Any, PlainValidator(local_paths)]
+RunName = Annotated[Any, PlainValidator(run_name)]
+Devices = Annotated[Any, PlainValidator(devices)]
+Node = says("not a group of keys", dict[str, Any])
+Target = Annotated[Node, AfterValidator(with_target)]
 Betas = says(
     "must be two numbers in [0, 1)", Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
 )
-Node = says("not a group of keys", dict[str, Any])
-OnOrWarn = says(
-    "must be true, false or warn", Annotated[bool, Field(strict=True)] | Literal["warn"]
+MaxEpochs = says("must be >= 1, -1 for no limit, or null", Literal[-1] | Count)
+MaxSteps = says(
+    "must be >= 1, or -1 for no limit together with trainer.max_time or trainer.max_epochs",
+    Literal[-1] | Annotated[_Int, Field(ge=1, le=2**40)],
+)
+Duration = says(
+    "not a time DD:HH:MM:SS or {hours:2,minutes:30}",
+    Annotated[StrictStr, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
+    | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NotNegative],
+)
+Batches = says("must be true, false, or an integer >= 0", _Bool | Annotated[_Int, Field(ge=0)])
+Limit = says(
+    "must be a fraction in [0, 1], or an integer >= 0",
+    Annotated[_Int, Field(ge=0, le=INT32_MAX)] | Annotated[_Float, Field(ge=0, le=1)],
+)
+Interval = says(
+    "must be a fraction of an epoch in (0, 1], or optimizer steps >= 1",
+    Annotated[_Int, Field(ge=1)] | Annotated[_Float, Field(gt=0, le=1)],
+)
+Warmup = says(
+    "must be an integer of steps >= 0, a fraction of the run below 1, or null",
+    Annotated[_Int, Field(ge=0)]
+    | Annotated[_Float, Field(gt=0, lt=1)]
+    | Annotated[_Float, Field(ge=0, multiple_of=1, le=INT32_MAX)],
 )

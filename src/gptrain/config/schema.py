@@ -1,4 +1,4 @@
-"""The type of every key of a run: ranges, words and forms. Defaults are in conf/.
+"""The type of every key of a run. Defaults are in conf/.
 
 A class that ships has a model of its own here, found by its `_target_`. Of any other class only the
 keys that our own code reads are typed; the rest belongs to the class and its signature. To add a
@@ -8,48 +8,30 @@ key: its line in conf/, its line here.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, Field, PlainValidator, StrictStr, ValidationError
+from pydantic import BaseModel, Field, StrictStr, ValidationError
 
+from gptrain.config import forms
 from gptrain.config.forms import (
-    INT32_MAX,
-    SEED_MAX,
-    WORKERS_MAX,
-    Batches,
     BelowOne,
-    Betas,
     Count,
-    CountOrNone,
     Flag,
-    Fraction,
-    Interval,
-    Limit,
-    Name,
-    Node,
-    NotNegative,
-    OnOrWarn,
     Path,
-    Paths,
     Positive,
-    Seconds,
-    Warmup,
-    Words,
-    checkpoint_path,
+    Target,
     choice,
-    devices,
-    duration,
     integer,
     number,
-    path,
-    run_name,
-    says,
-)  # fmt: skip
-from gptrain.config.suggest import find_alias, nearest_key
+)
+from gptrain.config.suggest import find_alias, is_elsewhere, nearest_key
 from gptrain.problems import Problem, show
 
 OF_HYDRA = {"_target_", "_args_", "_recursive_", "_convert_", "_partial_"}  # in any node
+SEED_MAX = 2**32 - 1  # numpy's generators take no more
+WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
 
 
 class Closed(BaseModel, extra="forbid"):
@@ -80,38 +62,38 @@ class SimpleGPT(Model, extra="forbid"):
 
 class Loss(Closed):
     label_smoothing: BelowOne
-    z_loss: NotNegative
+    z_loss: forms.NotNegative
 
 
-class LanguageModel(Closed):
+class LanguageModel(Open, extra="forbid"):
     loss: Loss
-    metrics: Node
+    metrics: forms.Node
 
 
 class Optimizer(Open):
     lr: Positive | None
-    weight_decay: NotNegative | None
+    weight_decay: forms.NotNegative | None
     lr_scaling: choice("none", "linear", "sqrt")
     reference_batch_size: Count
 
 
 class AdamW(Optimizer):
-    betas: Betas
+    betas: forms.Betas
     eps: Positive
     fused: Flag | None = None
 
 
 class Muon(Optimizer):
-    betas: Betas
+    betas: forms.Betas
     eps: Positive
     momentum: BelowOne
 
 
 class Scheduler(Open):
-    warmup_steps: Warmup | None
+    warmup_steps: forms.Warmup | None
     total_steps: Count | None
-    start_factor: Fraction
-    min_factor: Fraction
+    start_factor: forms.Fraction
+    min_factor: forms.Fraction
 
 
 class Schedule(Scheduler, extra="forbid"):
@@ -131,8 +113,8 @@ class DummyText(Closed):
 
 class FromCorpus(Closed):
     split: choice("train", "val")
-    path: Paths | None
-    pattern: Name
+    path: forms.Paths | None
+    pattern: forms.Name
     tokenizer: Path
     vocab_size: Count
     seq_len: Count
@@ -141,7 +123,7 @@ class FromCorpus(Closed):
 
 
 class Tokens(Closed):
-    path: Paths
+    path: forms.Paths
     seq_len: Count
     dtype: choice("uint16", "uint32") | None = None
     vocab_size: Count | None = None
@@ -159,34 +141,31 @@ class Logger(Open):
 
 class Trainer(Open):
     accelerator: choice("auto", "cpu", "gpu", "mps", "tpu", unlisted=("cuda",))
-    devices: Annotated[Any, AfterValidator(devices)]
+    devices: forms.Devices
     num_nodes: Count
     precision: choice(
         "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto",
         unlisted=("16-true", "64-true", "transformer-engine", "transformer-engine-float16", "32",
                   "64", "16", "bf16", 32, 64, 16),
     )  # fmt: skip
-    max_epochs: says("must be >= 1, -1 for no limit, or null", Literal[-1] | Count) | None
-    max_steps: says(
-        "must be >= 1, or -1 for no limit together with trainer.max_time or trainer.max_epochs",
-        Literal[-1] | Annotated[int, Field(strict=True, ge=1, le=2**40)],
-    )
-    min_steps: CountOrNone | None
-    max_time: Annotated[Any, AfterValidator(duration)] | None
+    max_epochs: forms.MaxEpochs | None
+    max_steps: forms.MaxSteps
+    min_steps: integer(0) | None
+    max_time: forms.Duration | None
     accumulate_grad_batches: Count
     gradient_clip_val: number("must be > 0, or null for off", gt=0) | None
-    fast_dev_run: Batches
-    overfit_batches: Limit
-    limit_train_batches: Limit | None
-    limit_val_batches: Limit | None
-    limit_test_batches: Limit | None
-    val_check_interval: Interval
+    fast_dev_run: forms.Batches
+    overfit_batches: forms.Limit
+    limit_train_batches: forms.Limit | None
+    limit_val_batches: forms.Limit | None
+    limit_test_batches: forms.Limit | None
+    val_check_interval: forms.Interval
     check_val_every_n_epoch: Count | None
-    num_sanity_val_steps: says("must be >= -1", Annotated[int, Field(strict=True, ge=-1)]) | None
+    num_sanity_val_steps: integer(-1) | None
     log_every_n_steps: integer(1, words="must be >= 1; to log nothing: logger=none")
     enable_progress_bar: Flag | None
     enable_model_summary: Flag | None
-    deterministic: OnOrWarn | None
+    deterministic: forms.FlagOrWarn | None
     benchmark: Flag | None
     inference_mode: Flag
     detect_anomaly: Flag
@@ -225,16 +204,19 @@ class Data(Open):
     batch_size: Count
     global_batch_size: Count | None
     num_workers: integer(0, WORKERS_MAX)
+    train: Target
+    val: Target  # validated or not: trainer.limit_val_batches=0
+    test: Target | None = None
 
 
 class Strategy(Closed):
     name: StrictStr
-    timeout_s: Seconds
+    timeout_s: forms.Seconds
     backend: choice("nccl", "gloo", "mpi") | None
 
 
 class DDP(Strategy):
-    bucket_cap_mb: number("must be > 0", gt=0, le=INT32_MAX)
+    bucket_cap_mb: number("must be > 0", gt=0, le=forms.INT32_MAX)
     gradient_as_bucket_view: Flag
     static_graph: Flag
     find_unused_parameters: Flag
@@ -277,14 +259,14 @@ class Checkpoint(Closed):
     name: choice("default", "every_n_steps", "none")
     every_n_steps: Count | None
     keep: integer(2, words="must be >= 2, one file alone is one disk error from nothing")
-    monitor: Name
+    monitor: forms.Name  # any that is logged
     mode: choice("min", "max")
     background: Flag
 
 
 class Launcher(Closed):
     max_restarts: integer(0)
-    timeout_s: Seconds | None
+    timeout_s: forms.Seconds | None
 
 
 class Run(Closed):
@@ -297,46 +279,42 @@ class Run(Closed):
 
     runs_here: ClassVar[bool] = True
 
-    name: Annotated[Any, PlainValidator(run_name)]
+    name: forms.RunName
     task: choice("fit", "validate", "test")
     seed: integer(0, SEED_MAX)
     max_tokens: number("must be >= 1", ge=1, le=2**63) | None
     on_nonfinite: choice("stop", "skip")
-    objective: Name
+    objective: forms.Name
     output_dir: Path
     run_dir: Path
-    ckpt_path: Annotated[Any, AfterValidator(checkpoint_path)] | None
-    allow_changes: Words
-    init_from: Annotated[Any, AfterValidator(path)] | None
+    ckpt_path: Path | None
+    allow_changes: forms.Names
+    init_from: Path | None
     init_strict: Flag
-    from_run: Annotated[Any, AfterValidator(path)] | None
-    allowed_targets: Words
+    from_run: Path | None
+    allowed_targets: forms.Names
     debug: Flag
     print_config: Flag
-    model: Node
-    module: Node
+    model: Target
+    module: Target
     data: Data
-    optimizer: Node
-    scheduler: Node
-    strategy: Node
-    trainer: Node
-    callbacks: Node
+    optimizer: Target
+    scheduler: Target
+    strategy: forms.Node
+    trainer: Target
+    callbacks: dict[str, Target | None]
     checkpoint: Checkpoint
-    logger: Node
-    profiler: Node
+    logger: dict[str, Target]
+    profiler: Annotated[dict[str, Any], Field(max_length=0)] | Target | None
     launcher: Launcher
 
 
 NATIVE = {  # pydantic's own kinds of error -> our words
     "missing": "missing, the run needs it",
     "model_type": "not a group of keys",
-    "model_attributes_type": "not a group of keys",
+    "dict_type": "not a group of keys",
     "string_type": "not a text",
     "int_type": "not an integer",
-}
-DATASETS = {  # nothing runs without them -> what to try
-    "data.train": "data=<choice>",
-    "data.val": "trainer.limit_val_batches=0 with any data.val",
 }
 
 
@@ -349,15 +327,24 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
         if name in STRATEGIES:
             yield from _judge(STRATEGIES[name], strategy, "strategy", values)
         else:
-            yield Problem("strategy.name", name, "unknown", ", ".join(STRATEGIES))
+            yield Problem("strategy.name", show(name), "unknown", ", ".join(STRATEGIES))
     for place, node in targets(values):
-        target = node["_target_"]
+        target, key = node["_target_"], f"{place}._target_"
         if not isinstance(target, str) or not re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target):
-            yield Problem(f"{place}._target_", show(target), "not a dotted name of a class")
-        elif model := KNOWN.get(target) or GROUPS.get(place):
+            yield Problem(key, show(target), "not a dotted name of a class")
+        elif target.split(".")[0] in sys.stdlib_module_names:
+            yield Problem(key, target, "of Python's own library, none of whose classes fits here")
+            continue
+        model, base = KNOWN.get(target), GROUPS.get(place)
+        if base and not (model and issubclass(model, base)):
+            model = base
+        if model:
             own = {key: value for key, value in node.items() if key not in OF_HYDRA}
             yield from _judge(model, own, place, values)
-    yield from _find_missing_targets(values)
+        if place == "trainer":  # of Lightning's other arguments those that other keys set
+            for key in own.keys() - Trainer.model_fields.keys():
+                if is_elsewhere(f"trainer.{key}"):
+                    yield unknown_key(f"trainer.{key}", own[key], values)
 
 
 def targets(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -375,29 +362,21 @@ def targets(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
     """A key that nothing reads, with the one that may have been meant."""
     group, _, leaf = key.rpartition(".")
+    node = values.get(group)
+    siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
     readers = [name for name, model in STRATEGIES.items() if leaf in model.model_fields]
     if group == "strategy" and readers:
-        return Problem(
-            key,
-            value,
-            f"no effect under strategy={(values.get('strategy') or {}).get('name')}",
-            f"under strategy={', '.join(readers)}",
-            f"strategy={readers[0]}, or leave {leaf} out",
-        )
+        wrong = f"no effect under strategy={node.get('name')}"
+        attempt = f"strategy={readers[0]}, or leave {leaf} out"
+        return Problem(key, value, wrong, f"under strategy={', '.join(readers)}", attempt)
     if alias := find_alias(key, show(value)):
         return Problem(key, value, "unknown key", attempt=alias)
-    siblings = values.get(group) if isinstance(values.get(group), dict) else {}
-    near = nearest_key(key, known_keys() | {f"{group}.{name}" for name in siblings})
-    if near in known_keys() and near == key:
-        near = None  # other choices of its group have it
-    names = [name for name in siblings if name != "_target_"]
-    if near is None:
+    known = known_keys()
+    near = nearest_key(key, known | {f"{group}.{name}" for name in siblings} - {key})
+    if near is None or key in known:
+        allowed, attempt = ", ".join(siblings), "" if siblings else "--help"
         return Problem(
-            key,
-            value,
-            f"no such key in this {group}" if group else "unknown key",
-            ", ".join(names),
-            "" if names else "--help",
+            key, value, f"unknown key{f' of this {group}' * bool(group)}", allowed, attempt
         )
     return Problem(key, value, f"unknown key, did you mean {near}? (new keys need +)")
 
@@ -420,48 +399,12 @@ def _judge(
     except ValidationError as error:
         found = error.errors(include_url=False)
     for one in found:
-        parts = [str(part) for part in (place, *one["loc"]) if isinstance(part, str) and part]
-        key, kind = ".".join(parts), one["type"]
-        if kind == "extra_forbidden":
-            yield unknown_key(key, one["input"], values)
+        parts = [part for part in (place, *one["loc"]) if isinstance(part, str) and part]
+        key, given, more = ".".join(parts), one["input"], one.get("ctx", {})
+        if one["type"] == "extra_forbidden":
+            yield unknown_key(key, given, values)
             continue
-        value = None if kind == "missing" else show(one["input"])
-        words = NATIVE.get(kind) or one.get("ctx", {}).get("message", one["msg"])
-        yield Problem(key, value, words, one.get("ctx", {}).get("allowed", ""), _example(key, kind))
-
-
-def _find_missing_targets(values: dict[str, Any]) -> Iterator[Problem]:
-    def node_at(place: str) -> Any:
-        group, _, leaf = place.partition(".")
-        node = values.get(group)
-        return (node.get(leaf) if isinstance(node, dict) else None) if leaf else node
-
-    for place in GROUPS:
-        if isinstance(node_at(place), dict) and "_target_" not in node_at(place):
-            wrong, attempt = "missing, nothing says what to build", f"{place}=<choice>"
-            yield Problem(f"{place}._target_", None, wrong, attempt=attempt)
-    for place, attempt in DATASETS.items() if isinstance(values.get("data"), dict) else ():
-        if not isinstance(node_at(place), dict) or "_target_" not in node_at(place):
-            wrong = "every run needs it, a mapping with a _target_"
-            yield Problem(place, show(node_at(place)), wrong, attempt=attempt)
-    for group in ("callbacks", "logger"):
-        for name, node in (values.get(group) or {}).items():
-            if node is not None and not (isinstance(node, dict) and "_target_" in node):
-                key = f"{group}.{name}"
-                yield Problem(key, show(node), "no _target_", attempt=f"'~{key}'")
-    if values.get("profiler") and "_target_" not in values["profiler"]:
-        yield Problem("profiler", None, "no _target_", attempt="profiler=simple")
-
-
-def _example(key: str, kind: str) -> str:
-    if kind == "missing" and key in (
-        *GROUPS,
-        "data",
-        "strategy",
-        "callbacks",
-        "checkpoint",
-        "logger",
-        "profiler",
-    ):
-        return f"{key}=<choice>"
-    return {"trainer.devices": "trainer.devices=1"}.get(key, "")
+        words = NATIVE.get(one["type"]) or more.get("words", one["msg"])
+        value = None if one["type"] == "missing" else show(given)
+        attempt = find_alias(key, show(given)) or ""
+        yield Problem(key, value, words, more.get("allowed", ""), attempt)

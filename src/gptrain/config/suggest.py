@@ -32,46 +32,38 @@ ALIASES = {
     "ckpt resume resume_from resume_from_checkpoint checkpoint_path": "ckpt_path",
     "out_dir save_dir": "run_dir",
 }
-# Typed as a whole -> what to type here; arguments of Lightning's Trainer that other keys set,
-# and habits from lightning-hydra-template.
-COMMANDS = {
+# A whole override -> what to type: arguments of Lightning's Trainer that other keys set, and habits
+# from lightning-hydra-template. A key that ends in a dot stands for all below it.
+HABITS = {
     "trainer.logger": "logger=csv",
     "trainer.callbacks": "callbacks=default",
     "trainer.profiler": "profiler=simple",
-    "trainer.plugins": "strategy=<choice> and trainer.precision",
     "trainer.default_root_dir": "run_dir=outputs/mine",
     "trainer.enable_checkpointing": "checkpoint=none",
-    "trainer.use_distributed_sampler": "nothing, the data order is ours and exact",
-    "trainer.barebones": "logger=none callbacks=none checkpoint=none",
     "trainer=ddp": "strategy=ddp trainer.devices=4",
     "trainer=ddp_sim": "trainer=cpu trainer.devices=2",
-    "trainer=fsdp": "strategy=fsdp",
     "trainer=mps": "trainer.accelerator=mps",
     "debug=fdr": "trainer.fast_dev_run=true",
-    "debug=default": "trainer.fast_dev_run=true",
     "debug=limit": "trainer.limit_train_batches=10",
     "debug=overfit": "trainer.overfit_batches=1",
     "debug=profiler": "profiler=torch",
-    "train=true": "task=fit",
     "train=false": "task=test",
-    "test=true": "task=test",
     "test=false": "task=fit",
+    "data.val=null": "trainer.limit_val_batches=0 with any data.val",
     "logger=many_loggers": "logger=[csv,tensorboard]",
     "callbacks=model_checkpoint": "checkpoint=default",
     "model.compile=true": "model.compile=model",
-    "model.compile=false": "model.compile=none",
-    "strategy=dp": "strategy=ddp: DataParallel runs all devices from one Python thread and copies"
-    " the weights at every step, which is slower than ddp on any number of devices",
+    "strategy=dp": "strategy=ddp; DataParallel drives all devices from one Python thread and copies"
+    " the weights at every step, which is slower than ddp on any number of them",
     "optimized_metric": "objective={value}",
     "task_name": "name={value}",
-    "extras": "print_config=true",
     "paths.data_dir": "data.path={value}",
     "paths.": "output_dir={value}",
     "model.optimizer.": "optimizer.{leaf}={value}",
     "model.scheduler.": "scheduler.{leaf}={value}",
     "model.net.": "model.{leaf}={value}",
 }
-LIGHTNING_STRATEGIES = {"deepspeed": "fsdp", "modelparallel": "fsdp_tensor_parallel"}
+LIGHTNING = {"deepspeed": "fsdp", "modelparallel": "fsdp_tensor_parallel"}  # how its names begin
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
@@ -83,14 +75,20 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 def find_alias(key: str, value: str) -> str | None:
     """What to type for a habit of another project; None for what is none."""
     if key == "trainer.strategy":
-        ours = {name: name for name in sorted(AXES, key=len, reverse=True)} | LIGHTNING_STRATEGIES
-        lowered = value.lower()
-        return f"strategy={next((ours[word] for word in ours if lowered.startswith(word)), 'auto')}"
+        ours = {name: name for name in sorted(AXES, key=len, reverse=True)} | LIGHTNING
+        meant = (ours[word] for word in ours if value.lower().startswith(word))
+        return f"strategy={next(meant, 'auto')}"
     head, _, leaf = key.rpartition(".")
     for typed in (f"{key}={value.lower()}", key, f"{head}."):
-        if typed in COMMANDS:
-            return COMMANDS[typed].format(value=value or "<value>", leaf=leaf)
+        if typed in HABITS:
+            return HABITS[typed].format(value=value or "<value>", leaf=leaf)
     return None
+
+
+def is_elsewhere(key: str) -> bool:
+    """Whether another project's name, or another key of ours, stands for this one."""
+    leaf = key.rpartition(".")[2]
+    return find_alias(key, "") is not None or any(leaf in names.split() for names in ALIASES)
 
 
 def nearest_key(key: str, known: set[str]) -> str | None:
@@ -99,12 +97,12 @@ def nearest_key(key: str, known: set[str]) -> str | None:
     for names, ours in ALIASES.items():
         if leaf in names.split():
             return ours
-    same = sorted(name for name in known if name.rpartition(".")[2] == leaf)
-    if same:
-        return nearest(key, same) or same[0]
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == head}
-    if near := nearest(leaf, siblings):
-        return siblings[near]
-    leaves = {name.rpartition(".")[2]: name for name in sorted(known)}
-    near = nearest(leaf, leaves)
-    return leaves[near] if near else nearest(key, known | {name.split(".")[0] for name in known})
+    for group in (head, None):  # of its own group first
+        leaves: dict[str, str] = {}
+        for name in sorted(known):
+            place, _, last = name.rpartition(".")
+            if group in (None, place):
+                leaves.setdefault(last, name)
+        if near := leaf if leaf in leaves else nearest(leaf, leaves):
+            return leaves[near]
+    return nearest(key, {name.split(".")[0] for name in known})

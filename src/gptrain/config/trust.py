@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +19,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.compose import PROJECT, default_output_dir
+from gptrain.config.compose import PROJECT, REFUSALS, default_output_dir, first_line
 from gptrain.config.schema import targets
+from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
@@ -36,7 +37,6 @@ KINDS = {
     "profiler": "lightning.pytorch.profilers.Profiler",
     "metrics": "torchmetrics.Metric",
 }
-SCHEDULES = "gptrain.optim"  # functions of the step
 OURS = r"\$\{(?:[\w.]+\}|(?:plus|run_stamp|default_output_dir):)"  # plain, or a resolver of ours
 LONGEST = 10_000  # characters of a value; references can double it again and again
 
@@ -54,29 +54,31 @@ def check_targets(node: dict[str, Any], group: str, allowed: Sequence[str] = ())
     """
     problems = []
     for place, found in targets(node, group):
+        key, target = f"{place}._target_", found["_target_"]
         kind = "metrics" if place.startswith("module.metrics.") else group
-        if reason := _reason(found["_target_"], kind, allowed):
-            key = f"{place}._target_"
-            problems.append(Problem(key, show(found["_target_"]), reason, attempt=_way_out(found)))
+        if reason := _reason(target, kind, allowed):
+            attempt = f"allowed_targets=[{str(target).split('.')[0]}], if you trust its code"
+            problems.append(Problem(key, show(target), reason, attempt=attempt))
     return problems
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """The values of a stranger's config, resolved once. Objects are built from exactly these.
 
-    Raises: ConfigError where a value would run a resolver, or still holds a reference.
+    Raises: ConfigError where a value would run a resolver, or does not end in a plain one.
     """
-    problems = [
-        Problem(key, show(value), "only plain references are read from somebody else's run")
-        for key, value in _texts(OmegaConf.to_container(cfg))
-        if not is_plain(value)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    values = OmegaConf.to_container(cfg, resolve=True)
-    for key, value in _texts(values):
-        if "${" in value or len(value) > LONGEST:
-            raise ConfigError([Problem(key, show(value), "does not resolve to a plain value")])
+    raw = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
+    for key, text in _texts(raw):
+        if not is_plain(text):
+            wrong = "of somebody else's run only plain references are resolved"
+            raise ConfigError([Problem(key, show(text), wrong)])
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+    except REFUSALS as error:
+        raise ConfigError([Problem("", None, first_line(error))]) from None
+    for key, text in _texts(values):
+        if "${" in text or len(text) > LONGEST:
+            raise ConfigError([Problem(key, show(text), "does not resolve to a plain value")])
     return values
 
 
@@ -87,7 +89,7 @@ def is_plain(text: str) -> bool:
 
 def locate(target: str) -> Any:
     """What a dotted name stands for. Raises: NotFound."""
-    parts = target.split(".")
+    parts, found = target.split("."), None
     for depth in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:depth])
         try:
@@ -95,33 +97,31 @@ def locate(target: str) -> Any:
             break
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                package = (error.name or str(error)).split(".")[0]
-                raise NotFound(f"needs the package {package}, which is not installed") from error
+                raise NotFound(f"needs the package {error.name}, not installed") from error
         except Exception as error:  # whatever a user's module raises is a line, not a traceback
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise NotFound(f"{name} cannot be imported: {reason}") from error
-    else:
+    if found is None:
         raise NotFound(f"no module named {parts[0]}")
     for i in range(depth, len(parts)):
         owner, found = found, getattr(found, parts[i], None)
         if found is None:
-            from gptrain.config.suggest import nearest
-
-            name = ".".join(parts[:i])
             near = nearest(parts[i], [name for name in dir(owner) if name[0] != "_"])
-            raise NotFound(
-                f"nothing of that name in {name}"
-                + (f", did you mean {name}.{near}?" if near else "")
-            )
+            meant = f", did you mean {'.'.join([*parts[:i], near])}?" if near else ""
+            raise NotFound(f"nothing of that name in {'.'.join(parts[:i])}{meant}")
+    if not callable(found):
+        raise NotFound("neither a class nor a function")
     return found
 
 
 def wrong_kind(found: Any, group: str) -> str | None:
-    """Why an object is not what a group holds; None where it is, or cannot be known."""
+    """Why an object is not what a group holds; None where it is."""
     owner = found.__self__ if inspect.ismethod(found) else found
     if group == "data":
         is_set = inspect.isclass(owner) and hasattr(owner, "__getitem__")
         return None if is_set else "no dataset, as this place needs"
+    if group == "scheduler" and inspect.isfunction(found):
+        return None  # of the step
     kind = KINDS.get(group)
     if kind is None or (inspect.isclass(owner) and issubclass(owner, locate(kind))):
         return None
@@ -129,23 +129,18 @@ def wrong_kind(found: Any, group: str) -> str | None:
 
 
 def is_own(package: str) -> bool:
-    """Whether a top-level package is code of this checkout, and not of its outputs or libraries."""
-    if package in sys.stdlib_module_names:
-        return False
+    """Whether a top-level package is code of this checkout, not its outputs or its libraries."""
     try:
-        spec = find_spec(package)
+        spec = None if package in sys.stdlib_module_names else find_spec(package)
     except (ImportError, ValueError):
         return False
-    places = [*(spec.submodule_search_locations or []), spec.origin or ""] if spec else []
-    places = [Path(place).resolve() for place in places if place]
+    found = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
+    places = [Path(place).resolve() for place in found if place]
     outputs = (PROJECT / "outputs", Path(default_output_dir()).resolve())
     return bool(places) and all(
         place.is_relative_to(PROJECT)
         and not any(place.is_relative_to(folder) for folder in outputs)
-        and not any(
-            part.startswith(".") or part == "site-packages"
-            for part in place.relative_to(PROJECT).parts
-        )
+        and not re.search(r"/(\.|site-packages/)", str(place)[len(str(PROJECT)) :])
         for place in places
     )
 
@@ -163,9 +158,9 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
     home = getattr(owner, "__module__", None) or ""
     if not _is_trusted(home, allowed):
         return f"stands for {home}.{getattr(found, '__qualname__', '')}, which it may not name"
-    if group == "scheduler" and inspect.isfunction(found):
-        is_schedule = home.startswith(f"{SCHEDULES}.") or home.split(".")[0] in allowed
-        return None if is_schedule else "no schedule"
+    is_listed = home.split(".")[0] in allowed
+    if inspect.isfunction(found) and not (home.startswith("gptrain.optim.") or is_listed):
+        return "a function, not a class"
     if inspect.ismethod(found) and not (group == "data" and found.__name__.startswith("from_")):
         return "not a class"
     return wrong_kind(found, group)
@@ -177,26 +172,11 @@ def _is_trusted(name: str, allowed: Sequence[str]) -> bool:
     return package in LIBRARIES or listed or is_own(package)
 
 
-def _way_out(node: dict[str, Any]) -> str:
-    package = str(node["_target_"]).split(".")[0]
-    if (
-        package in (*LIBRARIES, *sys.stdlib_module_names)
-        or not package.isidentifier()
-        or is_own(package)
-    ):
-        return ""
-    return f"allowed_targets=[{package}], if you trust its code"
-
-
-def _texts(node: Any, key: str = "") -> list[tuple[str, str]]:
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    found = []
-    for name, value in items:
-        here = f"{key}.{name}" if key else str(name)
-        if isinstance(name, str) and "${" in name:
-            found.append((here, name))
-        if isinstance(value, dict | list):
-            found += _texts(value, here)
-        elif isinstance(value, str):
-            found.append((here, value))
-    return found
+def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a nested value, names of keys included."""
+    if isinstance(node, str):
+        yield key, node
+    elif isinstance(node, dict | list):
+        for name, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield key, str(name)
+            yield from _texts(value, f"{key}.{name}".lstrip("."))

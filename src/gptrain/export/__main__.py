@@ -1,5 +1,5 @@
 """python -m gptrain.export"""
 
-from gptrain.export.verb import main
+from gptrain.export.command import main
 
 main()

@@ -19,12 +19,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     fileops.replace(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """A safetensors file; floating point numbers in dtype. Returns its bytes."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: str) -> int:
+    """A safetensors file; floating point numbers in torch's type dtype. Returns its bytes."""
     from safetensors.torch import save_file  # an extra
 
     own = {
-        name: tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        name: tensor.detach()
+        .to(getattr(torch, dtype) if tensor.is_floating_point() else tensor.dtype)
+        .contiguous()
         for name, tensor in tensors.items()
     }
     part = path.with_name(f".{path.name}.part")
@@ -45,18 +47,13 @@ def byte_level_tokenizer() -> dict[str, Any]:
     characters |= {byte: chr(256 + index) for index, byte in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     level["use_regex"] = False
+    unused = ("truncation", "padding", "normalizer", "post_processor")
+    vocabulary = {characters[byte]: byte for byte in range(256)}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [],
-        "normalizer": None,
+        **dict.fromkeys(unused),
         "pre_tokenizer": level,
-        "post_processor": None,
         "decoder": level,
-        "model": {
-            "type": "BPE",
-            "vocab": {characters[byte]: byte for byte in range(256)},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }

@@ -89,9 +89,3 @@ def parent_start_s() -> float:
     # Field 22 of proc(5), counted after the command name, which may hold spaces.
     ticks = int(stat.rpartition(")")[2].split()[19])
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def calm_threads() -> None:
-    """Lets OpenMP's threads wait without spinning; to be called before torch is imported."""
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "0"

@@ -18,23 +18,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain import problems
 from gptrain.data import DataError
 from gptrain.launch.process import this_process
 from gptrain.launch.rendezvous import attempt
-from gptrain.problems import (
-    BAD_DATA,
-    DISK,
-    DONE,
-    FAILED,
-    FOLDER_UNUSABLE,
-    HUNG,
-    INTERRUPTED,
-    NON_FINITE,
-    PREEMPTED,
-    ConfigError,
-    JobFailed,
-    code_of,
-)
+from gptrain.problems import DISK, ConfigError, JobFailed, code_of
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.fileops import remove_tree
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
@@ -83,30 +71,30 @@ def classify(error: BaseException, doing: str = "") -> Ending:
     said = first_line(error)
     match error:
         case Preempted():
-            return Ending(PREEMPTED, "preempted", said)
+            return Ending(problems.PREEMPTED, "preempted", said)
         case NonFinite():
-            return Ending(NON_FINITE, "nonfinite", f"error: {said}", rank=error.rank)
+            return Ending(problems.NON_FINITE, "nonfinite", f"error: {said}", rank=error.rank)
         case ConfigError():
             return Ending(error.code, "config", str(error))
         case DataError() | DamagedCheckpoint() | NoGoodCheckpoint():
-            return Ending(BAD_DATA, "data", f"error: {said}")
+            return Ending(problems.BAD_DATA, "data", f"error: {said}")
         case NoSpace():
-            return Ending(FOLDER_UNUSABLE, "disk", f"error: {said}")
+            return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {said}")
         case SaveFailed():
             return Ending(code_of(error), "disk", f"error: {said}")
         case OSError() if error.errno in DISK:
             return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
         case KeyboardInterrupt():
-            return Ending(INTERRUPTED, "interrupted", "interrupted")
+            return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
         case RuntimeError() if _has(TIMED_OUT, error):
-            return Ending(HUNG, "hang", f"error: a collective timed out: {said}")
+            return Ending(problems.HUNG, "hang", f"error: a collective timed out: {said}")
         case RuntimeError() if _has(PEER_GONE, error):
-            return Ending(FAILED, "peer", f"error: another rank is gone: {said}")
+            return Ending(problems.FAILED, "peer", f"error: another rank is gone: {said}")
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
-        return Ending(FAILED, "memory", f"error: out of memory: {said}", trace)
+        return Ending(problems.FAILED, "memory", f"error: out of memory: {said}", trace)
     line = f"error: {type(error).__name__}: {said}" + (f"; at {doing}" if doing else "")
-    return Ending(FAILED, "error", line, trace)
+    return Ending(problems.FAILED, "error", line, trace)
 
 
 def run_rank(
@@ -147,7 +135,7 @@ def run_rank(
             show(cfg, ending)
         raise JobFailed(ending.code, ending.line) from error
     if rank == 0:
-        record_ending(cfg, Ending(DONE, "done", "done"), rank, guard.heartbeat.step)
+        record_ending(cfg, Ending(problems.DONE, "done", "done"), rank, guard.heartbeat.step)
     return metrics
 
 
@@ -182,7 +170,7 @@ def rank_process(
     else:
         logging.getLogger().setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-    code = DONE
+    code = problems.DONE
     try:
         run_rank(train, cfg, parent_pid)
     except JobFailed as failure:
@@ -214,7 +202,7 @@ def record_ending(
             rank=rank if ending.rank is None else ending.rank,
             step=step,
             checkpoint=newest_checkpoint(cfg.run_dir),
-            resume=None if ending.code == DONE else resume_command(cfg),
+            resume=None if ending.code == problems.DONE else resume_command(cfg),
             message=ending.line,
             traceback=ending.trace or None,
             replace=replace,
@@ -228,7 +216,7 @@ def show(cfg: DictConfig, ending: Ending) -> None:
     """Prints the ending; on stderr, but for a run that was asked to stop and did."""
     if ending.trace:
         print(ending.trace, file=sys.stderr)
-    if ending.code != PREEMPTED:
+    if ending.code != problems.PREEMPTED:
         print(ending.line, file=sys.stderr, flush=True)
         return
     for label, words in (("stopped", ending.line), ("next", resume_command(cfg))):

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from gptrain.launch.process import parent_start_s, this_process
-from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.parallel.mesh import STORE_VARIABLE
 
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 

@@ -29,7 +29,7 @@ from gptrain.launch.rank import (
     rank_process,
     record_ending,
 )
-from gptrain.parallel.group import STORE_VARIABLE
+from gptrain.parallel.mesh import STORE_VARIABLE
 from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, JobFailed
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.plan import Lengths
 from gptrain.resilience.signals import hold_back, ignore_in_worker
 
 
@@ -25,10 +26,7 @@ class TextDataModule(pl.LightningDataModule):
 
     Args:
         train, val: datasets; `test` defaults to `val`.
-        batch_size: sequences per device per micro-step.
-        accumulate: micro-steps per optimizer step.
-        epoch_steps: optimizer steps of an epoch.
-        sample_tokens: positions of one sample, for tokens/s.
+        lengths: of the run.
         rank, world_size: place among the ranks that see different samples.
         ranks_per_sample: neighbouring ranks that see the same ones, of a tensor group.
         num_workers: processes that load batches; 0 loads in the training process.
@@ -39,13 +37,10 @@ class TextDataModule(pl.LightningDataModule):
         self,
         train: Dataset,
         val: Dataset,
-        test: Dataset | None = None,
+        test: Dataset | None,
+        lengths: Lengths,
         *,
-        batch_size: int,
-        accumulate: int = 1,
-        epoch_steps: int,
-        sample_tokens: int,
-        seed: int = 0,
+        seed: int,
         rank: int = 0,
         world_size: int = 1,
         ranks_per_sample: int = 1,
@@ -54,17 +49,17 @@ class TextDataModule(pl.LightningDataModule):
     ):
         super().__init__()
         self.train, self.val, self.test = train, val, test if test is not None else val
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.epoch_steps, self.sample_tokens = epoch_steps, sample_tokens
-        self.ranks_per_sample = ranks_per_sample
+        self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
+        self.epoch_steps, self.ranks_per_sample = lengths.epoch_steps, ranks_per_sample
         self.num_workers, self.pin_memory = num_workers, pin_memory
+        accumulate = lengths.batch.accumulate
         self.batches = TrainBatches(
             SampleOrder(len(train), seed),
-            batch_size,
+            self.batch_size,
             accumulate,
             rank,
             world_size,
-            epoch_steps=epoch_steps,
+            epoch_steps=lengths.epoch_steps,
             position=lambda: self.trainer.global_step * accumulate,
         )
         self.train_loader: Loader | None = None

@@ -24,8 +24,8 @@ class Muon(torch.optim.Optimizer):
     computes 100 times slower than fp32 (0.9 against 68 GFLOP/s on an AVX2 core); so the update is
     formed here, in bf16 only where that is native.
 
-    Both halves share one learning rate: Muon's update is scaled to the size of AdamW's, so that a
-    rate and a decay tuned for AdamW can be kept.
+    Both halves share one learning rate: Muon's update is scaled to the size of AdamW's, so that
+    the learning rate and decay tuned for AdamW can be kept.
 
     Args:
         params: groups as muon_groups() makes them; without the flag a group is AdamW's.
@@ -55,13 +55,12 @@ class Muon(torch.optim.Optimizer):
         defaults = self._muon_defaults if group["use_muon"] else self._adamw.defaults
         for name, value in defaults.items():
             group.setdefault(name, value)
-        if group["use_muon"]:
-            for parameter in group["params"]:
-                if parameter.ndim != 2:
-                    raise ValueError(
-                        f"Muon: a parameter of shape {tuple(parameter.shape)} in a group with "
-                        f"use_muon=True; it takes matrices only, leave others to AdamW"
-                    )
+        for parameter in group["params"]:
+            if group["use_muon"] and parameter.ndim != 2:
+                raise ValueError(
+                    f"Muon: a parameter of shape {tuple(parameter.shape)} in a group with "
+                    f"use_muon=True; it takes matrices only, leave others to AdamW"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -94,9 +93,9 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonalize_gathered(update)
             else:
                 update = orthogonalize(update, native_dtype(parameter.device))
-            rate = group["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape))
+            step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape))
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-rate)
+            parameter.add_(update, alpha=-step_size)
 
 
 def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,17 +115,17 @@ def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalize_gathered(matrix: DTensor) -> DTensor:
-    """As orthogonalize(), of a matrix that is cut over ranks; cut as it came.
+    """As orthogonalize(), of a sharded matrix; the result is sharded likewise.
 
-    One gather, then every rank computes the same: products of cut matrices would be 11 to 16
+    One gather, then every rank computes the same: products of sharded matrices would be 11 to 16
     collectives (CommDebugMode, four ranks). An offloaded matrix is gathered on its mesh's devices.
     """
-    mesh, cuts, home = matrix.device_mesh, matrix.placements, matrix.device
-    uncut = [Replicate()] * mesh.ndim
+    mesh, placements, home = matrix.device_mesh, matrix.placements, matrix.device
+    whole_on_all = [Replicate()] * mesh.ndim
     dtype = native_dtype(torch.device(mesh.device_type))
-    whole = matrix.to(mesh.device_type, dtype).redistribute(placements=uncut).to_local()
-    whole = DTensor.from_local(orthogonalize(whole, dtype), mesh, uncut, run_check=False)
-    return whole.redistribute(placements=cuts).to(home)
+    whole = matrix.to(mesh.device_type, dtype).redistribute(placements=whole_on_all).to_local()
+    whole = DTensor.from_local(orthogonalize(whole, dtype), mesh, whole_on_all, run_check=False)
+    return whole.redistribute(placements=placements).to(home)
 
 
 def native_dtype(device: torch.device) -> torch.dtype:

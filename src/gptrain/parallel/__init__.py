@@ -1,17 +1,16 @@
-"""How a net is spread over processes. torch.distributed and our `loss`; no lightning.
+"""How a net is partitioned over processes. torch.distributed and our `loss`; no lightning.
 
 Each `apply_*` changes a net in place and leaves its parameter names as they were, so that a state
-dict has the bare net's keys under every strategy. What a net must offer is told in
-`gptrain.models`. The order in which they are applied:
+dict has the bare net's keys under every strategy. What a net must offer: `gptrain.models`. The
+order in which they are applied, inside `slices.build_partitioned`:
 
-    tensor -> activation checkpointing -> compile -> FSDP      (all inside `build_spread`)
+    tensor or pipeline -> activation checkpointing -> compile -> FSDP
 
-A file each. `group` and `mesh`: the ranks and their axes. `materialize`: real weights, slice by
-slice. `ddp`, `fsdp`, `tensor` (with `sequence` and `vocab_loss`), `pipeline` (with `stages`): the
-strategies. `activation`: what is kept for the backward pass, and compile. `gradients`: the sums
-that autograd leaves to us, and clipping. `slices`, `state`: checkpoints from and into any strategy.
-`count`: the bytes that went over the wire. `fit`, `unfit`: whether a net has what is needed, and
-what it lacks.
+mesh        ranks: process group, axes       fit         what an option needs of a net
+ddp, fsdp, tensor (vocab_loss), pipeline     the strategies
+activation  what is kept for the backward pass, and compile
+gradients   sums over ranks, clipping        slices      whole tensors and their slices
+state       checkpoints from and into any strategy
 """
 
 from gptrain.parallel.gradients import clip_grad_norm

@@ -14,17 +14,10 @@ from gptrain.parallel.fit import Unfit
 
 _aten = torch.ops.aten
 # Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
-_EXPENSIVE = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
+_EXPENSIVE = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default} | {
+    getattr(_aten, f"_scaled_dot_product_{kind}_attention{device}").default
+    for kind, device in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""))
+}
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:

@@ -19,12 +19,25 @@ def check_attributes(net: nn.Module, needed: tuple[str, ...]) -> None:
     """Raises: Unfit with the names of what a strategy needs and the net lacks."""
     missing = [name for name in needed if not hasattr(net, name)]
     if missing:
+        what = f"needs {', '.join(missing)}"
+        if missing == ["blocks"]:
+            what = "works block by block and needs `blocks`, an nn.ModuleList,"
+        others = "single, ddp" if needed == ("blocks",) else "single, ddp, and fsdp with `blocks`"
         raise Unfit(
             "strategy.name",
-            f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); "
-            f"strategies that work without: single, ddp"
-            f"{', and fsdp with `blocks`' if needed != ('blocks',) else ''}",
+            f"{what} of {type(net).__name__} (see gptrain.models); strategies that work without: "
+            f"{others}",
         )
+
+
+def tied_names(net: nn.Module) -> dict[str, str]:
+    """Second name of a parameter that has two -> its first."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first[parameter]
+        for name, parameter in net.named_parameters(remove_duplicate=False)
+        if first.setdefault(parameter, name) != name
+    }
 
 
 def check_fit(

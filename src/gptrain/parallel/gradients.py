@@ -1,4 +1,4 @@
-"""What autograd leaves to us: sums of gradients over groups of ranks, and their global norm."""
+"""Sums of gradients over groups of ranks, and their global norm with clipping."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -31,8 +31,8 @@ def sum_gradients(
         if divisor != 1:
             flat /= divisor
         parts = flat.split([gradient.numel() for gradient in bucket])
-        parts = [part.view_as(g) for part, g in zip(parts, bucket, strict=True)]
-        torch._foreach_copy_(bucket, parts)
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 @torch.no_grad()
@@ -87,12 +87,11 @@ def _reducing_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
 
 
 def _n_copies(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> int:
-    # How many ranks of a mesh hold the same values: along an axis that does not split them, all.
+    # How many ranks of the meshes hold the same values: all but along axes that split them.
     n = prod(axis.size() for axis in axes)
     if isinstance(gradient, DTensor):
-        mesh = gradient.device_mesh
-        for size, placement in zip(mesh.shape, gradient.placements, strict=True):
-            n //= 1 if isinstance(placement, Replicate) else size
+        sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+        n //= prod(size for size, placement in sizes if not isinstance(placement, Replicate))
     return n
 
 
@@ -102,14 +101,11 @@ def _local(gradient: Tensor) -> Tensor:
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
     bucket: list[Tensor] = []
-    n_bytes = 0
     for gradient in gradients:
-        if bucket and (
-            n_bytes + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype
-        ):
+        n_bytes = sum(g.nbytes for g in bucket) + gradient.nbytes
+        if bucket and (n_bytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
             yield bucket
-            bucket, n_bytes = [], 0
+            bucket = []
         bucket.append(gradient)
-        n_bytes += gradient.nbytes
     if bucket:
         yield bucket

@@ -22,13 +22,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from gptrain.parallel.fit import Unfit, check_attributes
+from gptrain.parallel.fit import Unfit, check_attributes, tied_names
 from gptrain.parallel.gradients import sum_gradients
 
-_SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
+_SCHEDULES = {  # name -> class, stages per rank
+    "gpipe": (ScheduleGPipe, 1),
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved_1f1b": (ScheduleInterleaved1F1B, 2),
 }
 _OnMicrobatch = Callable[[Tensor, Tensor], Tensor]
 
@@ -50,6 +50,7 @@ class Pipeline:
     Attributes:
         has_last: whether this rank holds the last stage.
         group: of this pipeline's ranks.
+        aliases: second name of a weight that both ends hold -> its first, as in a checkpoint.
 
     Raises: Unfit if the net lacks what is needed, or has too few blocks.
     """
@@ -71,27 +72,22 @@ class Pipeline:
         check_pipeline(net, self.size, schedule, microbatches)
         self.net, self.schedule, self.microbatches = net, schedule, microbatches
         self.loss_sum, self.eval_loss_sum = loss_sum, eval_loss_sum or loss_sum
-        self.n_stages = self.size * stages_per_rank(schedule)
+        self.n_stages = self.size * _SCHEDULES[schedule][1]
         self.indices = range(self.rank, self.n_stages, self.size)
         self.has_first, self.has_last = 0 in self.indices, self.n_stages - 1 in self.indices
         self.n_blocks = len(net.blocks)
-        tied_names = partition_stages(net, self.indices, self.n_stages)
+        tied = partition_stages(net, self.indices, self.n_stages)
+        self.aliases = tied if self.size > 1 else {}
+        self.tied_group = _end_groups(mesh) if self.aliases else None
         _forbid_forward(net, "ddp_pipeline" if self.data_group.size() > 1 else "pipeline")
-        self.tied_names = tied_names if tied_names and self.size > 1 else ()
-        self.tied_group = _end_groups(mesh) if self.tied_names else None
-        self._running: dict[tuple, object] = {}  # (training, shape) -> schedule with its buffers
+        self._schedules: dict[tuple, object] = {}  # (training, shape) -> one with its buffers
         self._scale: Tensor | float = 1.0
         self._on_hidden: Callable[[Tensor, Tensor], object] | None = None
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """Those that the other end holds as well: one on the first and the last rank, else none."""
-        held = dict(self.net.named_parameters())
-        return [held[name] for name in self.tied_names if name in held]
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Second name of a weight that both ends hold -> its first, the one in a checkpoint."""
-        return dict([self.tied_names[::-1]]) if self.tied_names else {}
+        tied = {*self.aliases, *self.aliases.values()}
+        return [parameter for name, parameter in self.net.named_parameters() if name in tied]
 
     def forward_backward(
         self, tokens: Tensor, targets: Tensor, n_counted: Tensor, scale: float = 1.0
@@ -145,14 +141,13 @@ class Pipeline:
 
     def _run(self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor) -> Tensor:
         key = (training, microbatches, tuple(tokens.shape))
-        if key not in self._running:
-            self._running[key] = self._make_schedule(training, microbatches, tokens.device)
-        running = self._running[key]
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(training, microbatches, tokens.device)
+        schedule = self._schedules[key]
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self.has_first else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if self.has_last else {}
-        run = running.step if training else running.eval
-        run(*inputs, **outputs)
+        (schedule.step if training else schedule.eval)(*inputs, **outputs)
         total = torch.zeros((), device=tokens.device)
         if self.has_last:
             total = torch.stack([loss.detach() for loss in losses]).sum().float()
@@ -162,11 +157,12 @@ class Pipeline:
 
     def _make_schedule(self, training: bool, microbatches: int, device: torch.device):
         # Buffers and shapes are fixed by the first batch that a schedule sees: one for each shape.
+        n, group = self.n_stages, self.group
         stages = [
-            PipelineStage(self._stage(index), index, self.n_stages, device, group=self.group)
-            for index in self.indices
+            PipelineStage(Stage(self.net, i, n, self.n_blocks), i, n, device, group=group)
+            for i in self.indices
         ]
-        kind = _SCHEDULES[self.schedule]
+        kind, _ = _SCHEDULES[self.schedule]
         if not training and len(stages) == 1:
             kind = ScheduleGPipe  # takes any number of microbatches, forward only it is the same
         return kind(
@@ -175,10 +171,6 @@ class Pipeline:
             loss_fn=self._training_loss if training else self._evaluation_loss,
             scale_grads=False,
         )
-
-    def _stage(self, index: int) -> "Stage":
-        blocks = block_range(index, self.n_stages, self.n_blocks)
-        return Stage(self.net, blocks, index == 0, index == self.n_stages - 1)
 
     def _training_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return self.loss_sum(hidden, targets) * self._scale
@@ -192,10 +184,10 @@ class Pipeline:
 class Stage(nn.Module):
     """One stage of a partitioned net: tokens or activations -> activations or hidden states."""
 
-    def __init__(self, net: nn.Module, blocks: range, is_first: bool, is_last: bool):
+    def __init__(self, net: nn.Module, index: int, n_stages: int, n_blocks: int):
         super().__init__()
-        self.net, self.is_first, self.is_last = net, is_first, is_last
-        self.held = [str(i) for i in blocks]
+        self.net, self.is_first, self.is_last = net, index == 0, index == n_stages - 1
+        self.held = [str(i) for i in block_range(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
@@ -210,11 +202,6 @@ def count_microbatches(options, dims) -> int:
     return options.microbatches or 2 * dims.pipeline
 
 
-def stages_per_rank(schedule: str) -> int:
-    """Stages that one rank holds: two under interleaving, which halves the idle time, else one."""
-    return 2 if schedule == "interleaved_1f1b" else 1
-
-
 def block_range(stage: int, n_stages: int, n_blocks: int) -> range:
     """Blocks of a stage, in order; where they do not divide, early stages hold one more.
 
@@ -224,16 +211,13 @@ def block_range(stage: int, n_stages: int, n_blocks: int) -> range:
     return range(start, stop)
 
 
-def partition_stages(
-    net: nn.Module, stages: Iterable[int], n_stages: int
-) -> tuple[str, str] | None:
+def partition_stages(net: nn.Module, stages: Iterable[int], n_stages: int) -> dict[str, str]:
     """Remove in place all of net that these stages do not hold; the rest keeps its names.
 
     The first stage keeps what `embed` uses: all but blocks, norm and head; the last keeps these
     two. Works on the meta device, before anything is allocated.
 
-    Returns: the two names of a weight that first and last stage share, in the net's order, or None.
-    Raises: Unfit if weights are shared in another way.
+    Returns: as find_tied_names.
     """
     tied = find_tied_names(net)
     stages, n_blocks = list(stages), len(net.blocks)
@@ -248,25 +232,22 @@ def partition_stages(
     return tied
 
 
-def find_tied_names(net: nn.Module) -> tuple[str, str] | None:
-    """Both names of the weight that embedding and head share.
+def find_tied_names(net: nn.Module) -> dict[str, str]:
+    """Second name -> first name of the weight that embedding and head share; {} if there is none.
 
     Raises: Unfit if the net shares anything else.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in net.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    tied = [shared for shared in names.values() if len(shared) > 1]
-    if not tied:
-        return None
-    places = [sorted(name.partition(".")[0] for name in shared) for shared in tied]
-    if len(tied) > 1 or len(tied[0]) != 2 or "head" not in places[0] or "blocks" in places[0]:
-        raise Unfit(
-            "strategy.name",
-            f"a pipeline can share one weight, between embedding and head; this net shares "
-            f"{'; '.join(' = '.join(shared) for shared in tied)}",
-        )
-    return tied[0][0], tied[0][1]
+    tied = tied_names(net)
+    for second, first in tied.items():
+        places = {name.partition(".")[0] for name in (first, second)}
+        if len(tied) > 1 or "head" not in places or "blocks" in places:
+            shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
+            raise Unfit(
+                "strategy.name",
+                f"a pipeline can share one weight, between embedding and head; this net shares "
+                f"{shared}",
+            )
+    return tied
 
 
 def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) -> None:
@@ -275,24 +256,19 @@ def check_pipeline(net: nn.Module, size: int, schedule: str, microbatches: int) 
     find_tied_names(net)
     if schedule not in _SCHEDULES:
         raise Unfit("strategy.schedule", f"not known; allowed: {', '.join(_SCHEDULES)}")
-    n_blocks, n_stages = len(net.blocks), size * stages_per_rank(schedule)
+    n_blocks, n_stages = len(net.blocks), size * _SCHEDULES[schedule][1]
     if n_stages > n_blocks:
         raise Unfit(
             "strategy.pipeline_parallel_size",
             f"{size} ranks under {schedule} make {n_stages} stages, but the net has {n_blocks} "
             f"blocks: a stage must hold at least one",
         )
+    too_few = f"{microbatches} for {size} stages: 1f1b needs at least one per stage; use at least "
+    uneven = f"{microbatches} is no multiple of {size} ranks, as interleaved_1f1b needs"
     if schedule == "1f1b" and microbatches < size:
-        raise Unfit(
-            "strategy.microbatches",
-            f"{microbatches} for {size} stages: 1f1b needs at least one per stage; use at least "
-            f"{size}, or schedule=gpipe",
-        )
+        raise Unfit("strategy.microbatches", f"{too_few}{size}, or schedule=gpipe")
     if schedule == "interleaved_1f1b" and microbatches % size:
-        raise Unfit(
-            "strategy.microbatches",
-            f"{microbatches} is no multiple of {size} ranks, as interleaved_1f1b needs",
-        )
+        raise Unfit("strategy.microbatches", uneven)
 
 
 def _forbid_forward(net: nn.Module, strategy: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from gptrain.parallel.fit import tied_names
 from gptrain.parallel.mesh import all_gather_single
 
 
@@ -38,16 +39,12 @@ def build_partitioned(
         net = make_net()
         partition(net)
         return net.to(device)
-    first_names: dict[int, str] = {}
-    first_name = {  # a tied weight is initialised under its first name, also on a rank without it
-        name: first_names.setdefault(id(parameter), name)
-        for name, parameter in net.named_parameters(remove_duplicate=False)
-    }
+    first_name = tied_names(net)  # also of a weight whose first name this rank does not hold
     partition(net)
     net.to_empty(device=device)
     for name, parameter in net.named_parameters():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        net.init_parameter(first_name[name], whole)
+        net.init_parameter(first_name.get(name, name), whole)
         copy_slice(parameter, whole)
     return net
 
@@ -85,14 +82,9 @@ def like_parameter(value: Any, parameter: Tensor) -> Any:
     """This rank's slice of a whole tensor of the parameter's shape; anything else as it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    if not isinstance(parameter, DTensor):
-        return value.to(parameter.device, copy=True)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    local = slice_of(value, placements, mesh.get_coordinate(), mesh.shape)
-    local = local.to(parameter.to_local().device, copy=True)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    mine = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    copy_slice(mine, value)
+    return mine
 
 
 @torch.no_grad()

@@ -19,13 +19,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
+from gptrain.parallel.fit import tied_names
 from gptrain.parallel.fsdp import reshard
 from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
 
 State = dict[str, Any]
 Group = dist.ProcessGroup | None
-NO_ALIASES: Mapping[str, str] = {}
+Aliases = Mapping[str, str]
+Parameters = Mapping[str, nn.Parameter]
+Shapes = Mapping[str, tuple[int, ...]]
+NO_ALIASES: Aliases = {}
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN = 4  # names told in a message; a net of another width has one for each tensor
 
@@ -51,50 +56,34 @@ class Unmatched(NamedTuple):
         return "; ".join(wrong[:_SHOWN]) + more
 
 
-def tied_names(net: nn.Module) -> dict[str, str]:
-    """Second name of a parameter that has two -> its first."""
-    first: dict[nn.Parameter, str] = {}
-    return {
-        name: first[parameter]
-        for name, parameter in net.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
-
-
-def named_parameters(
-    net: nn.Module, aliases: Mapping[str, str] = NO_ALIASES
-) -> dict[str, nn.Parameter]:
+def named_parameters(net: nn.Module, aliases: Aliases = NO_ALIASES) -> dict[str, nn.Parameter]:
     """Name in a checkpoint -> parameter of the net; a tied one once, under its first name."""
     reshard(net)
     return {aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def whole_net_state(
-    net: nn.Module, *, aliases: Mapping[str, str] = NO_ALIASES, stages: Group = None
+    net: nn.Module, *, aliases: Aliases = NO_ALIASES, stages: Group = None
 ) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     reshard(net)
-    parameters = dict(net.named_parameters(remove_duplicate=False))
-    wholes: dict[Tensor, Tensor] = {}  # a tied weight is gathered once
+    second = tied_names(net) | aliases  # such a weight is gathered and sent once
     state = {}
     for name, tensor in net.state_dict().items():
-        parameter = parameters.get(name, tensor)
-        if parameter not in wholes:
-            wholes[parameter] = whole_of(tensor)
+        if name not in second:
+            whole = whole_of(tensor)
             if _keeps(stages):
-                wholes[parameter] = wholes[parameter].cpu()
-        if _keeps(stages) and name not in aliases:
-            state[name] = wholes[parameter]
+                state[name] = whole.cpu()
     state = _merge_stages(state, stages)
-    return state | {name: state[first] for name, first in aliases.items() if state}
+    return state | {name: state[first] for name, first in second.items() if state}
 
 
 def load_whole_net_state(
     net: nn.Module,
-    state: Mapping[str, Tensor],
+    state: State,
     *,
     strict: bool = True,
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Aliases = NO_ALIASES,
     stages: Group = None,
 ) -> Unmatched:
     """Copy each rank's slices of a bare net's state dict into net. Of a pipeline all must call it.
@@ -112,7 +101,7 @@ def load_whole_net_state(
 
 
 def whole_optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, *, stages: Group = None
+    parameters: Parameters, optimizer: Optimizer, *, stages: Group = None
 ) -> State:
     """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
 
@@ -121,9 +110,9 @@ def whole_optimizer_state(
     """
     flat = {}
     for key, value in _flat_optimizer_state(parameters, optimizer).items():
-        whole = torch.utils._pytree.tree_map_only(Tensor, whole_of, value)
+        value = tree_map_only(Tensor, whole_of, value)
         if _keeps(stages):
-            flat[key] = torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, whole)
+            flat[key] = tree_map_only(Tensor, Tensor.cpu, value)
     state: State = {"state": {}, "param_groups": named_groups(parameters, optimizer, stages)}
     for key, value in _merge_stages(flat, stages).items():
         name, _, kind = key.rpartition(".")
@@ -131,12 +120,10 @@ def whole_optimizer_state(
     return state
 
 
-def load_whole_optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, state: State
-) -> None:
+def load_whole_optimizer_state(parameters: Parameters, optimizer: Optimizer, state: State) -> None:
     """Give optimizer each rank's slices of a named state. No communication.
 
-    Raises: ValueError if a parameter is in no group of the state, or its group was divided.
+    Raises: ValueError if the state has no such groups.
     """
     values = {
         name: {
@@ -150,10 +137,10 @@ def load_whole_optimizer_state(
 
 def sharded_state(
     net: nn.Module,
-    parameters: Mapping[str, nn.Parameter] = NO_ALIASES,
+    parameters: Parameters = NO_ALIASES,
     optimizer: Optimizer | None = None,
     *,
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Aliases = NO_ALIASES,
 ) -> State:
     """This rank's part for torch.distributed.checkpoint.save: "net.*" and "optimizer.*" values.
 
@@ -180,7 +167,7 @@ def load_sharded_net(
     reader: dcp.StorageReader,
     *,
     strict: bool = True,
-    aliases: Mapping[str, str] = NO_ALIASES,
+    aliases: Aliases = NO_ALIASES,
     stages: Group = None,
 ) -> Unmatched:
     """As load_whole_net_state, from a sharded checkpoint of whatever slicing. Collective."""
@@ -196,10 +183,7 @@ def load_sharded_net(
 
 
 def load_sharded_optimizer(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    groups: list[State],
-    reader: dcp.StorageReader,
+    parameters: Parameters, optimizer: Optimizer, groups: list[State], reader: dcp.StorageReader
 ) -> None:
     """As load_whole_optimizer_state, from a sharded checkpoint. Collective.
 
@@ -225,10 +209,8 @@ def load_sharded_optimizer(
     _load_named(parameters, optimizer, values, groups)
 
 
-def named_groups(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, stages: Group = None
-) -> list[State]:
-    """Options of the optimizer's groups with their parameters' names, over all stages."""
+def named_groups(parameters: Parameters, optimizer: Optimizer, stages: Group = None) -> list[State]:
+    """The optimizer's groups, plain options and names of parameters; those of all stages."""
     names = _names(parameters, optimizer)
     groups = [
         {
@@ -237,43 +219,33 @@ def named_groups(
         }
         for group in optimizer.param_groups
     ]
-    merged: list[State] = []
-    for group in (group for theirs in _gather(groups, stages) for group in theirs):
-        options = {key: value for key, value in group.items() if key != "params"}
-        alike = (g for g in merged if {**g, "params": None} == {**options, "params": None})
-        known = next(alike, None) if stages is not None else None
-        if known is None:
-            merged.append(group)
-        else:
-            known["params"] += [name for name in group["params"] if name not in known["params"]]
-    return merged
+    return [group for theirs in _gather(groups, stages) for group in theirs]
 
 
 def _load_named(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-    values: Mapping[str, State],
-    groups: list[State],
+    parameters: Parameters, optimizer: Optimizer, values: Mapping[str, State], groups: list[State]
 ) -> None:
     """Hand optimizer the local values of each parameter, and the options of its group."""
     names = _names(parameters, optimizer)
-    saved_in = {name: i for i, group in enumerate(groups) for name in group["params"]}
+    options_of = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+        for name in group["params"]
+    }
     numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     restored = []
     for group in optimizer.param_groups:
         members = [names[p] for p in group["params"]]
-        unknown = [name for name in members if name not in saved_in]
-        if unknown:
-            raise ValueError(f"{unknown[0]}: in no group of the optimizer that was saved")
-        if len({saved_in[name] for name in members}) > 1:
-            raise ValueError(f"{members[0]} and others: in one group here, in several there")
-        options = groups[saved_in[members[0]]] if members else {}
+        options = options_of.get(members[0]) if members else {}
+        other = next((n for n in members if options_of.get(n) != options or not options), None)
+        if other is not None:
+            raise ValueError(f"{other}: not in a group with {members[0]} in the saved optimizer")
         restored.append({**group, **options, "params": [numbers[p] for p in group["params"]]})
     state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
     optimizer.load_state_dict({"state": state, "param_groups": restored})
 
 
-def _names(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[nn.Parameter, str]:
+def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
     names = {parameter: name for name, parameter in parameters.items()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -297,9 +269,7 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
-def _flat_optimizer_state(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> dict[str, Any]:
+def _flat_optimizer_state(parameters: Parameters, optimizer: Optimizer) -> dict[str, Any]:
     _names(parameters, optimizer)
     return {
         f"{name}.{kind}": value
@@ -309,11 +279,7 @@ def _flat_optimizer_state(
 
 
 def _match(
-    net: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]],
-    strict: bool,
-    aliases: Mapping[str, str],
-    stages: Group,
+    net: nn.Module, shapes: Shapes, strict: bool, aliases: Aliases, stages: Group
 ) -> tuple[dict[str, Tensor], Unmatched]:
     """Name in a checkpoint of these shapes -> the net's tensor that it fits; and what fits not."""
     reshard(net)
@@ -338,25 +304,19 @@ def _match(
 
 
 def _merge_stages(state: State, stages: Group) -> State:
-    """All stages' values on the first of them, tensors sent one at a time; {} on the others."""
+    """All stages' values on the first of them, sent one at a time; {} on the others."""
     if stages is None or stages.size() == 1:
         return state
-    first = dist.get_global_rank(stages, 0)
-    device = "cpu" if dist.get_backend(stages) == "gloo" else torch.cuda.current_device()
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in state.items() if name not in tensors}
-    headers = _gather(([(n, t.shape, t.dtype) for n, t in tensors.items()], others), stages)
+    counts, first = _gather(len(state), stages), dist.get_global_rank(stages, 0)
     if stages.rank() != 0:
-        for tensor in tensors.values():
-            dist.send(tensor.to(device).contiguous(), first, group=stages)
+        for item in state.items():
+            dist.send_object_list([item], first, group=stages)
         return {}
     for sender in range(1, stages.size()):
-        incoming, others = headers[sender]
-        for name, shape, dtype in incoming:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(tensor, dist.get_global_rank(stages, sender), group=stages)
-            state.setdefault(name, tensor.cpu())
-        state = others | state
+        for _ in range(counts[sender]):
+            received: list = [None]
+            dist.recv_object_list(received, dist.get_global_rank(stages, sender), group=stages)
+            state.setdefault(*received[0])
     return state
 
 

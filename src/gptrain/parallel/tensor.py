@@ -46,13 +46,13 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
-        role = roles.get(name)
+        role, _, split_dims = _ROLES.get(roles.get(name), (None, (), {}))
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in sharded:
-                sharded[parameter] = _shard(parameter, _PLACEMENTS.get((role, key)), mesh)
+                sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
             setattr(module, key, sharded[parameter])
         if role is not None:
-            module.__class__ = _mixed(_ROLES[role][0], type(module))
+            module.__class__ = _mixed(role, type(module))
             module.tensor_group = group
     net.forward = partial(_without_padding, net.forward)
     if hasattr(net, "hidden"):
@@ -188,31 +188,24 @@ def _mixed(role: type, layer: type) -> type:
     return type(layer.__name__, (role, layer), {})
 
 
-_ROLES = {  # role -> (its class, the layers that it knows)
-    "colwise": (_Colwise, (nn.Linear,)),
-    "rowwise": (_Rowwise, (nn.Linear,)),
-    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm)),
-    "position_embedding": (_PositionEmbedding, (nn.Embedding,)),
-    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,)),
-    "vocab_head": (_VocabHead, (nn.Linear,)),
-}
-_PLACEMENTS = {  # (role, parameter) -> dimension that is split; all others are whole on every rank
-    ("colwise", "weight"): 0,
-    ("colwise", "bias"): 0,
-    ("rowwise", "weight"): 1,
-    ("vocab_embedding", "weight"): 0,
-    ("vocab_head", "weight"): 0,
+_ROLES = {  # role -> its class, the layers that it knows, the dimensions in which they are split
+    "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
+    "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
+    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm), {}),
+    "position_embedding": (_PositionEmbedding, (nn.Embedding,), {}),
+    "vocab_embedding": (_VocabEmbedding, (nn.Embedding,), {"weight": 0}),
+    "vocab_head": (_VocabHead, (nn.Linear,), {"weight": 0}),
 }
 
 
 def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Slices (..., t, D) of all ranks side by side, (..., T', D). Backward sums over ranks."""
-    return _GatherSequence.apply(part, group)
+    return _AlongSequence.apply(part, group, True)
 
 
 def scatter_sequence(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's slice (..., t, D) of the sum over ranks of (..., T', D). Backward gathers."""
-    return _ScatterSequence.apply(partial, group)
+    return _AlongSequence.apply(partial, group, False)
 
 
 def gather_vocabulary(part: Tensor, n_columns: int, group: dist.ProcessGroup) -> Tensor:
@@ -228,26 +221,15 @@ def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
     return F.pad(tokens, (0, -tokens.shape[-1] % n))
 
 
-class _GatherSequence(torch.autograd.Function):
+class _AlongSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, group):
-        ctx.group = group
-        return _all_gather(part, group)
+    def forward(ctx, tensor, group, gathers):
+        ctx.group, ctx.gathers = group, gathers
+        return (_all_gather if gathers else _reduce_scatter)(tensor, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.group), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial, group):
-        ctx.group = group
-        return _reduce_scatter(partial, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _all_gather(grad, ctx.group), None
+        return (_reduce_scatter if ctx.gathers else _all_gather)(grad, ctx.group), None, None
 
 
 class _GatherVocabulary(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from gptrain.plan.batch import (
     BatchPlan,
+    Lengths,
     effective_max_epochs,
     plan_batch,
     run_steps,
@@ -12,6 +13,7 @@ from gptrain.plan.dims import ParallelDims, dims_of, parallel_dims
 
 __all__ = [
     "BatchPlan",
+    "Lengths",
     "ParallelDims",
     "dims_of",
     "effective_max_epochs",

@@ -32,6 +32,35 @@ class BatchPlan:
         return n_samples // self.global_batch_size
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """How long a run is.
+
+    Attributes:
+        batch: the batch arithmetic of one step.
+        sample_tokens: positions of one sample.
+        epoch_steps: optimizer steps of an epoch.
+        n_steps: optimizer steps of the run; None where only max_time ends it.
+        validate_every: optimizer steps between two validations, at most n_steps.
+    """
+
+    batch: BatchPlan
+    sample_tokens: int
+    epoch_steps: int
+    n_steps: int | None
+    validate_every: int
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions that a step trains on, over all ranks."""
+        return self.batch.global_batch_size * self.sample_tokens
+
+    @property
+    def n_epochs(self) -> int:
+        """Epochs of the run, the last of which may be cut short; -1: no limit."""
+        return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
+
+
 def plan_batch(
     batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
 ) -> BatchPlan:

@@ -60,8 +60,8 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder with all that it holds, or a file. Of a link only the link is removed."""
-    if path.is_symlink() or not path.is_dir():
-        os.unlink(path)
-    else:
+    """Removes a folder with all that it holds, if there is one. Of a link only the link goes."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)

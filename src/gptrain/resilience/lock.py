@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import socket
-import stat
 import time
 import uuid
 from pathlib import Path
@@ -35,8 +34,9 @@ _held: set[int] = set()  # descriptors of this process's locks
 class RunFolderHeld(Exception):
     """Another live process has the run folder."""
 
-    def __init__(self, run_dir: Path, pid: int | None, host: str, started: str) -> None:
-        self.run_dir, self.pid, self.host, self.started = run_dir, pid, host, started
+    def __init__(self, run_dir: Path, holder: dict) -> None:
+        self.holder = holder
+        pid, host, started = (holder.get(key, "unknown") for key in ("pid", "host", "started"))
         super().__init__(
             f"{run_dir}: held by process {pid} on {host} since {started}; "
             "wait for it, stop it, or choose another folder"
@@ -71,13 +71,7 @@ class RunLock:
         self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
         _held.add(self._descriptor)
         try:
-            if not self._try_lock():
-                time.sleep(_NAMED_AFTER_S)
-                if not self._try_lock():
-                    held_by = {"pid": None, "host": "an unknown host", "started": "an unknown time"}
-                    held_by |= read_holder(self.run_dir)
-                    held_by.pop("run_id", None)
-                    raise RunFolderHeld(self.run_dir, **held_by)
+            self._lock()
             self.run_id = read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex
             self._write_holder()
         except BaseException:
@@ -98,12 +92,14 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+    def _lock(self) -> None:
+        for is_last in (False, True):
+            try:
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if is_last:
+                    raise RunFolderHeld(self.run_dir, read_holder(self.run_dir)) from None
+                time.sleep(_NAMED_AFTER_S)
 
     def _write_holder(self) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -136,16 +132,11 @@ def check_no_links(run_dir: str | Path) -> None:
     to another disk.
     """
     for name in (*_OWN_FILES, *_OWN_FOLDERS):
-        path, is_folder = Path(run_dir) / name, name in _OWN_FOLDERS
-        try:
-            mode = os.lstat(path).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        if stat.S_ISLNK(mode):
-            raise UnsafeFolder(f"{path}: a link; remove it, or choose another folder")
-        if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
-            kind = "folder" if is_folder else "regular file"
-            raise UnsafeFolder(f"{path}: not a {kind}; remove it, or choose another folder")
+        path = Path(run_dir) / name
+        is_ours = path.is_dir() if name in _OWN_FOLDERS else path.is_file()
+        if path.is_symlink() or (path.exists() and not is_ours):
+            what = "a link" if path.is_symlink() else "none that a run makes"
+            raise UnsafeFolder(f"{path}: {what}; remove it, or choose another folder")
 
 
 @functools.cache

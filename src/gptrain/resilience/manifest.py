@@ -2,28 +2,36 @@
 
 The manifest is written last, lists every file with its size and SHA-256, and holds the SHA-256 of
 its own text, so one flipped bit anywhere in the folder is seen. This finds damage, not forgery:
-whoever changes a file on purpose can seal the manifest anew. It says which run and which step it
-belongs to: order is by step, never by a file's time. The run's configuration is in it, readable
-without loading a tensor.
+whoever changes a file on purpose can seal the manifest anew. Its entries:
+
+run_id, step     of the run it belongs to; order is by step, never by a file's time
+kind             full (one file holds everything) or sharded (every rank wrote its own)
+metrics, config  readable without loading a tensor
+files            name -> {"bytes": size, "sha256": hex}
 """
 
 import hashlib
 import os
-import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptrain.resilience.status import to_json
-from gptrain.small_files import MAX_JSON_BYTES, UnreadableFile, parse_json, read_bytes
+from gptrain.small_files import (
+    MAX_JSON_BYTES,
+    UnreadableFile,
+    open_regular,
+    parse_json,
+    read_bytes,
+)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
 _KINDS = {
-    "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict, "files": dict,
-    "config": dict,
+    "format": int, "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict,
+    "files": dict, "config": dict,
 }  # fmt: skip
 
 
@@ -31,11 +39,11 @@ class DamagedCheckpoint(Exception):
     """A checkpoint that is not what its manifest says, or cannot be one."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(path, reason)
         self.path, self.reason = Path(path), reason
-        super().__init__(f"{path}: {reason}")
 
-    def __reduce__(self) -> tuple:
-        return type(self), (self.path, self.reason)
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
 
 
 class NoGoodCheckpoint(Exception):
@@ -60,30 +68,9 @@ class Checkpoint:
         return self.manifest["step"]
 
 
-def manifest_bytes(
-    *,
-    run_id: str,
-    step: int,
-    kind: str,
-    world_size: int,
-    config: dict,
-    metrics: dict[str, float],
-    files: dict[str, dict],
-) -> bytes:
-    """The text of a manifest, sealed with its own hash.
-
-    Args:
-        kind: full (one file holds everything) or sharded (every rank wrote its own).
-        files: name -> {"bytes": size, "sha256": hex}.
-    """
-    about = {"run_id": run_id, "step": step, "kind": kind, "world_size": world_size}
-    files = dict(sorted(files.items()))
-    return seal({"format": FORMAT, **about, "metrics": metrics, "files": files, "config": config})
-
-
 def seal(content: dict) -> bytes:
     """JSON text of the content, with the text's own hash as last entry in place of any earlier."""
-    content = {key: value for key, value in content.items() if key != "sha256"}
+    content = {"format": FORMAT} | {key: content[key] for key in content if key != "sha256"}
     return to_json(content | {"sha256": hashlib.sha256(to_json(content)).hexdigest()})
 
 
@@ -97,20 +84,15 @@ def read_manifest(path: Path) -> dict:
         manifest = parse_json(text, path / MANIFEST_NAME)
         # The text is compared, not the values: JSON has many spellings of one value.
         is_sealed = isinstance(manifest, dict) and seal(manifest) == text
-    except FileNotFoundError:
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is missing") from None
     except OSError as error:
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME}: {error.strerror}") from error
-    except UnreadableFile as error:
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged: {error.reason}") from None
-    except RecursionError:
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is nested too deeply") from None
+        missing = isinstance(error, FileNotFoundError)
+        why = " is missing" if missing else f": {error.strerror}"
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME}{why}") from None
+    except (UnreadableFile, RecursionError) as error:
+        why = getattr(error, "reason", "nested too deeply")
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged: {why}") from None
     if not is_sealed:
         raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (sha256)")
-    if manifest.get("format") != FORMAT:
-        raise DamagedCheckpoint(
-            path, f"written in format {manifest.get('format')}, this version reads {FORMAT}"
-        )
     if wrong := _wrong_entry(manifest):
         raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours ({wrong})")
     return manifest
@@ -147,14 +129,10 @@ def difference(path: Path, expected: dict, progress: Callable[[], None] | None) 
     """How a file differs from its entry in a manifest; None if it does not."""
     digest, left = hashlib.sha256(), expected["bytes"]
     try:
-        # O_NONBLOCK: to open a named pipe would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb", buffering=0) as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
-                return f"{path.name} is not a regular file"
-            if found.st_size != left:
-                return f"{path.name} has {found.st_size} bytes, its manifest says {left}"
+        with open_regular(path) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != left:
+                return f"{path.name} has {n_bytes} bytes, its manifest says {left}"
             while left and (piece := file.read(min(left, _READ_BYTES))):
                 digest.update(piece)
                 left -= len(piece)
@@ -162,8 +140,8 @@ def difference(path: Path, expected: dict, progress: Callable[[], None] | None) 
                     progress()
     except FileNotFoundError:
         return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read: {error.strerror}"
+    except (OSError, UnreadableFile) as error:
+        return f"{path.name} cannot be read: {getattr(error, 'reason', None) or error.strerror}"
     return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
@@ -182,6 +160,8 @@ def _wrong_entry(manifest: dict) -> str | None:
     for key, kind in _KINDS.items():
         if type(manifest.get(key)) is not kind:
             return key
+    if manifest["format"] != FORMAT:
+        return f"format {manifest['format']}, this version reads {FORMAT}"
     if not 0 <= manifest["step"] < 2**63:
         return "step"
     for name, value in manifest["metrics"].items():

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import re
-import stat
 import struct
 import warnings
 import zipfile
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
 from gptrain.resilience.manifest import DamagedCheckpoint, is_file_name
-from gptrain.small_files import UnreadableFile, read_bytes
+from gptrain.small_files import UnreadableFile, open_regular, read_bytes
 
 # torch's weights-only unpickler is Python and reads about 1 MB/s; a tensor takes 200 bytes of it.
 MAX_PICKLE_BYTES = 16 * 2**20
@@ -52,16 +51,7 @@ _GARBAGE = (
 
 
 class UnsafeCheckpoint(DamagedCheckpoint):
-    """A file that would run foreign code if it were loaded freely; `what` is the code's name."""
-
-    def __init__(self, path: str | Path, what: str) -> None:
-        super().__init__(
-            path, f"contains {what}; refused, only tensors and plain values are loaded"
-        )
-        self.what = what
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.path, self.what)
+    """A file that would run foreign code if it were loaded freely."""
 
 
 def load_file(path: str | Path, *, mmap: bool = False) -> Any:
@@ -76,11 +66,9 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
         raise ValueError(
             f"{path}: remote checkpoints are off; download, check the hash, pass a local path"
         )
-    # O_NONBLOCK: to open a named pipe would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file, one_line_refusals(path):
-        is_archive = _check_size(file)
-        return _load(Path(path) if mmap and is_archive else file, mmap and is_archive)
+    with one_line_refusals(path), open_regular(path) as file:
+        mmap = _check_size(file) and mmap
+        return _load(Path(path) if mmap else file, mmap)
 
 
 @contextmanager
@@ -88,7 +76,7 @@ def one_line_refusals(path: str | Path) -> Iterator[None]:
     """Makes one UnsafeCheckpoint or DamagedCheckpoint of all that loading from path may raise."""
     try:
         yield
-    except DamagedCheckpoint:
+    except FileNotFoundError:
         raise
     except CheckpointException as error:  # of torch.distributed.checkpoint, the same on all ranks
         first = next((failure for failure, _ in error.failures.values()), error)
@@ -107,14 +95,13 @@ class SafeFileSystemReader(FileSystemReader):
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with one_line_refusals(path):
-            try:
-                content = read_bytes(path, MAX_INDEX_BYTES)
-            except FileNotFoundError:
-                raise DamagedCheckpoint(path.parent, f"{path.name} is missing") from None
-            metadata = _MetadataUnpickler(io.BytesIO(content), path).load()
+            if not path.exists():
+                raise DamagedCheckpoint(path.parent, f"{path.name} is missing")
+            index = io.BytesIO(read_bytes(path, MAX_INDEX_BYTES))
+            metadata = _MetadataUnpickler(index, path).load()
             for entry in metadata.storage_data.values():
                 if not is_file_name(entry.relative_path):
-                    raise UnsafeCheckpoint(path.parent, f"the path {entry.relative_path}")
+                    raise _unsafe(path.parent, f"the path {entry.relative_path}")
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -134,7 +121,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise UnsafeCheckpoint(self._path, _public_name(f"{module}.{name}"))
+        raise _unsafe(self._path, f"{module}.{name}")
 
 
 class _PlainValues:
@@ -165,8 +152,6 @@ def _check_size(file: IO[bytes]) -> bool:
 
     Raises: ValueError.
     """
-    if not isinstance(file, io.BytesIO) and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise ValueError("not a regular file")
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
         members = zipfile.ZipFile(file).infolist()
@@ -192,7 +177,7 @@ def _refusal(path: str | Path, error: BaseException) -> DamagedCheckpoint:
     if isinstance(error, DamagedCheckpoint):
         return error
     if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
-        return UnsafeCheckpoint(path, _public_name(refused[1]))
+        return _unsafe(path, refused[1])
     # What torch met, without its advice: that is to load the file freely, code and all.
     met = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
     said = met[1] if met else (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -204,5 +189,7 @@ def _refusal(path: str | Path, error: BaseException) -> DamagedCheckpoint:
     return DamagedCheckpoint(path, f"not a checkpoint ({said})")
 
 
-def _public_name(name: str) -> str:
-    return re.sub(r"^(posix|nt)\.", "os.", name)  # os.system pickles as posix.system
+def _unsafe(path: Path | str, what: str) -> UnsafeCheckpoint:
+    what = re.sub(r"^(posix|nt)\.", "os.", what)  # os.system pickles as posix.system
+    reason = f"contains {what}; refused, only tensors and plain values are loaded"
+    return UnsafeCheckpoint(path, reason)

@@ -5,7 +5,6 @@ When several ranks fail, the first one writes the status: the others fail only b
 number of writers exactly one wins, and nobody ever reads half a status.
 """
 
-import errno
 import json
 import math
 import os
@@ -31,8 +30,11 @@ INTERRUPTED = 130
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"
 CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
-# File systems without hard links (FAT, some network mounts) answer with one of these.
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+_FACTS = (
+    "cause", "exit_code", "rank", "step", "checkpoint", "resume", "message", "traceback",
+)  # fmt: skip
 
 
 class Preempted(BaseException):
@@ -71,46 +73,24 @@ def shorten(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
 
 
-def write_status(
-    run_dir: str | Path,
-    *,
-    cause: str,
-    exit_code: int,
-    rank: int | None = None,
-    step: int | None = None,
-    checkpoint: str | Path | None = None,
-    resume: str | None = None,
-    message: str | None = None,
-    traceback: str | None = None,
-    replace: bool = False,
-) -> bool:
+def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object) -> bool:
     """Whether this became the run's status: False if another rank was first.
 
     The failure of a rank replaces another's word that the run is done.
 
     Args:
-        cause: one word for machines: done, preempted, hang, nonfinite, killed, error …
-        checkpoint: the newest good one.   resume: the command that goes on from it.
         replace: put it in place of an earlier status; for the supervisor, which alone knows that a
             rank was killed before the others noticed.
+        facts: cause (one word for machines: done, preempted, hang, nonfinite, killed, error …),
+            exit_code, rank, step, checkpoint (the newest good one), resume (the command that goes
+            on from it), message, traceback; what is left out is null.
     Raises: OSError if the folder cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
-    status = {
-        "cause": cause,
-        "exit_code": exit_code,
-        "rank": rank,
-        "step": step,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
-        "resume": resume,
-        "message": message,
-        "traceback": traceback,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
-    replace = replace or (exit_code != DONE and (read_status(run_dir) or {}).get("exit_code") == 0)
-    if replace:
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    status = dict.fromkeys(_FACTS) | facts | here | {"time": time.strftime("%F %T %z")}
+    was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
+    if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, to_json(status))
         return True
     beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}")
@@ -119,9 +99,7 @@ def write_status(
         os.link(beside, path)
     except FileExistsError:
         return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
+    except OSError:  # no hard links here (FAT, some network mounts)
         if path.exists():
             return False
         os.rename(beside, path)
@@ -156,28 +134,19 @@ def result_path(run_dir: str | Path, task: str) -> Path:
     return Path(run_dir) / (f"result-{task}.json" if is_guest(run_dir, task) else RESULT_NAME)
 
 
-def write_result(
-    path: str | Path,
-    metrics: dict[str, float],
-    *,
-    steps: int,
-    tokens: int,
-    seconds: float,
-    checkpoint: str | Path | None = None,
-) -> None:
+def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
     """The result of a run that is done; a metric that is not finite becomes null.
 
     Args:
-        metrics: final values under their logged names.   checkpoint: the best one.
+        metrics: final values under their logged names.
+        facts: steps, tokens, seconds, checkpoint (the best one).
     """
-    about = {"metrics": metrics, "steps": steps, "tokens": tokens, "seconds": seconds}
-    best = None if checkpoint is None else str(checkpoint)
-    fileops.replace(Path(path), to_json(about | {"checkpoint": best}))
+    fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
 
 
 def to_json(value: object) -> bytes:
-    """Indented JSON; nan and inf, which JSON does not know, become null."""
-    return json.dumps(_finite(value), indent=1, allow_nan=False).encode() + b"\n"
+    """Indented JSON; nan and inf, which JSON does not know, become null, paths text."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
 
 
 def _finite(value: object) -> object:

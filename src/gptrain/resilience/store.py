@@ -25,8 +25,8 @@ from gptrain.resilience.manifest import (
     DamagedCheckpoint,
     NoGoodCheckpoint,
     folder_name,
-    manifest_bytes,
     read_manifest,
+    seal,
     verify,
 )
 
@@ -83,21 +83,14 @@ class CheckpointStore:
             needed_bytes: expected size, checked against the free space before anything is written.
             gather: collects one picklable value of each rank on all ranks, in rank order
                 (torch.distributed.all_gather_object); it is the barrier, too.
-            in_background: the files are held in memory and written while the caller goes on; a
-                checkpoint only once `finish` was called.
+            in_background: the files are written while the caller goes on; a checkpoint only once
+                `finish` was called.
         Raises: SaveFailed, the same on every rank, for whatever the file system refused.
         """
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id is for reading only")
-        draft = Draft(
-            self._hidden("draft", step),
-            rank=rank,
-            gather=gather,
-            needed_bytes=needed_bytes,
-            progress=self.progress,
-            in_background=in_background,
-        )
+        draft = Draft(self._hidden("draft", step), rank, gather, needed_bytes, self.progress)
         with draft.same_answer():
             if rank == 0:
                 self._begin(draft.path, needed_bytes)
@@ -111,8 +104,9 @@ class CheckpointStore:
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
         self._unfinished = draft, about
         if in_background:
-            draft.start_writing()
+            draft.write_in_background()
         else:
+            draft.write()
             self.finish()
 
     @property
@@ -156,9 +150,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are here, verified or not, in order."""
-        if not self.folder.is_dir():
-            return []
-        names = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
+        names = (_STEP.fullmatch(path.name) for path in self.folder.glob("step-*"))
         return sorted(int(name[1]) for name in names if name)
 
     def newest(self) -> Path | None:
@@ -191,9 +183,8 @@ class CheckpointStore:
             for error in damaged:
                 _set_aside(error)
             return found
-        if self.folder.is_dir():
-            for path in sorted(self.folder.glob("step-*.corrupt*")):
-                damaged.append(DamagedCheckpoint(path, "found damaged before"))
+        for path in sorted(self.folder.glob("step-*.corrupt*")):
+            damaged.append(DamagedCheckpoint(path, "found damaged before"))
         if damaged:
             raise NoGoodCheckpoint(self.folder, damaged)
         return None
@@ -223,8 +214,8 @@ class CheckpointStore:
 
     # Housekeeping
 
-    def prune(self, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-        """Removes all but the newest `keep` good checkpoints and the protected; says which went.
+    def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
+        """Removes all but the newest `keep` good checkpoints and the protected.
 
         The ones kept are read back first (once per process), so a checkpoint only ever makes room
         for newer ones that are known to be whole.
@@ -233,7 +224,7 @@ class CheckpointStore:
         """
         if keep < 2:
             raise ValueError(f"keep={keep}: at least two checkpoints are kept")
-        n_good, removed = 0, []
+        n_good = 0
         for step in reversed(self.steps()):
             path = self.folder / folder_name(step)
             if n_good < keep:
@@ -245,42 +236,36 @@ class CheckpointStore:
             elif path not in protect:
                 trash = self._hidden("trash", step)
                 _discard(trash)
-                if _rename_or_warn(path, trash):
-                    _discard(trash)
-                    removed.append(path)
-        return removed
+                with _only_warn(path, "removed"):
+                    os.rename(path, trash)
+                    fileops.remove_tree(trash)
 
-    def clean(self) -> list[Path]:
-        """Removes what dead writers left, and says what; call it under the run lock, at the start.
+    def clean(self) -> None:
+        """Removes what dead writers left; call it under the run lock, at the start.
 
         A checkpoint that was being replaced comes back if its replacement did not arrive.
         """
-        left = sorted(self.folder.glob(".*-step-*")) if self.folder.is_dir() else []
-        for path in left:
+        for path in sorted(self.folder.glob(".*-step-*")):
             kind, _, name = path.name.removeprefix(".").partition("-")
             if kind == "old" and not (self.folder / name).exists():
                 os.rename(path, self.folder / name)
             elif kind in ("old", "draft", "trash"):
                 fileops.remove_tree(path)
-        return left
 
     def _begin(self, draft: Path, needed_bytes: int) -> None:
         self.check_space(needed_bytes)
-        missing = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-        for folder in reversed(missing):
-            os.mkdir(folder)
-            fileops.sync_folder(folder.parent)
-        if os.path.lexists(draft):  # of a save that failed and could not be removed
-            fileops.remove_tree(draft)
+        if not self.folder.exists():
+            os.mkdir(self.folder)
+            fileops.sync_folder(self.folder.parent)
+        fileops.remove_tree(draft)  # of a save that failed and could not be removed
         os.mkdir(draft)
 
     def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
         """Makes a checkpoint of a draft; one of the same step is replaced, or comes back."""
-        files = {name: entry for own in files_of_ranks for name, entry in own.items()}
-        world_size = len(files_of_ranks)
-        text = manifest_bytes(run_id=self.run_id, world_size=world_size, files=files, **about)
+        entries = sorted(entry for files in files_of_ranks for entry in files.items())
+        about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
         target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
-        fileops.write_whole(draft / MANIFEST_NAME, text)
+        fileops.write_whole(draft / MANIFEST_NAME, seal(about))
         fileops.sync_folder(draft)
         if target.exists():
             os.rename(target, old)
@@ -304,15 +289,6 @@ class CheckpointStore:
         return self.folder / f".{kind}-{folder_name(step)}"
 
 
-def _discard(folder: Path) -> None:
-    """Removes a hidden folder; what cannot be removed now goes at the next `clean`."""
-    try:
-        if os.path.lexists(folder):
-            fileops.remove_tree(folder)
-    except OSError as error:
-        _log.warning("%s: cannot be removed now: %s", folder, error.strerror)
-
-
 def _set_aside(error: DamagedCheckpoint) -> None:
     """Renames a damaged checkpoint to `step-….corrupt`, or `.corrupt-2` where there is one."""
     aside = error.path.with_name(f"{error.path.name}.corrupt")
@@ -320,15 +296,21 @@ def _set_aside(error: DamagedCheckpoint) -> None:
     while os.path.lexists(aside):
         number += 1
         aside = error.path.with_name(f"{error.path.name}.corrupt-{number}")
-    if _rename_or_warn(error.path, aside):
+    with _only_warn(error.path, f"renamed to {aside.name}"):
+        os.rename(error.path, aside)
         _log.warning("%s; set aside as %s", error, aside.name)
 
 
-def _rename_or_warn(path: Path, target: Path) -> bool:
-    """Whether it could be renamed; the folder may have turned read-only."""
+def _discard(folder: Path) -> None:
+    """Removes a hidden folder; what cannot be removed now goes at the next `clean`."""
+    with _only_warn(folder, "removed"):
+        fileops.remove_tree(folder)
+
+
+@contextmanager
+def _only_warn(path: Path, what: str) -> Iterator[None]:
+    """No run ends because a folder cannot be put away; it may have turned read-only."""
     try:
-        os.rename(path, target)
+        yield
     except OSError as error:
-        _log.warning("%s: cannot be renamed to %s: %s", path, target.name, error.strerror)
-        return False
-    return True
+        _log.warning("%s: cannot be %s now: %s", path, what, error.strerror)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptrain.resilience.signals import StopFlag
@@ -30,7 +30,6 @@ from gptrain.resilience.status import (
     FAILED,
     HUNG,
     PREEMPTED,
-    STATUS_NAME,
     Preempted,
     read_status,
     write_status,
@@ -46,29 +45,21 @@ _TICK = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Life:
-    """The last heartbeat of one rank."""
-
-    rank: int
-    beats: int
-    step: int
-    allow_s: float
-    phase: str
-    ticks: int
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A rank that has been silent for longer than it may.
+    """The last heartbeat of one rank.
 
     Attributes:
-        silent_s: since its last beat.   stopped: its process does not even tick.
+        silent_s: since its last beat, as a `StallWatch` saw it.
+        stopped: its process does not even tick.
     """
 
     rank: int
     step: int
     phase: str
-    silent_s: float
-    stopped: bool
+    beats: int = 0
+    ticks: int = 0
+    allow_s: float = 0.0
+    silent_s: float = 0.0
+    stopped: bool = False
 
     def __str__(self) -> str:
         how = "stopped" if self.stopped else "waiting"
@@ -127,7 +118,7 @@ def read_lives(folder: str | Path) -> list[Life]:
             beats, step, allow_s, phase = _BEAT.unpack_from(record)
             (ticks,) = _TICK.unpack_from(record, _BEAT.size)
             text = phase.rstrip(b"\0").decode(errors="replace")
-            lives.append(Life(int(path.name[5:]), beats, step, allow_s, text, ticks))
+            lives.append(Life(int(path.name[5:]), step, text, beats, ticks, allow_s))
     return lives
 
 
@@ -139,12 +130,10 @@ class Silence:
 
     def __init__(self) -> None:
         self._count: int | None = None
-        self._looked_s = time.monotonic()
-        self._silent_s = 0.0
+        self._looked_s = self._silent_s = 0.0
 
-    def look(self, count: int) -> float:
+    def look(self, count: int, now_s: float) -> float:
         """Seconds for which the counter has had this value."""
-        now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
         self._silent_s = self._silent_s + elapsed_s if count == self._count else 0.0
         self._count = count
@@ -163,21 +152,21 @@ class StallWatch:
         self._beats: dict[int, Silence] = defaultdict(Silence)
         self._ticks: dict[int, Silence] = defaultdict(Silence)
 
-    def stalled(self) -> list[Stall]:
+    def stalled(self) -> list[Life]:
         """The silent ranks, the one that the others most likely wait for first.
 
         Ranks of one step beat at different moments, so the first to have been silent for too long
         may be one that waits. Whose process has stopped is among them, however late its last beat
         was, and as long as a rank may or may not have stopped, the answer is none.
         """
-        stalls, any_late, any_unclear = [], False, False
+        stalls, any_late, any_unclear, now_s = [], False, False, time.monotonic()
         for life in read_lives(self.folder):
-            silent_s = self._beats[life.rank].look(life.beats)
-            no_tick_s = self._ticks[life.rank].look(life.ticks)
+            silent_s = self._beats[life.rank].look(life.beats, now_s)
+            no_tick_s = self._ticks[life.rank].look(life.ticks, now_s)
             late = silent_s > max(self.timeout_s, life.allow_s)
             stopped = no_tick_s > self.stopped_s
             if late or stopped:
-                stalls.append(Stall(life.rank, life.step, life.phase, silent_s, stopped))
+                stalls.append(replace(life, silent_s=silent_s, stopped=stopped))
             any_late |= late
             any_unclear |= no_tick_s > _MISSED_S and not stopped
         if any_unclear or not any_late:
@@ -220,7 +209,7 @@ class Guard:
         self._timeout_s, self._parent_pid, self._poll_s = timeout_s, parent_pid, poll_s
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._seen_status = self._status_mark()  # an earlier attempt's is not news
+        self._old_status = read_status(run_dir)  # of an earlier attempt
 
     def __enter__(self) -> "Guard":
         self.stop.install()
@@ -263,7 +252,7 @@ class Guard:
                 self.heartbeat.tick()
             beats = self.heartbeat.beats
             limit_s = max(self._timeout_s, self.heartbeat.allow_s)
-            silent_s = silence.look(beats)
+            silent_s = silence.look(beats, time.monotonic())
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self._leave("the process that started it is gone", FAILED)
             elif (status := self._new_failure()) is not None:
@@ -280,7 +269,7 @@ class Guard:
             self._leave(reason, status["exit_code"])
 
     def _hang(self, beats: int, silent_s: float) -> None:
-        stall = self._suspect(silent_s)
+        stall = self._suspect()
         if self.heartbeat.beats != beats:  # at the last moment
             return
         message = f"no progress for {silent_s:.0f} s; {stall}"
@@ -291,7 +280,7 @@ class Guard:
         if not self._done.wait(2 * self._poll_s):  # the others see it and print their stacks, too
             os._exit(HUNG)
 
-    def _suspect(self, silent_s: float) -> Stall:
+    def _suspect(self) -> Life:
         """The rank that the others wait for: a stopped one, or the one furthest behind."""
         watch = StallWatch(self.heartbeat.folder, 0.0, stopped_s=3 * self._poll_s)
         stalls = watch.stalled()
@@ -300,27 +289,16 @@ class Guard:
             with contextlib.suppress(OSError):
                 self.heartbeat.tick()
                 stalls = watch.stalled() or stalls
-        heart = self.heartbeat
-        return stalls[0] if stalls else Stall(heart.rank, heart.step, heart.phase, silent_s, False)
+        mine = Life(self.heartbeat.rank, self.heartbeat.step, self.heartbeat.phase)
+        return stalls[0] if stalls else mine
 
     def _new_failure(self) -> dict | None:
         """The status of a failure, once it is there."""
-        mark = self._status_mark()
-        if mark == self._seen_status:
-            return None
-        self._seen_status = mark
         with contextlib.suppress(OSError):
             status = read_status(self._run_dir)
-            if status is not None and status["exit_code"] not in (DONE, PREEMPTED):
-                return status  # in those two the others end by themselves
+            ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
+            return status if ends_all and status != self._old_status else None
         return None
-
-    def _status_mark(self) -> tuple[int, int] | None:
-        try:
-            found = os.stat(self._run_dir / STATUS_NAME)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
 
     def _leave(self, reason: str, exit_code: int, stacks: bool = False) -> None:
         self._say(f"leaving: {reason}", stacks)

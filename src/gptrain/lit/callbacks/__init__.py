@@ -2,20 +2,16 @@
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.finite import FiniteCheck
-from gptrain.lit.callbacks.garbage import CollectGarbage
 from gptrain.lit.callbacks.guarded import Guarded
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.sample import SampleText
 from gptrain.lit.callbacks.step_log import StepLog
-from gptrain.lit.callbacks.stragglers import Stragglers
 
 __all__ = [
     "Checkpoints",
-    "CollectGarbage",
     "FiniteCheck",
     "Guarded",
     "ProgressBar",
     "SampleText",
     "StepLog",
-    "Stragglers",
 ]

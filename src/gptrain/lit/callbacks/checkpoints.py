@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.lit.callbacks.finite import gather
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.lightning import ends_step, loops_after, start_epoch_anew
+from gptrain.lit.lightning import ends_step, finish_step, loops_after, start_epoch_anew
+from gptrain.plan import Lengths
 from gptrain.problems import DONE, Problem
 from gptrain.resilience.rng import capture, restore
 from gptrain.resilience.store import CheckpointStore
@@ -33,12 +34,10 @@ class Checkpoints(Checkpoint):
     Args:
         store: the run's checkpoints.
         identity: key -> value of what must not change on a resume; kept in each manifest.
-        every_n_steps: between validations too; None: only after them.
-        keep: newest ones kept, besides the best by `monitor`, any logged name, and `mode`.
-        validate_every: steps between validations.
-        n_steps: of the run; its last step is always saved.
-        in_background: of a large save only the copy in memory stops the training; it is written
-            while the steps go on, and is a checkpoint when all ranks have written.
+        options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
+            ones besides the best by `monitor` and `mode`; background, of a large save only the copy
+            in memory stops the training.
+        lengths: of the run; its last step is always saved.
         changed: options of the optimizer that a resume is allowed to change, and does.
     """
 
@@ -46,21 +45,14 @@ class Checkpoints(Checkpoint):
         self,
         store: CheckpointStore,
         identity: dict[str, Any],
-        *,
-        every_n_steps: int | None,
-        keep: int,
-        monitor: str,
-        mode: str,
-        validate_every: int,
-        n_steps: int | None,
-        in_background: bool = True,
+        options: Any,
+        lengths: Lengths,
         changed: tuple[str, ...] = (),
     ):
-        self.store, self.identity = store, identity
-        self.every_n_steps, self.keep = every_n_steps, keep
-        self.monitor, self.mode = monitor, mode
-        self.validate_every, self.n_steps = validate_every, n_steps
-        self.in_background, self.changed = in_background, changed
+        self.store, self.identity, self.options = store, identity, options
+        self.monitor, self.mode = options.monitor, options.mode
+        self.n_steps, self.validate_every = lengths.n_steps, lengths.validate_every
+        self.changed = changed
         self.stopping = False  # the ranks have agreed to leave: save this step in any case
         self.saved: tuple[int, bool] | None = None  # step, and whether its validation was done
         self.metrics: dict[str, float] = {}  # of the validation that was just done
@@ -91,7 +83,9 @@ class Checkpoints(Checkpoint):
         step, validated = self.saved = checkpoint["global_step"], checkpoint["validated"]
         loops = loops_after(trainer, step, validated, checkpoint["epoch_ended"])
         checkpoint["loops"]["fit_loop"] = loops
-        self._resumed = {key: checkpoint[key] for key in ("rng", "threads", "logged")}
+        self._resumed = {
+            key: checkpoint[key] for key in ("rng", "threads", "logged", "epoch_ended")
+        }
         if step == self.n_steps and not validated:  # there is only its validation to do
             trainer.fit_loop.epoch_loop.max_steps = -1
             trainer.val_check_batch = 1
@@ -108,16 +102,17 @@ class Checkpoints(Checkpoint):
         trainer.callback_metrics.update(
             {name: torch.tensor(value) for name, value in resumed["logged"].items()}
         )
+        finish_step(trainer, step, validated, resumed["epoch_ended"])
         self._apply_changes(trainer)
-        self._follow_schedule(trainer, step)
-        rng, on_cpu = resumed["rng"], trainer.strategy.root_device.type == "cpu"
-        if on_cpu and resumed["threads"] != torch.get_num_threads() and trainer.is_global_zero:
-            log.warning(
+        self._follow_schedule(trainer)
+        rng, threads, warns = resumed["rng"], resumed["threads"], trainer.is_global_zero
+        if threads != torch.get_num_threads() and trainer.strategy.root_device.type == "cpu":
+            log.log(
+                logging.WARNING if warns else logging.DEBUG,
                 "warning: resumed with %d threads what %d threads saved: sums may differ in their "
-                "last bits; the same bits: OMP_NUM_THREADS=%d",
+                "last bits",
                 torch.get_num_threads(),
-                resumed["threads"],
-                resumed["threads"],
+                threads,
             )
         if len(rng) == trainer.world_size:
             restore(rng[trainer.global_rank])
@@ -125,60 +120,50 @@ class Checkpoints(Checkpoint):
         restore(rng[0])
         stream = int(torch.randint(2**62, ()))
         torch.manual_seed(stream + trainer.datamodule.rank)
-        if trainer.is_global_zero:
-            log.warning(
-                "resumed on %d ranks what %d ranks saved: the same samples in every step, "
-                "but other dropout and another order of summation",
-                trainer.world_size,
-                len(rng),
-            )
+        log.log(
+            logging.WARNING if warns else logging.DEBUG,
+            "resumed on %d ranks what %d ranks saved: the same samples in every step, but other "
+            "dropout and another order of summation",
+            trainer.world_size,
+            len(rng),
+        )
 
     def _apply_changes(self, trainer: Trainer) -> None:
         """Gives the optimizer the new value of each option that was allowed to change."""
-        fresh_options = trainer.strategy.fresh_options or []
-        for optimizer in trainer.optimizers:
-            for key in self.changed:
-                for group, fresh in zip(optimizer.param_groups, fresh_options, strict=True):
-                    if key not in fresh:
-                        continue
-                    before, now = group[key], fresh[key]
-                    if key == "lr" and "initial_lr" in group:  # under a schedule
-                        before, now = group["initial_lr"], fresh["initial_lr"]
-                        if before == now:
-                            continue
-                        group["initial_lr"] = now
-                        group["lr"] *= now / before if before else 1.0
-                        self._log_change(trainer, key, before, now)
-                        continue
-                    group[key] = now
-                    self._log_change(trainer, key, before, now)
-        for scheduled in trainer.lr_scheduler_configs:
-            if "lr" in self.changed and hasattr(scheduled.scheduler, "base_lrs"):
-                groups = scheduled.scheduler.optimizer.param_groups
-                scheduled.scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        for group, fresh in zip(
+            trainer.optimizers[0].param_groups, trainer.strategy.fresh_options or [], strict=True
+        ):
+            for key in set(self.changed) & fresh.keys():
+                name = "initial_lr" if key == "lr" and "initial_lr" in fresh else key
+                before, now = group[name], fresh[name]
+                if before == now:
+                    continue
+                group[name] = now
+                if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
+                    group["lr"] *= now / before if before else 1.0
+                if trainer.is_global_zero:
+                    log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
 
-    def _log_change(self, trainer: Trainer, key: str, before: Any, now: Any) -> None:
-        if trainer.is_global_zero and before != now:
-            log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
-
-    def _follow_schedule(self, trainer: Trainer, step: int) -> None:
+    def _follow_schedule(self, trainer: Trainer) -> None:
         """The next step's learning rate by the schedule of today: it follows the run's length."""
         for scheduled in trainer.lr_scheduler_configs:
-            scheduler = scheduled.scheduler
+            scheduler, groups = scheduled.scheduler, scheduled.scheduler.optimizer.param_groups
+            if "lr" in self.changed and hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [group["initial_lr"] for group in groups]
             if not isinstance(scheduler, LambdaLR):
                 continue
-            groups, factors = scheduler.optimizer.param_groups, scheduler.lr_lambdas
-            before = groups[0]["lr"] if groups else 0.0
-            for group, base, factor in zip(groups, scheduler.base_lrs, factors, strict=True):
+            before = groups[0]["lr"]
+            for group, base, factor in zip(
+                groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+            ):
                 group["lr"] = base * factor(scheduler.last_epoch)
-            now = groups[0]["lr"] if groups else 0.0
-            if trainer.is_global_zero and not math.isclose(before, now, rel_tol=1e-6):
+            if trainer.is_global_zero and not math.isclose(before, groups[0]["lr"], rel_tol=1e-6):
                 log.warning(
                     "resumed with another schedule: after step %d the learning rate was to be %.3g "
                     "and is %.3g; it follows the run's length unless scheduler.total_steps is set",
-                    step,
+                    trainer.global_step,
                     before,
-                    now,
+                    groups[0]["lr"],
                 )
 
     # Saves
@@ -209,7 +194,7 @@ class Checkpoints(Checkpoint):
         if self._ends_epoch(trainer):
             return  # saved after the hooks of its end
         step = trainer.global_step
-        is_due = bool(self.every_n_steps) and step % self.every_n_steps == 0
+        is_due = bool(self.options.every_n_steps) and step % self.options.every_n_steps == 0
         if self.stopping:
             self.save(trainer, validated=not self._is_validated(trainer), at_once=True)
         elif (is_due or trainer.should_stop) and not self._is_validated(trainer):
@@ -239,7 +224,10 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        is_due = bool(self.every_n_steps) and trainer.global_step % self.every_n_steps == 0
+        is_due = (
+            bool(self.options.every_n_steps)
+            and trainer.global_step % self.options.every_n_steps == 0
+        )
         asked = is_due or self._awaits_epoch_end or self.stopping or trainer.should_stop
         if asked and self._ends_epoch(trainer):
             self.save(trainer, epoch_ended=True)
@@ -286,7 +274,7 @@ class Checkpoints(Checkpoint):
                 needed_bytes=self._needed_bytes,
                 rank=trainer.global_rank,
                 gather=gather,
-                in_background=self.in_background and is_large and not (at_once or is_last),
+                in_background=self.options.background and is_large and not (at_once or is_last),
             ) as draft,
         ):
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
@@ -312,7 +300,7 @@ class Checkpoints(Checkpoint):
     def _prune(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             best = self.store.best(self.monitor, self.mode)
-            self.store.prune(self.keep, protect=[best.path] if best else [])
+            self.store.prune(self.options.keep, protect=[best.path] if best else [])
 
     def _is_validated(self, trainer: Trainer) -> bool:
         """Whether a validation follows this step."""

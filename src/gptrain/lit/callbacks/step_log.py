@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Peak, find_peak, net_flops_per_token
+from gptrain.lit.strategies.base import check_optimization
+from gptrain.plan import Lengths
 
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
 
@@ -26,9 +28,7 @@ class StepLog(Callback):
     a module or a callback logs goes into the same row.
 
     Args:
-        global_batch_size: sequences per optimizer step.
-        n_steps: of the run; its last step is logged too, and then validated.
-        validate_every: optimizer steps between validations.
+        lengths: of the run; its last step is logged too, and then validated.
         model_config: of the config's `model` group; kept in every checkpoint file, so that a file
             on its own can be loaded.
 
@@ -40,17 +40,8 @@ class StepLog(Callback):
     peak: Peak | None = None
     first_step: int | None = None
 
-    def __init__(
-        self,
-        every_n_steps: int,
-        *,
-        global_batch_size: int,
-        n_steps: int | None,
-        validate_every: int,
-        model_config: dict[str, Any],
-    ):
-        self.every_n_steps, self.validate_every = every_n_steps, validate_every
-        self.global_batch_size, self.n_steps = global_batch_size, n_steps
+    def __init__(self, every_n_steps: int, lengths: Lengths, model_config: dict[str, Any]):
+        self.every_n_steps, self.lengths = every_n_steps, lengths
         self.model_config = model_config
         self.losses: list[Tensor] = []  # one of each micro-step of this step
         self.lr = 0.0
@@ -59,6 +50,7 @@ class StepLog(Callback):
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        check_optimization(module)  # again: hooks may have changed it
         here = trainer.global_step
         for logger in trainer.loggers:
             if hasattr(logger, "go_on_from"):
@@ -81,10 +73,13 @@ class StepLog(Callback):
         if not ends_step(trainer, batch_idx):
             return
         step, strategy = trainer.global_step, trainer.strategy
-        if step == self.n_steps:
+        if step == self.lengths.n_steps:
             trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
         is_logged = step % self.every_n_steps == 0 or trainer.should_stop
-        is_first, is_validated = step == self.first_step + 1, step % self.validate_every == 0
+        is_first, is_validated = (
+            step == self.first_step + 1,
+            step % self.lengths.validate_every == 0,
+        )
         loss = self._take_loss(trainer)
         if not (is_logged or is_first or is_validated):
             return
@@ -96,7 +91,7 @@ class StepLog(Callback):
             metrics["grad_norm"] = strategy.grad_norm
         if is_logged:
             metrics |= self._perf(trainer, module, step)
-        module.log_dict(metrics)
+        module.log_dict({name: exact(value) for name, value in metrics.items()})
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         module.log(STEP, float(trainer.global_step))
@@ -143,10 +138,9 @@ class StepLog(Callback):
 
     def _perf(self, trainer: Trainer, module: LightningModule, step: int) -> dict[str, float]:
         """Of the steps since the last that was logged."""
-        tokens = trainer.datamodule.sample_tokens
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()  # the clock is read when the step is done
-        now_s, step_tokens = time.perf_counter(), self.global_batch_size * tokens
+        now_s, step_tokens = time.perf_counter(), self.lengths.step_tokens
         waited_s, n_steps = trainer.datamodule.waited_s, max(1, step - self.last_step)
         step_s = (now_s - self.last_s) / n_steps
         wait_s = (waited_s - self.last_waited_s) / n_steps
@@ -159,13 +153,18 @@ class StepLog(Callback):
         }
         if isinstance(module, LanguageModel) and self.token_flops is None:
             stages = trainer.strategy.stages
-            self.token_flops = net_flops_per_token(module.net, tokens, stages)
+            self.token_flops = net_flops_per_token(module.net, self.lengths.sample_tokens, stages)
         if self.peak is not None and self.token_flops:
             flops_per_s = self.token_flops * step_tokens / step_s / trainer.world_size
             metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
         if trainer.strategy.root_device.type == "cuda":
             metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
+
+
+def exact(value: float | Tensor) -> Tensor:
+    """The value as Lightning keeps it without rounding to fp32: tokens are counted in billions."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:

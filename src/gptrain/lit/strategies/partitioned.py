@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
-from gptrain.lit.losses import LossOptions, has_chunks, whole_net_logits, whole_net_loss
+from gptrain.lit.losses import LossOptions, has_chunks
 from gptrain.lit.strategies.base import named_beside_net
 from gptrain.lit.strategies.data_parallel import Ranks
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import build_partitioned as make_net_on
-from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters
-from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks, vocab_parallel_loss
 from gptrain.plan import ParallelDims
 
 
@@ -43,8 +41,8 @@ class MeshStrategy(Ranks):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        for metric in self.model.modules():
-            if isinstance(metric, Metric) and metric in self._fed_metrics():
+        for metric in self.model.metrics.modules():  # fed alike on all ranks of a data rank
+            if isinstance(metric, Metric):
                 metric.process_group = self.data_group
 
     def model_to_device(self) -> None:
@@ -66,69 +64,65 @@ class MeshStrategy(Ranks):
         self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
     ) -> Tensor:
         """Norm of all gradients, alike on all ranks; scaled down to max_norm in place."""
-        raise NotImplementedError
-
-    def _fed_metrics(self) -> set[Metric]:
-        """Metrics that are fed with logits: alike on all ranks but those of the data axis."""
-        metrics = getattr(self.model, "metrics", {})
-        return {m for metric in metrics.values() for m in metric.modules() if isinstance(m, Metric)}
+        return clip_grad_norm(parameters, max_norm)
 
 
-class Partitioned(MeshStrategy):
-    """FSDP2, tensor parallelism, or both.
+class Sharded(MeshStrategy):
+    """FSDP2.
 
     Args:
-        syncs_each: FSDP reduces gradients at every micro-step: 1/N of the memory of holding them
-            whole until the last, for as many times the traffic.
+        syncs_each: reduces gradients at every micro-step: 1/N of the memory of holding them whole
+            until the last, for as many times the traffic.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, *, is_fsdp: bool, is_tensor: bool, syncs_each: bool = False
-    ):
+    def __init__(self, mesh: DeviceMesh, *, syncs_each: bool = False):
         super().__init__()
-        self.mesh, self.is_fsdp, self.is_tensor = mesh, is_fsdp, is_tensor
-        self.syncs_each, self.data_group = syncs_each, mesh["data"].get_group()
-
-    def loss(
-        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
-    ) -> Tensor:
-        """Loss of this rank's samples, alike on the ranks of a tensor group."""
-        if not (self.is_tensor and has_chunks(net)):
-            return whole_net_loss(net, tokens, targets, reduction, options)
-        return vocab_parallel_loss(
-            net.hidden(tokens),  # (B, T, D)
-            net.head.weight,
-            targets,
-            reduction=reduction,
-            label_smoothing=options.label_smoothing,
-            z_loss=options.z_loss,
-        )
-
-    @torch.no_grad()
-    def logits(
-        self, net: nn.Module, tokens: Tensor, targets: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.is_tensor and has_chunks(net):
-            hidden = net.hidden(tokens)
-            return vocab_parallel_logits_in_chunks(hidden, net.head.weight, targets)
-        return whole_net_logits(net, tokens, targets)
-
-    def clip_net(
-        self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
-    ) -> Tensor:
-        if self.is_tensor:
-            sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
-        return clip_grad_norm(parameters, max_norm)
+        self.mesh, self.syncs_each = mesh, syncs_each
+        self.data_group = mesh["data"].get_group()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients are added up locally until an optimizer step's last micro-step."""
-        waits = self.is_fsdp and not self.syncs_each
+        waits = not self.syncs_each and hasattr(self.net, "set_requires_gradient_sync")
         if waits:
             self.net.set_requires_gradient_sync(False)
         yield
         if waits:
             self.net.set_requires_gradient_sync(True)
+
+
+class TensorParallel(Sharded):
+    """Tensor parallelism, with or without FSDP2 around it."""
+
+    def loss(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+    ) -> Tensor:
+        """Loss of this rank's samples, alike on the ranks of a tensor group."""
+        from gptrain.parallel.vocab_loss import vocab_parallel_loss
+
+        if not has_chunks(net):
+            return super().loss(net, tokens, targets, reduction, options)
+        added = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+        hidden, weight = net.hidden(tokens), net.head.weight  # (B, T, D), (V, D)
+        return vocab_parallel_loss(hidden, weight, targets, reduction=reduction, **added)
+
+    @torch.no_grad()
+    def logits(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks
+
+        if not has_chunks(net):
+            return super().logits(net, tokens, targets)
+        return vocab_parallel_logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
+
+    def clip_net(
+        self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
+    ) -> Tensor:
+        from gptrain.parallel.tensor import partial_parameters
+
+        sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
+        return clip_grad_norm(parameters, max_norm)
 
 
 def build_partitioned(
@@ -153,6 +147,8 @@ def build_partitioned(
 
     def partition(net: nn.Module) -> None:
         if is_tensor:
+            from gptrain.parallel.tensor import apply_tensor_parallel
+
             apply_tensor_parallel(net, mesh)
         finish(net)
         if is_fsdp:
@@ -164,7 +160,6 @@ def build_partitioned(
                 cpu_offload=options.cpu_offload,
             )
 
-    offloads = is_fsdp and options.cpu_offload
-    net = make_net_on(make_net, partition, "cpu" if offloads else device)
-    syncs_each = is_fsdp and options.accumulate_shards
-    return net, Partitioned(mesh, is_fsdp=is_fsdp, is_tensor=is_tensor, syncs_each=syncs_each)
+    net = make_net_on(make_net, partition, "cpu" if is_fsdp and options.cpu_offload else device)
+    strategy = TensorParallel if is_tensor else Sharded
+    return net, strategy(mesh, syncs_each=is_fsdp and options.accumulate_shards)

@@ -1,0 +1,118 @@
+"""The command: which checkpoint is taken, and what is written of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+
+from gptrain import config
+from gptrain import export as package
+from gptrain.config import forms
+from gptrain.config.schema import Run
+from gptrain.data import DataError
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class ExportRun(Run):
+    """A run's keys and the command's own."""
+
+    from_run: forms.Path
+    format: forms.choice("safetensors", "hf")
+    dtype: forms.choice("fp32", "bf16")
+
+
+DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
+
+
+def main() -> None:
+    """The command line."""
+    config.main(export, ExportRun, DEFAULTS, usage=package.__doc__)
+
+
+def export(cfg: DictConfig) -> None:
+    """Writes the net of a run into run_dir.
+
+    Raises: ConfigError with code 65 or 66 for a checkpoint that cannot be taken.
+    """
+    from gptrain import launch  # here, so that a wrong option is answered without torch
+    from gptrain.assemble.parts import build_net
+    from gptrain.assemble.weights import load_weights
+
+    cfg = launch.settle(cfg)
+    net, folder = build_net(cfg), Path(cfg.run_dir)
+    try:
+        path, _ = load_weights(net, find_source(cfg))
+    except ValueError as error:
+        raise ConfigError.of("from_run", cfg.from_run, str(error), code=BAD_DATA) from error
+    n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
+    if cfg.format == "hf":
+        write_tokenizer(cfg, folder)
+    log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
+    log.info("%-9s %s", "folder", folder)
+    log.info("%-9s python train.py init_from=%s", "next", folder)
+
+
+def find_source(cfg: DictConfig) -> Any:
+    """The checkpoint of from_run that ckpt_path names: its best, where nothing is said.
+
+    Raises: ConfigError with code 65 or 66.
+    """
+    from gptrain.assemble.resume import choose_checkpoint
+    from gptrain.assemble.weights import find_weights
+    from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
+
+    key = "from_run" if cfg.ckpt_path is None else "ckpt_path"
+    try:
+        if cfg.ckpt_path in (None, "best", "last"):
+            which, by = cfg.ckpt_path or "best", (cfg.checkpoint.monitor, cfg.checkpoint.mode)
+            return choose_checkpoint(cfg.from_run, which, *by)
+        return find_weights(cfg.ckpt_path, cfg.checkpoint.monitor, cfg.checkpoint.mode)
+    except (FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint) as error:
+        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
+        raise ConfigError.of(key, cfg[key], str(error), code=code) from error
+
+
+def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
+    """Writes model.safetensors, and config.json for transformers; returns the bytes of weights.
+
+    Raises: ConfigError for a net that is no GPT-2.
+    """
+    from gptrain.export.files import write_json, write_tensors
+    from gptrain.parallel.fit import tied_names
+
+    name = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    if form == "hf":
+        if not hasattr(net, "to_gpt2"):
+            wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
+            raise ConfigError.of("format", "hf", wrong, attempt="format=safetensors")
+        content, tensors = net.to_gpt2()
+        write_json(folder / "config.json", content | {"dtype": name})
+    else:
+        ties = tied_names(net)
+        tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in ties}
+    return write_tensors(folder / "model.safetensors", tensors, name)
+
+
+def write_tokenizer(cfg: DictConfig, folder: Path) -> None:
+    """The tokenizer of the run's data, where it has one; logs a warning if the data is gone."""
+    from gptrain.assemble.parts import build_datasets
+    from gptrain.export.files import byte_level_tokenizer, write_json
+
+    try:
+        tokenizer = getattr(build_datasets(cfg)[1], "tokenizer", None)
+    except (DataError, FileNotFoundError) as error:
+        log.warning("warning: no tokenizer is written, the data of the run is gone: %s", error)
+        return
+    if tokenizer is None:
+        return
+    if tokenizer.identity == "bytes":
+        write_json(folder / "tokenizer.json", byte_level_tokenizer())
+    else:
+        tokenizer.save(folder)
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -1,0 +1,173 @@
+"""Real runs of train.py, so small that each takes about a second, in this process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gptrain
+import train
+from gptrain.config import cli
+from gptrain.launch import supervisor
+
+OWN = "tests.lit.own"
+TINY = (
+    "model=gpt_nano", "model.d_model=16", "model.n_heads=2", "model.n_layers=1",
+    "data.num_samples=64", "data.seq_len=17", "data.val.num_samples=8", "data.batch_size=4",
+    "trainer.max_steps=6", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false",
+    "trainer.log_every_n_steps=1", "logger=csv", "callbacks=none",
+)  # fmt: skip
+TRACES = {"metrics.csv", "result.json", "state.ckpt"}  # of a run that has begun
+
+
+@dataclass
+class Ended:
+    """What is left of a run."""
+
+    code: int
+    out: str
+    folder: Path
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.out.splitlines() if line.startswith("error: ")]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Of metrics.csv."""
+        with open(self.folder / "metrics.csv", newline="") as file:
+            return list(csv.DictReader(file))
+
+    @property
+    def seen(self) -> list[dict[str, Any]]:
+        """What own callbacks have noted."""
+        return [json.loads(line) for line in (self.folder / "seen.jsonl").read_text().splitlines()]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return json.loads((self.folder / "result.json").read_text())["metrics"]
+
+    def column(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.rows if row.get(name)]
+
+    def steps(self) -> list[int]:
+        return sorted(int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-*"))
+
+    def state(self, step: int) -> dict[str, Any]:
+        path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
+        return torch.load(path, weights_only=True)
+
+    def copy_until(self, step: int, name: str) -> Path:
+        """A copy of this run as if it had been killed right after the checkpoint of a step."""
+        copy = self.folder.parent / name
+        shutil.copytree(self.folder, copy)
+        for path in (copy / "checkpoints").glob("step-*"):
+            if int(path.name[5:]) > step:
+                shutil.rmtree(path)
+        for left in ("result.json", "seen.jsonl"):
+            (copy / left).unlink(missing_ok=True)
+        return copy
+
+
+Fit = Callable[..., Ended]
+
+
+@pytest.fixture
+def fit(tmp_path, capfd, monkeypatch) -> Fit:
+    """`python train.py` with TINY and these words.
+
+    Expects this exit code; what is refused is said in one line, before anything is logged.
+    """
+    monkeypatch.setattr(supervisor, "START_METHOD", "forkserver")
+    monkeypatch.setattr(supervisor, "PRELOAD", ["train", "gptrain.assemble"])
+
+    def run(*words: str, name: str = "run", code: int = 0, begun: bool = False) -> Ended:
+        folder = tmp_path / name
+        before = folder.exists()
+        tiny = () if any(word.startswith("from_run=") for word in words) else TINY
+        found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
+        said = "".join(capfd.readouterr())
+        status = folder / "status.json"
+        if "error: " not in said and status.exists():  # of ranks, which print elsewhere
+            said += f"\n{json.loads(status.read_text())['message']}"
+        ended = Ended(found, said, folder)
+        assert found == code, ended.out
+        if code == 2:
+            assert len(ended.errors) == 1 and "Traceback" not in ended.out, ended.out
+            left = {path.name for path in folder.rglob("*")} if folder.exists() else set()
+            assert before or begun or not left & TRACES, left
+        return ended
+
+    return run
+
+
+@pytest.fixture
+def refused(fit) -> Callable[..., str]:
+    """The one line that refuses a command, of a run that has not begun."""
+    return lambda *words: fit(*words, name="refused", code=2).errors[0]
+
+
+@pytest.fixture
+def resumes(fit) -> Callable[..., Ended]:
+    """Makes sure that a run resumed after any of its steps ends in the same bits."""
+
+    def check(
+        *words: str, stops: tuple[int, ...] = (1, 3, 4, 5), n: int = 6, start: tuple[str, ...] = ()
+    ) -> Ended:
+        words = (
+            "checkpoint.every_n_steps=1", "checkpoint.keep=99", "model.dropout=0.1",
+            "trainer.val_check_interval=3", f"trainer.max_steps={n}", *words,
+        )  # fmt: skip
+        full = fit(*words, *start, name="full")
+        assert full.steps() == list(range(1, n + 1)), full.steps()
+        for stop in stops:
+            copy = full.copy_until(stop, f"{full.folder.name}-{stop}")
+            resumed = fit(*words, "ckpt_path=last", name=copy.name)
+            wrong = differences(full.state(n), resumed.state(n))
+            assert not wrong, (stop, wrong[:8])
+            assert same_rows(full.rows, resumed.rows), (stop, full.rows, resumed.rows)
+            assert {k: v for k, v in resumed.metrics.items() if not k.startswith("perf/")} == {
+                k: v for k, v in full.metrics.items() if not k.startswith("perf/")
+            }
+        return full
+
+    return check
+
+
+def differences(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two checkpoints are not the same bits."""
+    if isinstance(one, torch.Tensor):
+        alike = isinstance(other, torch.Tensor) and one.dtype == other.dtype
+        return [] if alike and torch.equal(one, other) else [f"{at}: {one} != {other}"]
+    if isinstance(one, dict):
+        found = [f"{at}.{key}: on one side only" for key in one.keys() ^ other.keys()]
+        both = one.keys() & other.keys()
+        return found + [x for k in both for x in differences(one[k], other[k], f"{at}.{k}")]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [f"{at}: {len(one)} != {len(other)}"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [x for i, (a, b) in pairs for x in differences(a, b, f"{at}[{i}]")]
+    same = one == other or (one != one and other != other)
+    return [] if same else [f"{at}: {one} != {other}"]
+
+
+def same_rows(one: list[dict], other: list[dict]) -> bool:
+    """Whether two tables of metrics are alike, apart from clocks."""
+    strip = lambda rows: [  # noqa: E731
+        {k: v for k, v in row.items() if v and not k.startswith("perf/")} for row in rows
+    ]
+    return strip(one) == strip(other)
+
+
+def tensors(source: Path) -> dict[str, torch.Tensor]:
+    """The net's tensors as gptrain.load takes them."""
+    return gptrain.load(source).state_dict()

@@ -1,0 +1,1 @@
+"""What a user of the template brings: modules, callbacks, nets, optimizers, data."""

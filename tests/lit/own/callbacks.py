@@ -1,0 +1,120 @@
+"""Callbacks as a Lightning user writes them; what they see goes to a file of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback
+
+SEEN = "seen.jsonl"
+
+
+def note(trainer, **what) -> None:
+    if trainer.is_global_zero:
+        with open(Path(trainer.default_root_dir) / SEEN, "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+
+class SeesAll(Callback):
+    """Notes what stands in callback_metrics, the gradients, and what training_step gave."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        norm = float(torch.stack([g.norm() for g in grads]).norm()) if grads else 0.0
+        note(trainer, hook="before_step", n_grads=len(grads), norm=norm,
+             lr=optimizer.param_groups[0]["lr"])  # fmt: skip
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        keys = sorted(outputs) if isinstance(outputs, dict) else str(type(outputs))
+        note(trainer, hook="batch_end", step=trainer.global_step, metrics=values(trainer),
+             outputs=keys)  # fmt: skip
+
+    def on_validation_epoch_end(self, trainer, module):
+        note(trainer, hook="validation_epoch_end", metrics=values(trainer))
+
+    def on_validation_end(self, trainer, module):
+        note(trainer, hook="validation_end", metrics=values(trainer))
+
+
+def values(trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Logs(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.log("mine/batch_end", float(batch_idx))
+        module.log("mine/loss", outputs["loss"], on_step=True, on_epoch=True)
+
+    def on_validation_epoch_end(self, trainer, module):
+        self.log("mine/val", 7.0)
+
+
+class Forwards(Callback):
+    """Hands its hooks on to another callback."""
+
+    def __init__(self):
+        self.other = SeesAll()
+
+    def on_train_batch_end(self, *args):
+        self.other.on_train_batch_end(*args)
+
+    def on_train_batch_start(self, *args):
+        self.other.on_train_batch_start(*args)
+
+    def on_train_epoch_end(self, *args):
+        self.other.on_train_epoch_end(*args)
+
+
+class Stateful(Callback):
+    """Counts steps over all starts of a run."""
+
+    def __init__(self):
+        self.count, self.tensor = 0, torch.zeros(2)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count += 1
+        self.tensor += 1
+        note(trainer, count=self.count, tensor=self.tensor.tolist())
+
+    def state_dict(self):
+        return {"count": self.count, "tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.count, self.tensor = state["count"], state["tensor"]
+
+
+class Saves(Callback):
+    """Asks the trainer for a file."""
+
+    def __init__(self, weights_only=False):
+        self.weights_only = weights_only
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            path = Path(trainer.default_root_dir) / "x.ckpt"
+            trainer.save_checkpoint(path, weights_only=self.weights_only)
+
+
+class Signals(Callback):
+    """Sends this process a request to stop, in one of the hooks."""
+
+    def __init__(self, step, hook="on_train_batch_end"):
+        self.step, self.hook = step, hook
+
+    def on_train_batch_end(self, trainer, *_):
+        self._send(trainer, "on_train_batch_end")
+
+    def on_validation_batch_end(self, trainer, *_):
+        self._send(trainer, "on_validation_batch_end")
+
+    def on_validation_start(self, trainer, *_):
+        self._send(trainer, "on_validation_start")
+
+    def _send(self, trainer, hook):
+        if hook == self.hook and trainer.global_step == self.step:
+            self.hook = ""
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,212 @@
+"""Modules as a Lightning user writes them."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+from gptrain.lit import LanguageModel
+
+
+class Logs(LanguageModel):
+    """Logs in the ways that Lightning has, under names of its own."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(*batch)
+        self.log("train/mine", loss, prog_bar=True)
+        self.log("train/epoch_mean", loss, on_step=False, on_epoch=True)
+        self.log("train/both", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("val/mine", float(batch_idx))
+
+
+class Returns(LanguageModel):
+    """Returns what it is told to, from a step that takes the batch alone."""
+
+    def __init__(self, *args, kind="tensor", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.kind = kind
+
+    def training_step(self, batch):
+        loss = self.loss(*batch)
+        if self.kind == "dict":
+            return {"loss": loss, "extra": loss.detach()}
+        if self.kind == "none" and self.global_step == 2 and not self.skipped:
+            self.skipped = True
+            return None
+        return loss
+
+    skipped = False
+
+
+class NeverReturns(LanguageModel):
+    def training_step(self, batch):
+        return None
+
+
+class WithPenalty(LanguageModel):
+    """Adds a term to the loss."""
+
+    def __init__(self, *args, weight=0.1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.weight = weight
+
+    def training_step(self, batch):
+        loss = self.loss(*batch)
+        penalty = sum(p.square().sum() for p in self.net.parameters())
+        self.log("train/penalty", penalty.detach())
+        return loss + self.weight * penalty
+
+
+class Beside(LanguageModel):
+    """A parameter, a buffer and a torchmetric beside the net."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(3))
+        self.register_buffer("steps_seen", torch.zeros(()))
+        self.mean_loss = MeanMetric()
+        self.mean_loss.persistent(True)
+
+    def training_step(self, batch):
+        loss = self.loss(*batch)
+        if self.training:
+            self.steps_seen += 1
+        self.mean_loss.update(loss.detach())
+        return loss + (self.gain - 0.5).square().sum()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("gain", self.gain.detach().mean())
+
+
+class OwnOptimizers(LanguageModel):
+    """configure_optimizers in the forms that Lightning takes."""
+
+    def __init__(self, *args, kind="none", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.kind = kind
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedulers = torch.optim.lr_scheduler
+        if self.kind == "none":
+            return optimizer
+        if self.kind == "step":
+            schedule = schedulers.StepLR(optimizer, step_size=2, gamma=0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        if self.kind == "epoch":
+            return [optimizer], [schedulers.StepLR(optimizer, step_size=1, gamma=0.5)]
+        if self.kind == "two":
+            half = len(list(self.parameters())) // 2
+            parts = list(self.parameters())
+            return [torch.optim.SGD(parts[:half], 0.1), torch.optim.SGD(parts[half:], 0.1)]
+        plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        config = {"scheduler": plateau, "monitor": "val/loss"}
+        if self.kind == "plateau_steps":
+            config |= {"interval": "step", "frequency": 2, "monitor": "train/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+class Manual(LanguageModel):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(*batch)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class LateManual(LanguageModel):
+    """Says so as late as Lightning allows."""
+
+    def on_fit_start(self):
+        self.automatic_optimization = False
+
+
+class OwnLoss(LanguageModel):
+    """Overrides `loss`, the obvious place for another loss."""
+
+    def loss(self, tokens, targets):
+        return 2 * super().loss(tokens, targets)
+
+
+class CallsNet(LanguageModel):
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        logits = self.net(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Doubles(LanguageModel):
+    def training_step(self, batch, batch_idx):
+        return 2 * self.loss(*batch)
+
+
+class OfDicts(LanguageModel):
+    """Takes batches that are dicts of tensors."""
+
+    def training_step(self, batch):
+        return self.loss(batch["tokens"], batch["targets"])
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluate(batch["tokens"], batch["targets"])
+
+    test_step = validation_step
+
+
+class Plain(pl.LightningModule):
+    """A plain LightningModule around the net that it is given."""
+
+    def __init__(self, net, lr=0.01):
+        super().__init__()
+        self.net, self.lr = net, lr
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
+        self.log("mine", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        tokens, targets = batch
+        loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
+        self.log("val/loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+class PlainOwnNet(pl.LightningModule):
+    """A plain LightningModule that makes its own layers, under names of its own."""
+
+    def __init__(self, width=8, lr=0.01):
+        super().__init__()
+        self.save_hyperparameters()
+        self.table, self.out = nn.Embedding(256, width), nn.Linear(width, 256)
+
+    def forward(self, tokens):
+        return self.out(self.table(tokens))
+
+    def training_step(self, batch):
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+
+
+class LogsMine(LanguageModel):
+    """Logs a value that falls until step 3 and rises afterwards."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("mine", abs(3.0 - self.global_step))
+        return self.loss(*batch)

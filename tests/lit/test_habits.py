@@ -1,0 +1,383 @@
+"""What a Lightning user does as in any Lightning project: works here, or is refused in one line."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+
+import pytest
+import torch
+
+from tests.lit.conftest import OWN, differences, tensors
+
+MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
+LIGHTNING = "lightning.pytorch.callbacks"
+SEES = f"+callbacks.sees._target_={CALLBACKS}.SeesAll"
+
+
+# self.log
+
+
+def test_logged_values_are_one_row_a_step_on_the_optimizer_steps(fit):
+    run = fit(
+        f"{MODULES}.Logs", f"+callbacks.mine._target_={CALLBACKS}.Logs",
+        "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3",
+    )  # fmt: skip
+    rows = run.rows
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert "epoch" not in rows[0]
+    for name in ("train/loss", "train/mine", "train/both_step", "mine/batch_end", "mine/loss_step"):
+        assert all(row[name] for row in rows), (name, rows)
+    assert [bool(row["val/mine"]) for row in rows] == [False, False, True] * 2
+    assert [bool(row["val/loss"]) for row in rows] == [False, False, True] * 2
+    assert [bool(row["mine/val"]) for row in rows] == [False, False, True] * 2
+    assert rows[-1]["train/epoch_mean"] and rows[-1]["train/both_epoch"]  # ends the epoch early
+    assert float(rows[-1]["mine/batch_end"]) == 11
+
+
+def test_what_is_logged_once_an_epoch_stands_at_the_epochs_last_step(fit):
+    run = fit(f"{MODULES}.Logs", "data.num_samples=16", "trainer.max_steps=8")
+    assert [bool(row["train/epoch_mean"]) for row in run.rows] == [False, False, False, True] * 2
+    of_epoch = run.column("train/mine")[:4]
+    assert run.column("train/epoch_mean")[0] == pytest.approx(sum(of_epoch) / 4, rel=1e-5)
+
+
+def test_sparse_logging_still_has_one_row_a_step(fit):
+    run = fit(
+        f"{MODULES}.Logs", "trainer.log_every_n_steps=4", "trainer.val_check_interval=3",
+        "trainer.max_steps=7",
+    )  # fmt: skip
+    steps = [int(row["step"]) for row in run.rows]
+    assert steps == sorted(set(steps)) and {3, 4, 6, 7} <= set(steps)
+    assert "epoch" not in run.rows[0]
+
+
+def test_ours_stand_in_callback_metrics_when_users_callbacks_are_called(fit):
+    run = fit(SEES, "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=3")
+    for seen in run.seen:
+        if seen["hook"] == "batch_end" and seen["step"] >= 1:
+            assert {"train/loss", "lr", "grad_norm"} <= seen["metrics"].keys(), seen
+        if seen["hook"].startswith("validation_e"):
+            assert {"val/loss", "train/loss", "lr"} <= seen["metrics"].keys(), seen
+    ends = [s for s in run.seen if s["hook"] == "batch_end"][1::2]
+    assert [s["metrics"]["train/loss"] for s in ends] == pytest.approx(run.column("train/loss"))
+    assert [s["step"] for s in ends] == [1, 2, 3, 4, 5, 6]
+    assert all("loss" in s["outputs"] for s in ends)
+
+
+def test_callbacks_see_gradients_before_the_optimizers_step(fit):
+    run = fit(SEES, "trainer.gradient_clip_val=0.5")
+    seen = [s for s in run.seen if s["hook"] == "before_step"]
+    assert len(seen) == 6 and all(s["n_grads"] > 5 for s in seen)
+    assert [s["norm"] for s in seen] == pytest.approx(run.column("grad_norm"), rel=1e-4)
+
+
+# training_step
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict"])
+def test_training_step_returns_a_tensor_or_a_dict(fit, kind):
+    run, ours = fit(f"{MODULES}.Returns", f"+module.kind={kind}"), fit(name="ours")
+    assert not differences(run.state(6)["state_dict"], ours.state(6)["state_dict"])
+    assert run.column("train/loss") == ours.column("train/loss")
+
+
+def test_training_step_may_return_none(fit):
+    run = fit(f"{MODULES}.Returns", "+module.kind=none", "trainer.accumulate_grad_batches=2")
+    assert run.steps()[-1] == 6 and len(run.rows) == 6
+    run = fit(f"{MODULES}.NeverReturns", name="never", code=0)
+    assert run.steps()[-1] == 6
+
+
+def test_batches_may_be_dicts(fit):
+    data = [f"data.{part}._target_={OWN}.data.Dicts" for part in ("train", "val")]
+    run, ours = fit(f"{MODULES}.OfDicts", *data), fit(name="ours")
+    assert not differences(run.state(6)["state_dict"], ours.state(6)["state_dict"])
+    assert run.metrics["val/loss"] == ours.metrics["val/loss"]
+
+
+# Optimizers and schedulers
+
+
+def test_manual_optimization_is_refused(refused):
+    for name in ("Manual", "LateManual"):
+        line = refused(f"{MODULES}.{name}", "trainer.gradient_clip_val=null")
+        assert "automatic_optimization" in line
+
+
+def test_several_optimizers_are_refused(refused):
+    assert "several optimizers" in refused(f"{MODULES}.OwnOptimizers", "+module.kind=two")
+
+
+@pytest.mark.parametrize("kind", ["none", "step", "epoch", "plateau", "plateau_steps"])
+def test_own_schedulers_resume_and_the_logged_lr_is_the_optimizers(resumes, kind):
+    run = resumes(
+        f"{MODULES}.OwnOptimizers", f"+module.kind={kind}", SEES, "data.num_samples=12",
+        "trainer.max_epochs=9", stops=(2, 3, 5),
+    )  # fmt: skip
+    used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
+    assert run.column("lr") == pytest.approx(used)
+    expected = {
+        "none": [0.1] * 6, "step": [0.1, 0.1, 0.05, 0.05, 0.025, 0.025],
+        "epoch": [0.1] * 3 + [0.05] * 3,
+    }  # fmt: skip
+    if kind in expected:
+        assert used == pytest.approx(expected[kind])
+    else:
+        assert used[-1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
+        ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "+scheduler.patience=0",
+         "+scheduler.threshold=10.0"],
+    ],
+)  # fmt: skip
+def test_schedulers_by_config_resume(resumes, words):
+    run = resumes(*words, SEES, stops=(2, 3, 5))
+    used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
+    assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
+
+
+def test_a_schedule_may_be_none(fit):
+    assert fit("scheduler=constant").column("lr") == [3e-4] * 6
+
+
+# Files
+
+
+def test_model_checkpoint_works_beside_our_store(fit):
+    words = (
+        f"+callbacks.mine={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: mine, mode: min,"
+        " save_top_k: 2, save_last: true, every_n_train_steps: 1, filename: '{step}'}",
+        f"+callbacks.top={{_target_: {LIGHTNING}.ModelCheckpoint, monitor: val/loss, mode: max,"
+        " save_weights_only: true, dirpath: '${run_dir}/top', auto_insert_metric_name: false}",
+        f"{MODULES}.LogsMine", "trainer.val_check_interval=2", "scheduler.total_steps=6",
+        "checkpoint.every_n_steps=1", "checkpoint.keep=9",
+    )  # fmt: skip
+    run = fit(*words)
+    full, files = run.state(6), sorted(p.name for p in run.folder.rglob("*.ckpt"))
+    shutil.rmtree(run.folder)
+    fit(*words, "trainer.max_steps=4")
+    run = fit(*words, "ckpt_path=last")
+    resumed = run.state(6)
+    for state in (full, resumed):
+        for callback in state["callbacks"].values():
+            callback.pop("current_score", None)  # Lightning does not restore it
+    assert not (wrong := differences(full, resumed)), wrong[:8]
+    assert files == sorted(p.name for p in run.folder.rglob("*.ckpt"))
+    top = list((run.folder / "top").glob("*.ckpt"))
+    assert len(top) == 1 and len(list(run.folder.rglob("last.ckpt"))) == 1
+    kept = [p for p in run.folder.rglob("step=*.ckpt")]
+    assert len(kept) == 2, kept
+    content = torch.load(top[0], weights_only=True)
+    assert "optimizer_states" not in content
+    for file in (top[0], *kept):
+        assert not differences(tensors(file), tensors(file.parent / file.name))
+        fit(f"init_from='{file}'", "trainer.max_steps=1", name=f"from-{file.stem}".replace("=", ""))
+    best = next(p for p in kept if True)
+    step = int(torch.load(best, weights_only=True)["global_step"])
+    assert not differences(tensors(best), tensors(run.folder / "checkpoints" / f"step-{step:08d}"))
+
+
+@pytest.mark.parametrize("weights_only", ["false", "true"])
+def test_save_checkpoint_by_a_callback(fit, weights_only):
+    run = fit(
+        f"+callbacks.saves={{_target_: {CALLBACKS}.Saves, weights_only: {weights_only}}}",
+        "checkpoint.every_n_steps=3", "checkpoint.keep=9",
+    )  # fmt: skip
+    file = run.folder / "x.ckpt"
+    assert not differences(tensors(file), tensors(run.folder / "checkpoints" / "step-00000003"))
+    fit(f"init_from={file}", "trainer.max_steps=1", name="from")
+    fit(f"ckpt_path={file}", name="exact", code=65)
+
+
+# Callbacks of Lightning's
+
+
+@pytest.mark.parametrize(
+    "monitor, options",
+    [
+        ("val/loss", "divergence_threshold: 0.1"),
+        ("train/loss", "divergence_threshold: 0.1, check_on_train_epoch_end: false"),
+        ("train/loss", "divergence_threshold: 0.1, check_on_train_epoch_end: true"),
+        ("mine", "patience: 1, mode: min, check_on_train_epoch_end: false"),
+    ],
+)
+def test_early_stopping_says_that_and_why(fit, monitor, options):
+    run = fit(
+        f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: {monitor}, {options}}}",
+        f"{MODULES}.LogsMine", "trainer.max_steps=9", "trainer.val_check_interval=2",
+        "data.num_samples=16", "trainer.max_epochs=9",
+    )  # fmt: skip
+    last = run.steps()[-1]
+    assert last < 9 and len(run.rows) == last
+    line = next(line for line in run.out.splitlines() if "stopped " in line)
+    assert f"step {last}" in line and monitor in line
+
+
+def test_early_stopping_on_a_name_that_is_never_logged_is_one_line(fit):
+    run = fit(
+        f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: nowhere}}",
+        code=2, begun=True,
+    )  # fmt: skip
+    assert "nowhere" in run.errors[0] and "val/loss" in run.errors[0]
+
+
+def test_early_stopping_resumes(resumes):
+    run = resumes(
+        f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, patience: 5}}"
+    )
+    assert run.state(6)["callbacks"]
+
+
+@pytest.mark.parametrize(
+    "callback",
+    ["LearningRateMonitor", "RichProgressBar", "DeviceStatsMonitor", "Timer", "ModelSummary"],
+)
+def test_callbacks_of_lightning(fit, callback):
+    options = ", duration: '00:01:00:00'" if callback == "Timer" else ""
+    options = ", cpu_stats: true" if callback == "DeviceStatsMonitor" else options
+    run = fit(
+        f"+callbacks.theirs={{_target_: {LIGHTNING}.{callback}{options}}}",
+        "trainer.accumulate_grad_batches=2", "trainer.enable_progress_bar=true",
+    )  # fmt: skip
+    first = 0 if callback in ("LearningRateMonitor", "DeviceStatsMonitor") else 1
+    assert [int(row["step"]) for row in run.rows] == list(range(first, 7))
+    assert "epoch" not in run.rows[0]
+    if callback == "LearningRateMonitor":  # logs the coming step's, counted from 0, as ever
+        assert run.column("lr-AdamW/pg1")[:6] == pytest.approx(run.column("lr"))
+
+
+def test_a_timer_ends_the_run(fit):
+    run = fit(
+        f"+callbacks.timer={{_target_: {LIGHTNING}.Timer, duration: {{microseconds: 1}}}}",
+    )
+    assert run.steps() == [1] and len(run.rows) == 1
+
+
+def test_gradient_accumulation_scheduler_is_refused(refused):
+    line = refused(
+        f"+callbacks.gas={{_target_: {LIGHTNING}.GradientAccumulationScheduler,"
+        " scheduling: {4: 2}}"
+    )
+    assert "GradientAccumulationScheduler" in line and "accumulate_grad_batches" in line
+
+
+def test_callbacks_keep_their_state(resumes):
+    run = resumes(f"+callbacks.mine._target_={CALLBACKS}.Stateful", stops=(2, 3))
+    assert run.seen[-1]["count"] == 6
+    assert run.state(6)["callbacks"]["Stateful"]["count"] == 6
+
+
+def test_a_callback_may_forward_to_another(fit):
+    run = fit(f"+callbacks.mine._target_={CALLBACKS}.Forwards")
+    assert [seen["step"] for seen in run.seen] == [1, 2, 3, 4, 5, 6]
+
+
+# Averages of the weights
+
+EMA = [
+    ["callbacks=ema", "callbacks.ema.decay=0.5", "~callbacks.sample"],
+    [f"+callbacks.ema._target_={LIGHTNING}.WeightAveraging"],
+    [f"+callbacks.ema={{_target_: {LIGHTNING}.EMAWeightAveraging, decay: 0.5,"
+     " update_every_n_steps: 2, use_buffers: false}"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", EMA, ids=["ema", "average", "every two"])
+def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words):
+    words = [*words, "data.num_samples=16", "trainer.max_epochs=9"]  # 4 steps an epoch
+    run = resumes(*words, stops=(1, 3, 4, 5), n=7)
+    state = run.state(7)
+    averaged = {k: v for k, v in state["state_dict"].items() if not k.startswith("module.")}
+    loaded = tensors(run.folder / "checkpoints" / "step-00000007")
+    assert all(torch.equal(loaded[name], averaged[name]) for name in averaged)
+    plain = fit(
+        "data.num_samples=16", "trainer.max_epochs=9", "trainer.max_steps=7", "model.dropout=0.1",
+        "trainer.val_check_interval=3", name="plain",
+    )  # fmt: skip
+    assert differences(averaged, plain.state(7)["state_dict"])
+    current = {k.removeprefix("net."): v for k, v in state["current_model_state"].items()}
+    assert not differences(
+        {k: current[k] for k in averaged}, plain.state(7)["state_dict"]
+    )  # the average changes nothing of the training
+    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
+    assert tested.metrics["test/loss"] == run.metrics["val/loss"]
+    bare = fit(f"from_run={run.folder}", "task=validate", "ckpt_path=last", name="validated")
+    assert bare.metrics["val/loss"] == run.metrics["val/loss"]
+
+
+@pytest.mark.parametrize(
+    "hook, step",
+    [("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_batch_end", 5),
+     ("on_validation_batch_end", 3), ("on_validation_start", 6)],
+)  # fmt: skip
+@pytest.mark.parametrize("words", [EMA[0], []], ids=["ema", "plain"])
+def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step):
+    words = [
+        *words, "data.num_samples=16", "trainer.max_epochs=9", "trainer.val_check_interval=3",
+        "trainer.max_steps=7", "model.dropout=0.1", "checkpoint.keep=9",
+    ]  # fmt: skip
+    full = fit(*words, name="full")
+    stopped = fit(
+        *words, f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: {step}, hook: {hook}}}",
+        name="stopped", code=75,
+    )  # fmt: skip
+    assert stopped.steps()[-1] in (step, step + 1)
+    resumed = fit(*words, "ckpt_path=last", name="stopped")
+    assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
+
+
+def test_swa_is_refused(refused):
+    line = refused(
+        f"+callbacks.swa={{_target_: {LIGHTNING}.StochasticWeightAveraging, swa_lrs: 0.05}}"
+    )
+    assert "StochasticWeightAveraging" in line and "WeightAveraging, or callbacks=ema" in line
+
+
+# Loggers
+
+
+def test_lightnings_own_loggers_work(fit):
+    run = fit(
+        "logger=none",
+        "+logger.theirs={_target_: lightning.pytorch.loggers.CSVLogger,"
+        " save_dir: '${run_dir}/theirs'}",
+    )
+    file = next((run.folder / "theirs").rglob("metrics.csv"))
+    assert "train/loss" in file.read_text()
+    assert "epoch" not in file.read_text().splitlines()[0]
+    with open(file, newline="") as table:
+        steps = [int(float(row["step"])) for row in csv.DictReader(table) if row["train/loss"]]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_mlflow_on_sqlite(fit):
+    pytest.importorskip("mlflow")
+    run = fit(
+        "logger=none",
+        "+logger.theirs={_target_: lightning.pytorch.loggers.MLFlowLogger,"
+        " tracking_uri: 'sqlite:///${run_dir}/mlflow.db'}",
+    )
+    assert (run.folder / "mlflow.db").exists()
+
+
+# Low-rank adapters
+
+
+def test_lora_starts_from_a_base_whose_names_differ(fit, resumes):
+    base = fit("model.n_layers=2", name="base")
+    lora = (f"model._target_={OWN}.nets.LoRA", "+model.rank=2", "model.n_layers=2")
+    line = fit(*lora, f"init_from={base.folder}", name="strict", code=65).errors[0]
+    assert "init_strict=false" in line
+    start = (f"init_from={base.folder}", "init_strict=false")
+    run = resumes(*lora, start=start, stops=(3,))
+    fresh, unused = (line for line in run.out.splitlines() if "init_strict=false" in line)
+    assert "blocks.0.mlp.up_proj.down.weight" in fresh and "as initialised" in fresh
+    assert "blocks.0.mlp.up_proj.weight" in unused and "not used" in unused
+    own, theirs = run.state(6)["state_dict"], base.state(6)["state_dict"]
+    assert torch.equal(own["token_embedding.weight"], theirs["token_embedding.weight"])
+    assert own["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained

@@ -1,0 +1,63 @@
+"""Processes of a run seen from outside: who is alive, who listens where; and waiting for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    wait_until(lambda: path.exists() or process.poll() is not None, timeout_s=200)
+    assert path.exists()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started, directly or not."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and is_alive(int(entry.name)):
+            parents[int(entry.name)] = int(state(int(entry.name))[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    return state(pid)[0] not in "ZX"
+
+
+def state(pid: int) -> list[str]:
+    """State and parent of a process, from proc(5)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0"]
+
+
+def listeners(pid: int) -> list[str]:
+    """Local addresses, in the kernel's hexadecimal, on which a process listens."""
+    found, sockets = [], set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            sockets.add(os.readlink(descriptor))
+        except FileNotFoundError:
+            continue
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:  # TCP_LISTEN
+                found.append(fields[1].partition(":")[0])
+    return found

@@ -1,0 +1,204 @@
+"""What runs of these tests are made of besides the project: data, and callbacks that look or fail.
+
+A run names them by `_target_`, as a user's own classes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from count_bytes import CountBytes
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import Dataset
+
+IGNORED = -100
+PRODUCTS = {"mm", "addmm", "bmm"}
+
+
+class Ragged(Dataset):
+    """Random tokens of which each sample ignores another number: means of means are not means."""
+
+    def __init__(self, num_samples: int, seq_len: int, vocab_size: int, seed: int):
+        self.num_samples, self.seq_len, self.vocab_size = num_samples, seq_len, vocab_size
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int):
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
+        tokens = torch.randint(self.vocab_size, (self.seq_len + 1,), generator=generator)
+        targets = tokens[1:].clone()
+        targets[: index % 11] = IGNORED
+        targets[-(1 + index % 3)] = IGNORED
+        return tokens[:-1], targets
+
+
+class OnlyForward(nn.Module):
+    """A user's net that offers nothing but forward."""
+
+    def __init__(self, vocab_size: int, d_model: int = 8):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size)
+        )
+
+    def forward(self, tokens):
+        return self.layers(tokens)
+
+
+class Record(pl.Callback):
+    """Writes into the run folder, in each rank, what the run did: `record-<rank>.pt`.
+
+    Args:
+        look_at: optimizer step, from 0, whose forward and backward passes are looked into: what
+            they send, save for the backward pass, and multiply, a list of micro-steps each.
+        passes: note the order of the blocks' forward (F) and backward (B) passes of that step.
+    """
+
+    def __init__(self, look_at: int = 1, passes: bool = False):
+        self.look_at, self.notes_passes = look_at, passes
+        self.seen = {
+            "tokens": [],  # (B, T) of every micro-step
+            "places": [],  # (epoch, step) of every micro-step
+            "lrs": [],  # of every group, at every optimizer step
+            "validated": [],  # steps
+            "sent": [],
+            "calls": [],
+            "saved_bytes": [],
+            "products": [],
+            "passes": [],
+        }
+        self.looks: ExitStack | None = None
+
+    def setup(self, trainer, module, stage):
+        self.looks = None
+        self.path = Path(trainer.default_root_dir) / f"record-{trainer.global_rank}.pt"
+
+    def on_train_start(self, trainer, module):
+        net, seen = module.net, self.seen
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(
+                lambda it, *_: seen["lrs"].append([group["lr"] for group in it.param_groups])
+            )
+        seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        seen["peak"] = next(c.peak for c in trainer.callbacks if hasattr(c, "peak"))
+        seen["peak"] = seen["peak"] and seen["peak"].flops_per_s
+        seen["offload"] = [
+            type(part._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
+            for part in net.modules()
+            if isinstance(part, FSDPModule) and part._get_fsdp_state()._fsdp_param_group
+        ]
+        seen["shards_on"] = {str(p.device) for p in net.parameters()}
+        for part in net.modules():
+            if isinstance(part, nn.Dropout) and part.p > 0:
+                part.register_forward_hook(self._note_mask)
+                break
+        for name, part in net.named_modules():
+            if name.endswith("q_proj"):
+                part.register_forward_hook(self._note_dtype)
+        for name, block in getattr(net, "blocks", nn.Module()).named_children():
+            if self.notes_passes:
+                block.register_forward_pre_hook(lambda *_, n=name: self._note_pass("F", n))
+                block.register_full_backward_hook(lambda *_, n=name: self._note_pass("B", n))
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen["tokens"].append(batch[0].clone())
+        self.seen["places"].append((trainer.current_epoch, trainer.global_step))
+        if trainer.global_step != self.look_at:
+            return
+        self.looks, self.bytes, self.counts = ExitStack(), 0, Counts()
+        self.looks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t))
+        self.looks.enter_context(self.counts)
+
+    def on_after_backward(self, trainer, module):
+        if self.looks is None:
+            return
+        self.looks.close()
+        self.looks = None
+        self.seen["sent"].append(dict(self.counts.sent))
+        self.seen["calls"].append(dict(self.counts.calls))
+        self.seen["products"].append(self.counts.products)
+        self.seen["saved_bytes"].append(self.bytes)
+
+    def on_validation_start(self, trainer, module):
+        self.seen["validated"].append(trainer.global_step)
+
+    def on_train_end(self, trainer, module):
+        torch.save(self.seen, self.path)
+
+    def _save(self, tensor):
+        self.bytes += tensor.nbytes
+        return tensor
+
+    def _note_mask(self, module, inputs, output):
+        if self.looks is not None:
+            self.seen.setdefault("mask", (output == 0).flatten())
+
+    def _note_dtype(self, module, inputs, output):
+        self.seen.setdefault("dtype", str(output.dtype))
+
+    def _note_pass(self, way, name):
+        if self.looks is not None:
+            self.seen["passes"].append(way + name)
+
+
+class Counts(CountBytes):
+    """Bytes sent, and products of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.products += op.namespace == "aten" and op._opname in PRODUCTS
+        return super().__torch_dispatch__(op, types, args, kwargs)
+
+
+class StopAt(pl.Callback):
+    """Asks this rank to stop, as SLURM would, once a step is done."""
+
+    def __init__(self, step: int, rank: int):
+        self.step, self.rank = step, rank
+
+    def on_train_batch_end(self, trainer, *_):
+        if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class FailEachStart(pl.Callback):
+    """Fails at the first step of every start, and notes the start in a file."""
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_rank == 0:
+            with open(Path(trainer.default_root_dir) / "starts.txt", "a") as file:
+                print(trainer.global_step, file=file)
+            raise RuntimeError("this start was to fail")
+        time.sleep(60)
+
+
+class HangAt(pl.Callback):
+    """Rank 1 stops taking part before a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step and trainer.global_rank == 1:
+            time.sleep(300)
+
+
+class MuonInFp32(pl.Callback):
+    """Muon's products in fp32 whatever the CPU has: in bf16 a last bit of fp32 may be one of 8."""
+
+    def __init__(self):
+        from gptrain.optim import muon
+
+        muon.native_dtype = lambda device: torch.float32

@@ -1,0 +1,32 @@
+"""What data-parallel ranks send of their gradients."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from count_bytes import CountBytes
+from kinds import close, make_batch, make_net
+from ranks import on_ranks
+
+from gptrain.parallel.ddp import comm_hook
+
+
+@on_ranks(2)
+def test_comm_hooks_round_gradients_and_halve_the_bytes():
+    gradients, sent = {}, {}
+    for name in ("none", "bf16", "fp16", "powersgd"):
+        torch.manual_seed(0)
+        net = torch.nn.parallel.DistributedDataParallel(make_net())
+        if (hook := comm_hook(name)) is not None:
+            net.register_comm_hook(*hook)
+        tokens, targets = make_batch(0, dist.get_rank())
+        loss = F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
+        with CountBytes() as counted:
+            loss.backward()
+        sent[name] = counted.sent["allreduce"]
+        gradients[name] = net.module.blocks[0].mlp.up_proj.weight.grad
+    close(gradients["bf16"], gradients["none"], 2**-7)  # eight bits of mantissa
+    close(gradients["fp16"], gradients["none"], 2**-10)
+    close(gradients["powersgd"], gradients["none"], 1e-6)  # plain all-reduce before step 1000
+    assert not torch.equal(gradients["bf16"], gradients["none"])
+    assert sent["bf16"] == sent["fp16"] == sent["none"] / 2 > 0
+    assert sent["powersgd"] == sent["none"]

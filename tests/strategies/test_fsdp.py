@@ -1,0 +1,50 @@
+"""Fully sharded data parallelism on two ranks equals one process."""
+
+import warnings
+
+from count_bytes import CountBytes
+from kinds import Sharded, check_equals_one_process, fraction_of_bytes
+from ranks import on_ranks
+
+from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+
+
+@on_ranks(2)
+def test_fsdp_equals_one_process():
+    check_equals_one_process(Sharded(data=2))
+
+
+@on_ranks(2)
+def test_without_resharding_it_equals_one_process_and_gathers_each_block_once():
+    """Each of four blocks is gathered forward, and again backward where it was resharded."""
+    gathers = {}
+    for reshards in (True, False):
+        kind = Sharded(data=2, reshard_after_forward=reshards)
+        check_equals_one_process(kind, n_steps=2)
+        with CountBytes() as counted:
+            kind.step(2)
+        gathers[reshards] = counted.calls["allgather_base"]
+    n_root, n_micro_steps = 1, 2
+    assert gathers == {True: n_micro_steps * (8 + n_root), False: n_micro_steps * (4 + n_root)}
+
+
+@on_ranks(2)
+def test_each_rank_holds_half_of_the_bytes():
+    assert fraction_of_bytes(Sharded(data=2)) < 0.5 * 1.1
+
+
+@on_ranks(2)
+def test_activation_checkpointing_changes_no_number():
+    for mode in ("full", "selective"):
+        kind = Sharded(
+            data=2, prepare=lambda net, mode=mode: apply_activation_checkpointing(net, mode)
+        )
+        check_equals_one_process(kind, n_steps=1)
+
+
+@on_ranks(2)
+def test_compiled_blocks_equal_one_process():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own, of which it has many
+        kind = Sharded(data=2, prepare=lambda net: apply_compile(net, "blocks"))
+        check_equals_one_process(kind, n_steps=1)

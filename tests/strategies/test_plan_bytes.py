@@ -1,0 +1,77 @@
+"""The planner's formulas: bytes that a rank sends in a step, and that it holds."""
+
+from functools import partial
+
+import torch.distributed as dist
+from count_bytes import CountBytes
+from gptrain.plan.communication import step_bytes
+from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
+from ranks import on_ranks
+
+from gptrain.parallel.activation import apply_activation_checkpointing
+from gptrain.plan import ParallelDims
+from gptrain.plan.memory import state_bytes
+from gptrain.plan.shape import GPTShape
+
+SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
+
+
+def check_sent(name, kind, dims, *, recomputes="none", **where):
+    """Bytes counted over one step agree with the planner's formula."""
+    kind.step(0)  # what is sent once, at a first step, is not a step's
+    with CountBytes() as counted:
+        kind.step(1)
+    expected = step_bytes(
+        name,
+        SHAPE,
+        dims,
+        batch_size=BATCH // dims.data,
+        seq_len=T,
+        accumulate=ACCUMULATE,
+        activation_checkpointing=recomputes,
+        **where,
+    )
+    assert abs(counted.total / expected - 1) < 0.01, (name, counted.sent, expected)
+
+
+def check_held(name, kind, dims, **where):
+    kind.step(0)
+    kind.optimizer.step()
+    held = training_bytes(kind)
+    assert abs(held / state_bytes(name, SHAPE, dims, **where) - 1) < 0.05, name
+
+
+@on_ranks(2)
+def test_bytes_sent_are_those_of_the_plan():
+    data, tensor = ParallelDims(data=2), ParallelDims(tensor=2)
+    check_sent("fsdp", Sharded(data=2), data)
+    kept = Sharded(data=2, reshard_after_forward=False)
+    check_sent("fsdp", kept, data, reshard_after_forward=False)
+    check_sent("fsdp", Sharded(data=2, syncs_each=True), data, accumulate_shards=True)
+    check_sent("tensor_parallel", Sharded(tensor=2), tensor)
+    for mode in ("full", "selective"):
+        again = Sharded(tensor=2, prepare=partial(apply_activation_checkpointing, mode=mode))
+        check_sent("tensor_parallel", again, tensor, recomputes=mode)
+    stages = ParallelDims(pipeline=2)
+    rank = dist.get_rank()
+    check_sent("pipeline", Piped(), stages, pipeline_rank=rank)
+    interleaved = Piped("interleaved_1f1b")
+    check_sent("pipeline", interleaved, stages, pipeline_rank=rank, stages_per_rank=2)
+    check_sent("ddp", Replicated(), data)
+
+
+@on_ranks(2)
+def test_bytes_held_are_those_of_the_plan():
+    check_held("fsdp", Sharded(data=2), ParallelDims(data=2))
+    check_held("tensor_parallel", Sharded(tensor=2), ParallelDims(tensor=2))
+    for n_stages_here, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
+        where = {"pipeline_rank": dist.get_rank(), "stages_per_rank": n_stages_here}
+        check_held("pipeline", Piped(schedule), ParallelDims(pipeline=2), **where)
+
+
+@on_ranks(4)
+def test_bytes_of_the_mixes_are_those_of_the_plan():
+    check_sent("fsdp_tensor_parallel", Sharded(data=2, tensor=2), ParallelDims(data=2, tensor=2))
+    rank = dist.get_rank() // 2
+    check_sent("ddp_pipeline", Piped(data=2), ParallelDims(data=2, pipeline=2), pipeline_rank=rank)
+    check_held("fsdp_tensor_parallel", Sharded(data=2, tensor=2), ParallelDims(data=2, tensor=2))

@@ -1,0 +1,227 @@
+"""Any strategy writes states that any other reads, also what lies beside the net."""
+
+import copy
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from kinds import (
+    GRADIENT_RTOL,
+    LOSS_RTOL,
+    NOISE,
+    OneProcess,
+    Piped,
+    Sharded,
+    broadcast,
+    close,
+    make_net,
+)
+from ranks import on_ranks
+from torch import nn
+
+from gptrain.parallel.slices import whole_of
+from gptrain.parallel.state import (
+    load_sharded_net,
+    load_sharded_optimizer,
+    load_whole_net_state,
+    load_whole_optimizer_state,
+    named_groups,
+    named_parameters,
+    sharded_state,
+    whole_net_state,
+    whole_optimizer_state,
+)
+
+
+class CountsSteps(torch.optim.Optimizer):
+    """As users write them: a Python integer in the state, and a moment."""
+
+    def __init__(self, groups, lr=0.1):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["n"], state["sum"] = 0, torch.zeros_like(parameter)
+                state["n"] += 1
+                state["sum"] += parameter.grad
+                parameter -= group["lr"] * state["sum"]
+
+
+def every_kind(seed):
+    yield OneProcess(seed=seed)
+    yield Sharded(data=2, seed=seed)
+    yield Sharded(tensor=2, seed=seed)
+    yield Piped("1f1b", seed=seed)
+    yield Piped("interleaved_1f1b", seed=seed)
+
+
+def trained(kind):
+    kind.step(0)
+    kind.update()
+    return kind
+
+
+def check_state_of(kind, truth):
+    """The whole state has one process's names, and values to rounding."""
+    for mine, expected in zip(kind.states(), truth.states(), strict=True):
+        if dist.get_rank() == 0:
+            mine, expected = (state.get("state", state) for state in (mine, expected))
+            assert sorted(mine) == sorted(expected)
+            for name in (name for name in expected if NOISE not in name):
+                if isinstance(expected[name], dict):
+                    for key in ("step", "exp_avg", "exp_avg_sq"):
+                        close(mine[name][key], expected[name][key], GRADIENT_RTOL)
+                else:
+                    close(mine[name], expected[name], GRADIENT_RTOL)
+
+
+def check_goes_on_like(loaded, truth_step):
+    loss, norm = loaded.step(1)
+    assert abs(loss / truth_step[0] - 1) < LOSS_RTOL
+    assert abs(norm / truth_step[1] - 1) < LOSS_RTOL
+    groups = loaded.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+
+
+@on_ranks(2)
+def test_any_strategy_saves_the_whole_state_and_loads_it():
+    truth = trained(OneProcess())
+    states = truth.states()
+    for kind in every_kind(seed=0):
+        check_state_of(trained(kind), truth)
+    states = copy.deepcopy(states)
+    expected = truth.step(1)
+    for kind in every_kind(seed=1):
+        kind.load(*broadcast(states))
+        check_goes_on_like(kind, expected)
+
+
+def _with_one_beside(kind):
+    """A parameter on the module, trained by the same optimizer, which counts in integers."""
+    scale = nn.Parameter(torch.tensor([2.0, 3.0]))
+    kind.beside = {"module.scale": scale}
+    kind.optimizer = CountsSteps([{"params": list(kind.net.parameters())}])
+    kind.optimizer.add_param_group({"params": [scale], "lr": torch.tensor(0.5)})
+    return kind
+
+
+def _step(kind):
+    kind.step(0)
+    kind.beside["module.scale"].grad = torch.tensor([0.25, 0.5])
+    kind.optimizer.step()
+
+
+def _check_beside(kind, expected):
+    """The state of expected, in this kind's own optimizer."""
+    for name, parameter in kind.parameters().items():
+        mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
+        assert mine["n"] == theirs["n"] == 1 and type(mine["n"]) is int
+        if NOISE not in name and not isinstance(kind, Piped):
+            close(whole_of(mine["sum"]), theirs["sum"], GRADIENT_RTOL)
+    assert torch.equal(
+        kind.optimizer.state[kind.beside["module.scale"]]["sum"], torch.tensor([0.25, 0.5])
+    )
+    assert [float(group["lr"]) for group in kind.optimizer.param_groups] == [0.1, 0.5]
+
+
+@on_ranks(2)
+def test_parameters_beside_the_net_and_numbers_in_a_state_are_kept_by_all_strategies():
+    truth = _with_one_beside(OneProcess())
+    _step(truth)
+    expected = broadcast(copy.deepcopy(truth.states()[1]))
+    assert expected["param_groups"][1] == {"lr": 0.5, "params": ["module.scale"]}
+    folder = Path(broadcast(tempfile.mkdtemp()))
+    for number, kind in enumerate(map(_with_one_beside, every_kind(seed=0))):
+        _step(kind)
+        _, mine = kind.states()
+        aliases, stages = kind.whole.get("aliases", {}), kind.whole.get("stages")
+        state = sharded_state(kind.net, kind.parameters(), kind.optimizer, aliases=aliases)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / str(number)))
+        groups = broadcast(named_groups(kind.parameters(), kind.optimizer, stages))
+        if dist.get_rank() == 0:
+            assert mine["state"].keys() == expected["state"].keys()
+        mine = broadcast(mine)
+        for other in map(_with_one_beside, every_kind(seed=1)):
+            load_whole_optimizer_state(other.parameters(), other.optimizer, mine)
+            _check_beside(other, expected)
+        for other in map(_with_one_beside, every_kind(seed=1)):
+            reader = dcp.FileSystemReader(folder / str(number))
+            load_sharded_net(other.net, reader, **other.whole)
+            load_sharded_optimizer(other.parameters(), other.optimizer, groups, reader)
+            _check_beside(other, expected)
+
+
+def _changed(state):
+    """A state that lacks a block's bias, has one weight in another shape, and one nobody knows."""
+    state = dict(state)
+    state.pop("blocks.1.mlp.up_proj.bias")
+    state["blocks.2.norm_1.weight"] = torch.ones(5)
+    state["blocks.0.adapter"] = torch.ones(2)
+    return state
+
+
+LEFT_OUT = (
+    ["blocks.1.mlp.up_proj.bias"],
+    ["blocks.0.adapter"],
+    {"blocks.2.norm_1.weight": ((5,), (32,))},
+)
+
+
+@on_ranks(2)
+def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
+    given = broadcast(_changed(OneProcess(seed=3).net.state_dict()))
+    folder = Path(broadcast(tempfile.mkdtemp()))
+    sharded = {f"net.{name}": tensor for name, tensor in given.items() if name != "head.weight"}
+    dcp.save(sharded, storage_writer=dcp.FileSystemWriter(folder))
+    sources = (load_whole_net_state, given), (load_sharded_net, dcp.FileSystemReader(folder))
+    for load, source in sources:
+        for kind in every_kind(seed=0):
+            with pytest.raises(
+                ValueError,
+                match=r"norm_1.weight \(5,\) there, \(32,\) here; .*bias here only; .* there only",
+            ):
+                load(kind.net, source, **kind.whole)
+            left_out = load(kind.net, source, strict=False, **kind.whole)
+            assert tuple(left_out) == LEFT_OUT
+            mine = whole_net_state(kind.net, **kind.whole)
+            if dist.get_rank() == 0:
+                fresh = OneProcess(seed=0).net.state_dict()
+                for name, tensor in mine.items():
+                    fits = name in given and given[name].shape == tensor.shape
+                    assert torch.equal(tensor, given[name] if fits else fresh[name]), name
+
+
+def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
+    net = make_net()
+    stray = nn.Parameter(torch.ones(3, 4))
+    optimizer = torch.optim.SGD([{"params": list(net.parameters())}, {"params": [stray]}], 0.1)
+    parameters = named_parameters(net)
+    with pytest.raises(ValueError, match=r"group 1 of SGD has a parameter of shape \(3, 4\)"):
+        whole_optimizer_state(parameters, optimizer)
+    parameters["module.stray"] = stray
+    state = whole_optimizer_state(parameters, optimizer)
+    optimizer.param_groups[0]["momentum"] = abs
+    with pytest.raises(ValueError, match="option momentum of the optimizer is a builtin"):
+        named_groups(parameters, optimizer)
+    one_group = torch.optim.SGD([*net.parameters(), stray], 0.1)
+    load_whole_optimizer_state(parameters, one_group, state)  # options are equal
+    state["param_groups"][1]["lr"] = 0.2
+    with pytest.raises(ValueError, match=r"module.stray: not in a group with token_embedding"):
+        load_whole_optimizer_state(parameters, one_group, state)
+    state["param_groups"].pop()
+    with pytest.raises(ValueError, match=r"module\.stray: not in a group"):
+        load_whole_optimizer_state(parameters, one_group, state)
+
+
+def test_a_tied_weight_may_be_given_once():
+    net, other = make_net(), make_net()
+    state = {name: tensor for name, tensor in other.state_dict().items() if name != "head.weight"}
+    assert not any(load_whole_net_state(net, state))
+    assert torch.equal(net.head.weight, other.token_embedding.weight)

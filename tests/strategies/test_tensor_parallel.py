@@ -1,0 +1,111 @@
+"""Tensor parallelism on two ranks equals one process, also in a vocabulary that they share."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from kinds import (
+    GRADIENT_RTOL,
+    NOISE,
+    OneProcess,
+    Sharded,
+    check_equals_one_process,
+    close,
+    fraction_of_bytes,
+    make_batch,
+)
+from ranks import on_ranks
+from torch.distributed.tensor import DTensor, Shard
+
+from gptrain.loss import next_token_loss
+from gptrain.parallel.activation import apply_activation_checkpointing
+from gptrain.parallel.gradients import sum_gradients
+from gptrain.parallel.mesh import build_mesh
+from gptrain.parallel.slices import like_parameter, whole_of
+from gptrain.parallel.tensor import partial_parameters
+from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks, vocab_parallel_loss
+
+
+@on_ranks(2)
+def test_tensor_parallel_equals_one_process():
+    check_equals_one_process(Sharded(tensor=2))
+
+
+@on_ranks(2)
+def test_each_rank_holds_half_of_the_bytes():
+    assert fraction_of_bytes(Sharded(tensor=2)) < 0.5 * 1.1
+
+
+@on_ranks(2)
+def test_activation_checkpointing_changes_no_number():
+    for mode in ("full", "selective"):
+        kind = Sharded(
+            tensor=2, prepare=lambda net, mode=mode: apply_activation_checkpointing(net, mode)
+        )
+        check_equals_one_process(kind, n_steps=1)
+
+
+@on_ranks(2)
+def test_forward_gives_whole_logits():
+    tokens, _ = make_batch(0, 0)
+    with torch.no_grad():
+        close(Sharded(tensor=2).net(tokens), OneProcess().net(tokens), GRADIENT_RTOL)
+
+
+@on_ranks(2)
+def test_the_loss_of_whole_logits_has_the_gradients_of_plain_cross_entropy():
+    kind, truth = Sharded(tensor=2), OneProcess()
+    tokens, targets = make_batch(0, 0)
+    F.cross_entropy(truth.net(tokens).flatten(0, 1), targets.flatten()).backward()
+    logits = kind.net(tokens)  # a net's forward, and the loss that every rank takes of it
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    sum_gradients(partial_parameters(kind.net), kind.mesh["tensor"].get_group())
+    for name, gradient in kind.gradients().items():
+        if NOISE not in name:
+            close(gradient, truth.gradients()[name], GRADIENT_RTOL)
+
+
+def _head(v=61, d=8):
+    """Hidden states, a whole head, this rank's part, and targets of which some are ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, d, dtype=torch.float64, generator=generator, requires_grad=True)
+    whole = torch.randn(v, d, dtype=torch.float64, generator=generator, requires_grad=True)
+    targets = torch.randint(v, (3, 7), generator=generator)
+    targets[:, ::3] = -100
+    mesh = build_mesh("cpu", tensor=2)["tensor"]
+    empty = DTensor.from_local(
+        torch.empty(-(-v // 2) if mesh.get_local_rank() == 0 else v // 2, d, dtype=whole.dtype),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return hidden, whole, like_parameter(whole.detach(), empty).requires_grad_(), targets
+
+
+@on_ranks(2)
+def test_the_loss_over_a_shared_vocabulary_is_exact_with_smoothing_z_loss_and_ignored_targets():
+    options = itertools.product((0.0, 0.1, 1.0), (0.0, 1e-2), ("mean", "sum"))
+    for label_smoothing, z_loss, reduction in options:
+        hidden, whole, part, targets = _head()
+        named = {"label_smoothing": label_smoothing, "z_loss": z_loss, "reduction": reduction}
+        expected = next_token_loss(hidden @ whole.T, targets, **named)
+        expected_grads = torch.autograd.grad(expected, (hidden, whole))
+        loss = vocab_parallel_loss(hidden, part, targets, chunk_tokens=4, **named)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        of_hidden, of_part = torch.autograd.grad(loss, (hidden, part))
+        dist.all_reduce(of_hidden)  # each rank's columns give it a part of the sum
+        torch.testing.assert_close(of_hidden, expected_grads[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(whole_of(of_part), expected_grads[1], rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_logits_for_metrics_are_whole_on_every_rank():
+    hidden, whole, part, targets = _head()
+    chunks = list(vocab_parallel_logits_in_chunks(hidden, part, targets, chunk_tokens=4))
+    counts = targets != -100
+    expected = (hidden @ whole.T)[counts].detach()
+    torch.testing.assert_close(torch.cat([logits for logits, _ in chunks]), expected)
+    assert torch.equal(torch.cat([kept for _, kept in chunks]), targets[counts])

@@ -1,0 +1,80 @@
+"""How a rank ended: one table from exceptions to exit codes; and which heartbeats are old."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from gptrain.data import DataError
+from gptrain.launch.rank import BEATS_NAME, classify, forget_old_beats
+from gptrain.launch.rendezvous import attempt
+from gptrain.launch.supervisor import note_start
+from gptrain.problems import ConfigError, Problem
+from gptrain.resilience.draft import NoSpace, SaveFailed
+from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
+from gptrain.resilience.safe_load import UnsafeCheckpoint
+from gptrain.resilience.status import NonFinite, Preempted
+from gptrain.resilience.watchdog import Heartbeat, read_lives
+
+
+def unusable(number):
+    return OSError(number, "refused", "/some/file")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "cause"),
+    [
+        (Preempted(5), 75, "preempted"),
+        (NonFinite(3, 1, [4, 5]), 79, "nonfinite"),
+        (ConfigError([Problem("a", 1, "wrong")]), 2, "config"),
+        (ConfigError([Problem("a", 1, "gone", code=66)]), 66, "config"),
+        (DataError("a.txt: empty"), 65, "data"),
+        (DamagedCheckpoint("step-1", "state.ckpt is missing"), 65, "data"),
+        (UnsafeCheckpoint("step-1", "contains os.system"), 65, "data"),
+        (NoGoodCheckpoint("checkpoints", []), 65, "data"),
+        (NoSpace("checkpoints", 10, 5), 73, "disk"),
+        (SaveFailed(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
+        (SaveFailed(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
+        (unusable(errno.ENOSPC), 74, "disk"),
+        (unusable(errno.EACCES), 73, "disk"),
+        (unusable(errno.ENOENT), 70, "error"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), 76, "hang"),
+        (RuntimeError("Watchdog caught collective operation timeout"), 76, "hang"),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 70, "peer"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), 70, "memory"),
+        (MemoryError(), 70, "memory"),
+        (ValueError("timed out after lunch"), 70, "error"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 70, "error"),
+        (SystemExit(3), 70, "error"),
+    ],
+)
+def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
+    ending = classify(error, doing="step 7")
+    assert (ending.code, ending.cause) == (code, cause)
+    assert ending.line and "\n" not in ending.line
+    assert bool(ending.trace) == (cause in ("error", "memory"))
+    assert ("at step 7" in ending.line) == (cause == "error")
+
+
+def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
+    folder, victim = tmp_path / BEATS_NAME, tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    now = Heartbeat(folder / attempt(), rank=1)  # has opened its file before rank 0 cleans up
+    Heartbeat(folder / "123-45.67-0", rank=0)
+    (folder / "of a stranger").symlink_to(victim)
+    forget_old_beats(tmp_path)
+    assert [path.name for path in folder.iterdir()] == [attempt()]
+    now.beat(7)
+    (life,) = read_lives(folder / attempt())
+    assert (life.rank, life.step) == (1, 7)
+    assert (victim / "file").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "5", "fruitless": 1}', "[" * 100_000])
+def test_a_count_of_starts_that_is_garbage_is_ignored(tmp_path, text):
+    (tmp_path / ".restarts").write_text(text)
+    assert note_start(tmp_path, 5, again=True) == 0
+    assert note_start(tmp_path, 5, again=True) == 1
