@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from gptrain.config import register
+from gptrain.config import compose_command
+from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
 REQUIRED = {"tokens": ("data.train_path=train.bin", "data.val_path=val.bin")}
@@ -20,19 +19,9 @@ CHOICES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _registered():
-    register()
-
-
-def composed(*overrides):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides), return_hydra_config=False)
-
-
 @pytest.mark.parametrize("group, choice", CHOICES, ids="/".join)
 def test_a_choice_composes_and_every_reference_in_it_resolves(group, choice):
-    cfg = composed(f"{group}={choice}", *REQUIRED.get(choice, ()))
+    cfg = compose_command([f"{group}={choice}", *REQUIRED.get(choice, ())])
     OmegaConf.to_container(cfg, resolve=True)
 
 

@@ -7,33 +7,50 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.plant import WITNESS
-
 CLOCKS = ("perf/", "epoch")  # columns of metrics.csv that hold times
+
+
+def record(run_dir: Path) -> dict[str, Any]:
+    """All of it, of a run that was done on the same ranks all the time."""
+    witnesses = sorted(run_dir.glob("witness-*.txt"))
+    return {
+        "state": final_state(run_dir),
+        "losses": [micro_steps(path) for path in witnesses],
+        "curve": curve(run_dir),
+    }
+
+
+def difference(run_dir: Path, reference: dict[str, Any]) -> str | None:
+    """Where a run differs from the reference; None where it is equal bit for bit."""
+    try:
+        mine = record(run_dir)
+    except (AssertionError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    for part, found in mine.items():
+        expected = reference[part]
+        if found != expected:
+            pairs = found if isinstance(found, dict) else dict(enumerate(found))
+            others = expected if isinstance(expected, dict) else dict(enumerate(expected))
+            names = [
+                key for key in pairs.keys() | others.keys() if pairs.get(key) != others.get(key)
+            ]
+            return f"{part} differs in {names}"
+    return None
 
 
 def final_state(run_dir: Path) -> dict[str, str]:
     """SHA-256 of each part of the last checkpoint: weights, optimizer, random numbers, counters."""
-    from gptrain.resilience.safe_load import load_file
+    import torch
 
     newest = max((run_dir / "checkpoints").glob("step-????????"))
-    state = load_file(newest / "state.ckpt")
+    state = torch.load(newest / "state.ckpt", weights_only=True)
     if (newest / ".metadata").exists():
-        state["shards"] = whole(newest)
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        whole = run_dir / "whole.pt"
+        dcp_to_torch_save(newest, whole)
+        state["shards"] = torch.load(whole, weights_only=True)
     return {"step": newest.name, **{key: digest(value) for key, value in state.items()}}
-
-
-def whole(checkpoint: Path) -> dict[str, Any]:
-    """All tensors of a sharded checkpoint, put together; names in order."""
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    from gptrain.resilience.safe_load import SafeFileSystemReader
-
-    state: dict[str, Any] = {}
-    reader, planner = SafeFileSystemReader(checkpoint), _EmptyStateDictLoadPlanner()
-    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
-    return dict(sorted(state.items()))
 
 
 def digest(value: Any) -> str:
@@ -42,7 +59,7 @@ def digest(value: Any) -> str:
 
     def add(item: Any) -> None:
         if isinstance(item, dict):
-            for key in item:
+            for key in sorted(item, key=str):
                 seal.update(f"{key}:".encode())
                 add(item[key])
         elif isinstance(item, list | tuple):
@@ -58,60 +75,29 @@ def digest(value: Any) -> str:
     return seal.hexdigest()
 
 
-def losses(run_dir: Path, rank: int) -> dict[int, str]:
-    """Micro-step -> the batch it saw and the loss it gave.
+def micro_steps(witness: Path) -> dict[str, str]:
+    """Micro-step of a rank -> step, batch and loss.
 
     Raises: AssertionError if a micro-step that was done twice was not done alike.
     """
-    found: dict[int, str] = {}
-    for line in (run_dir / WITNESS.format(rank=rank)).read_text().splitlines():
+    found: dict[str, str] = {}
+    for line in witness.read_text().splitlines():
         number, _, rest = line.partition(" ")
-        before = found.setdefault(int(number), rest)
-        assert before == rest, f"rank {rank}, micro-step {number}: {before}, then {rest}"
+        before = found.setdefault(number, rest)
+        assert before == rest, f"{witness.name}, {number}: {before}, then {rest}"
     return found
 
 
-def redone(run_dir: Path, rank: int) -> int:
+def repeated(run_dir: Path, rank: int = 0) -> int:
     """Micro-steps of a rank that were done more than once."""
-    numbers = [line.split()[0] for line in (run_dir / WITNESS.format(rank=rank)).open()]
+    numbers = [line.split()[0] for line in (run_dir / f"witness-{rank}.txt").open()]
     return len(numbers) - len(set(numbers))
 
 
 def curve(run_dir: Path) -> list[dict[str, str]]:
     """metrics.csv without its times."""
-    path = run_dir / "metrics.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
+    with (run_dir / "metrics.csv").open(newline="") as file:
         return [
             {key: value for key, value in row.items() if value and not key.startswith(CLOCKS)}
             for row in csv.DictReader(file)
         ]
-
-
-def record(run_dir: Path) -> dict[str, Any]:
-    """All of it, of a run that was done on the same ranks all the time."""
-    n_ranks = len(list(run_dir.glob("witness-*.txt")))
-    return {
-        "state": final_state(run_dir),
-        "losses": [losses(run_dir, rank) for rank in range(n_ranks)],
-        "curve": curve(run_dir),
-    }
-
-
-def difference(run_dir: Path, reference: dict[str, Any]) -> str | None:
-    """Where a run differs from the reference; None where it is equal bit for bit."""
-    try:
-        mine = record(run_dir)
-    except (AssertionError, OSError, ValueError) as error:
-        return str(error)
-    parts = [key for key, value in reference["state"].items() if mine["state"].get(key) != value]
-    if parts:
-        return f"final state differs in {', '.join(parts)}"
-    for rank, (ours, theirs) in enumerate(zip(mine["losses"], reference["losses"], strict=True)):
-        if ours != theirs:
-            first = min(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
-            return f"rank {rank} differs from micro-step {first} on"
-    if mine["curve"] != reference["curve"]:
-        return "metrics.csv differs"
-    return None

@@ -16,7 +16,7 @@ import torch
 import gptrain
 import train
 from gptrain.config import cli
-from gptrain.launch import supervisor
+from tests.forked import forked_ranks
 
 OWN = "tests.lit.own"
 TINY = (
@@ -81,24 +81,29 @@ Fit = Callable[..., Ended]
 
 
 @pytest.fixture
-def fit(tmp_path, capfd, monkeypatch) -> Fit:
+def fit(tmp_path, capfd) -> Fit:
     """`python train.py` with TINY and these words.
 
     Expects this exit code; what is refused is said in one line, before anything is logged.
     """
-    monkeypatch.setattr(supervisor, "START_METHOD", "forkserver")
-    monkeypatch.setattr(supervisor, "PRELOAD", ["train", "gptrain.assemble"])
 
-    def run(*words: str, name: str = "run", code: int = 0) -> Ended:
+    def run(*words: str, name: str = "run", code: int = 0, begun: bool = False) -> Ended:
         folder = tmp_path / name
         before = folder.exists()
-        found = cli.run_command(train.main, [*TINY, f"run_dir={folder}", *words])
-        ended = Ended(found, "".join(capfd.readouterr()), folder)
+        tiny = () if any(word.startswith("from_run=") for word in words) else TINY
+        ranks = tmp_path / f"{name}.txt"  # what ranks say
+        with forked_ranks(ranks, ranks):
+            found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
+        said = "".join(capfd.readouterr())
+        if ranks.exists():
+            said += ranks.read_text()
+            ranks.unlink()
+        ended = Ended(found, said, folder)
         assert found == code, ended.out
         if code == 2:
             assert len(ended.errors) == 1 and "Traceback" not in ended.out, ended.out
             left = {path.name for path in folder.rglob("*")} if folder.exists() else set()
-            assert before or not left & TRACES, left
+            assert before or begun or not left & TRACES, left
         return ended
 
     return run
@@ -114,12 +119,14 @@ def refused(fit) -> Callable[..., str]:
 def resumes(fit) -> Callable[..., Ended]:
     """Makes sure that a run resumed after any of its steps ends in the same bits."""
 
-    def check(*words: str, stops: tuple[int, ...] = (1, 3, 4, 5), n: int = 6, **names) -> Ended:
+    def check(
+        *words: str, stops: tuple[int, ...] = (1, 3, 4, 5), n: int = 6, start: tuple[str, ...] = ()
+    ) -> Ended:
         words = (
             "checkpoint.every_n_steps=1", "checkpoint.keep=99", "model.dropout=0.1",
             "trainer.val_check_interval=3", f"trainer.max_steps={n}", *words,
         )  # fmt: skip
-        full = fit(*words, name=names.get("name", "full"))
+        full = fit(*words, *start, name="full")
         assert full.steps() == list(range(1, n + 1)), full.steps()
         for stop in stops:
             copy = full.copy_until(stop, f"{full.folder.name}-{stop}")

@@ -79,6 +79,7 @@ class Record(pl.Callback):
         self.looks: ExitStack | None = None
 
     def setup(self, trainer, module, stage):
+        self.looks = None
         self.path = Path(trainer.default_root_dir) / f"record-{trainer.global_rank}.pt"
 
     def on_train_start(self, trainer, module):
@@ -138,7 +139,8 @@ class Record(pl.Callback):
         return tensor
 
     def _note_mask(self, module, inputs, output):
-        self.seen.setdefault("mask", (output == 0).flatten())
+        if self.looks is not None:
+            self.seen.setdefault("mask", (output == 0).flatten())
 
     def _note_dtype(self, module, inputs, output):
         self.seen.setdefault("dtype", str(output.dtype))

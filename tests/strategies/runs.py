@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -35,12 +36,16 @@ N_STEPS, MAX_NORM = 8, 0.5
 
 # V = 61 and T = 15: neither is a multiple of two ranks. Micro-steps are of four sequences under
 # every strategy, so that means over them are the same; data-parallel ranks have two in a step.
-WORDS = (
+MODEL = (
     "model=gpt_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",
     "model.n_layers=4", "model.max_seq_len=16",
-    "data.seq_len=15", "data.batch_size=4", "data.global_batch_size=16",
+)  # fmt: skip
+DATA = (
     "data.train._target_=own.Ragged", "data.train.num_samples=200", "data.train.seed=3",
     "data.val._target_=own.Ragged", "data.val.num_samples=21", "data.val.seed=4",
+)  # fmt: skip
+WORDS = (
+    "data.seq_len=15", "data.batch_size=4", "data.global_batch_size=16",
     "optimizer.lr=1e-3", "scheduler.warmup_steps=2", f"scheduler.total_steps={N_STEPS}",
     f"trainer.gradient_clip_val={MAX_NORM}", f"trainer.max_steps={N_STEPS}",
     "trainer.accelerator=cpu", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1",
@@ -122,18 +127,28 @@ class Runs:
     def __init__(self, folder: Path):
         self.folder, self.made = folder, {}
 
-    def __call__(self, *words: str, code: int = 0, begun: Run | None = None) -> Run:
+    def __call__(
+        self,
+        *words: str,
+        model: tuple[str, ...] = MODEL,
+        data: tuple[str, ...] = DATA,
+        code: int = 0,
+        begun: Run | None = None,
+    ) -> Run:
         """The run of WORDS and these.
 
         Args:
+            model, data: the words of these groups.
             code: the exit code that it must end with.
             begun: go on in a copy of this run's folder.
         """
+        words = (*WORDS, *model, *data, *words)
         key = json.dumps([words, begun and begun.folder.name])
         if key not in self.made:
             self.made[key] = self._find_or_make(key, words, begun)
         run = self.made[key]
-        assert run.code == code, f"python train.py {' '.join(words)}\nexit {run.code}\n{run.said}"
+        if run.code != code:
+            pytest.fail(f"exit code {run.code}, not {code}:\n{run.said}", pytrace=False)
         return run
 
     def _find_or_make(self, key: str, words: tuple[str, ...], begun: Run | None) -> Run:
@@ -146,7 +161,7 @@ class Runs:
                 shutil.rmtree(folder, ignore_errors=True)
                 if begun is not None:
                     shutil.copytree(begun.folder, folder)
-                code = run_train([*WORDS, *words, f"run_dir={folder}"], said)
+                code = run_train([*words, f"run_dir={folder}"], said)
                 end.write_text(json.dumps(code))
         return Run(folder, json.loads(end.read_text()), said.read_text(errors="replace"))
 
@@ -161,7 +176,11 @@ def run_train(words: list[str], said: Path) -> int:
     with open(said, "a", buffering=1) as file:
         print("python train.py", *words, file=file)
         with redirect_stdout(file), redirect_stderr(file), forked_ranks(said, said):
-            return cli.run_command(train.main, words)
+            try:
+                return cli.run_command(train.main, words)
+            finally:
+                if dist.is_initialized():  # a group of this process alone
+                    dist.destroy_process_group()
 
 
 def read_shards(path: Path) -> dict:

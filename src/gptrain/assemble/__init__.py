@@ -39,6 +39,7 @@ from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy, strategy_name
+from gptrain.lit.strategies.base import check_optimization
 from gptrain.parallel.fit import Unfit, check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.plan import BatchPlan, dims_of
@@ -184,14 +185,3 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     )
     report = build_report(cfg, machine, lengths, trainer, val)
     return Run(cfg, module, datamodule, trainer, report, checkpoint)
-
-
-def check_optimization(module: pl.LightningModule) -> None:
-    """Raises: Unfit for manual optimization."""
-    if not module.automatic_optimization:
-        raise Unfit(
-            "module._target_",
-            "automatic_optimization=False: the steps of a run, its schedule and its checkpoints "
-            "count the steps of Lightning's loop; try: one optimizer, whose groups have options of "
-            "their own",
-        )

@@ -14,11 +14,12 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel, lambda_schedule
+from gptrain.lit.strategies.base import named_beside_net
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
@@ -41,12 +42,12 @@ MUON = "gptrain.optim.Muon"
 
 
 def build_target(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """What a node's `_target_` makes; raises what that raises, without Hydra's exception around it.
+    """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
 
     Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
     """
     try:
-        return instantiate(node, *args, **kwargs)
+        return instantiate(node, *args, _convert_="all", **kwargs)
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
 
@@ -156,21 +157,25 @@ def build_module(
     node = OmegaConf.to_container(cfg.module, resolve=True)
     loss, metrics = node.get("loss") or {}, node.get("metrics") or {}
     options = {k: v for k, v in node.items() if k not in ("_target_", "loss", "metrics")}
-    if not issubclass(made, LanguageModel):
+    if issubclass(made, LanguageModel):
+        options |= {
+            "net": net,
+            "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
+            "make_schedule": partial(build_schedule, cfg, lengths),
+            "loss": LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
+            "metrics": {name: build_target(metrics[name]) for name in metrics},
+            "token_bytes": bytes_of_tokens(val),
+        }
+    else:
         named = inspect.signature(made).parameters
         offered = {"net": net, "loss": loss, "metrics": metrics}
-        return made(
-            **{k: v for k, v in offered.items() if k in named and (v or k == "net")}, **options
-        )
-    return made(
-        net=net,
-        make_optimizer=partial(build_optimizer, cfg, lengths.batch),
-        make_schedule=partial(build_schedule, cfg, lengths.n_steps),
-        loss=LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
-        metrics={name: build_target(metrics[name]) for name in metrics},
-        token_bytes=bytes_of_tokens(val),
-        **options,
-    )
+        options |= {k: v for k, v in offered.items() if k in named and (v or k == "net")}
+    try:
+        return made(**options)
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
+        raise Unfit("module._target_", str(error)) from error
 
 
 def bytes_of_tokens(dataset: Dataset) -> Tensor | None:
@@ -199,7 +204,10 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
         if target == MUON:
             net = module.net if isinstance(module, LanguageModel) else module
             return make(muon_groups(net, decay, module.named_parameters()), **options)
-        return make(decay_groups(module, decay), **options)
+        beside = named_beside_net(module)  # in groups of their own: they are never sharded
+        of_net = [(name, p) for name, p in module.named_parameters() if name not in beside]
+        groups = decay_groups(of_net, decay) + decay_groups(beside.items(), decay)
+        return make(groups, **options)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
@@ -216,13 +224,14 @@ def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
 
 
 def build_schedule(
-    cfg: DictConfig, n_steps: int | None, optimizer: torch.optim.Optimizer
-) -> LRScheduler:
-    """The scheduler group over an optimizer: a function of the step, or a class of torch's kind.
+    cfg: DictConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Lightning's lr_scheduler entry of the scheduler group: a function of the step, or a class.
 
-    A user's own takes besides its own keys those of our four keywords that it names.
+    A user's own takes besides its own keys those of our four keywords that it names. One that
+    looks at a metric is stepped after each validation, with checkpoint.monitor.
     """
-    total_steps = cfg.scheduler.total_steps or n_steps
+    total_steps = cfg.scheduler.total_steps or lengths.n_steps
     options = _arguments(cfg.scheduler, SCHEDULER_KEYS)
     schedule = get_method(options.pop("_target_"))
     with _named("scheduler.warmup_steps", cfg.scheduler.warmup_steps):
@@ -235,9 +244,16 @@ def build_schedule(
     }
     named = inspect.signature(schedule).parameters
     options |= {key: ours[key] for key in ours if key in named and key not in options}
-    if inspect.isclass(schedule) and issubclass(schedule, LRScheduler):
-        return schedule(optimizer, **options)
-    return lambda_schedule(optimizer, partial(schedule, **options))
+    if not inspect.isclass(schedule):
+        return {"scheduler": lambda_schedule(optimizer, partial(schedule, **options))}
+    if not issubclass(schedule, ReduceLROnPlateau):
+        return {"scheduler": schedule(optimizer, **options)}
+    frequency = lengths.validate_every * lengths.batch.accumulate
+    return {
+        "scheduler": schedule(optimizer, **{"mode": cfg.checkpoint.mode, **options}),
+        "monitor": cfg.checkpoint.monitor,
+        "frequency": frequency,
+    }
 
 
 def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any:

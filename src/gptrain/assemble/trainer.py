@@ -10,6 +10,7 @@ from hydra.utils import get_method
 from lightning.pytorch.callbacks import (
     Checkpoint,
     GradientAccumulationScheduler,
+    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
@@ -136,6 +137,12 @@ def check_callback(callback: pl.Callback, strategy: Strategy) -> None:
             "callbacks",
             f"{name} changes the steps of a run while it goes on, which are counted before it "
             "starts; try: trainer.accumulate_grad_batches, or data.global_batch_size",
+        )
+    if isinstance(callback, StochasticWeightAveraging):
+        raise Unfit(
+            "callbacks",
+            f"{name} takes the schedule over at an epoch's start, which no resume within an epoch "
+            "repeats; try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
         )
     if isinstance(callback, WeightAveraging) and strategy.partitions:
         raise Unfit(

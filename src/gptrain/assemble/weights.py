@@ -35,6 +35,7 @@ from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import MAX_JSON_BYTES, UnreadableFile, open_regular, read_json
 
 log = logging.getLogger(__name__)
+SHOWN = 24  # names of tensors in a warning
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 
@@ -105,8 +106,11 @@ def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
         more = {"attempt": attempt, "code": BAD_DATA}
         raise ConfigError.of("init_from", cfg.init_from, wrong, **more) from error
     log.info("%-9s from the weights of %s", "start", path)
-    if any(left):
-        log.warning("warning: init_strict=false left out: %s", left.describe())
+    fresh, unused = [*left.missing, *left.mismatched], [*left.unexpected, *left.mismatched]
+    if fresh:
+        log.warning("warning: init_strict=false: %s of the net start as initialised", _few(fresh))
+    if unused:
+        log.warning("warning: init_strict=false: %s of the weights are not used", _few(unused))
 
 
 def find_weights(
@@ -189,16 +193,17 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(index, f"not an index of safetensors files ({error})") from error
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise DamagedCheckpoint(index, f"names {name}, which is no file beside it")
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise DamagedCheckpoint(index, "not an index of safetensors files: it has no weight_map")
+    parts = sorted(set(map(str, names.values())))
+    for name in parts:
+        if Path(name).name != name or not name.endswith(".safetensors"):  # nor an index again
+            raise DamagedCheckpoint(index, f"names {name}, which is no safetensors file beside it")
         if not (index.parent / name).is_file():
             raise DamagedCheckpoint(index, f"names {name}, which is not there")
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in parts]
 
 
 def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -222,6 +227,11 @@ def _untied(net: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """With an entry for each name, where a file keeps a tied weight once."""
     ties = {second: first for second, first in tied_names(net).items() if second not in tensors}
     return tensors | {second: tensors[first] for second, first in ties.items() if first in tensors}
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
 
 
 def _prefixes(state: dict[str, Tensor], name: str) -> list[str]:

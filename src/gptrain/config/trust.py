@@ -24,9 +24,12 @@ from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Of these the modules whose classes neither fetch nor open what their arguments name.
-HOMES = r"torch\.(nn|optim|utils\.data\.dataset)|(lightning\.pytorch|pytorch_lightning)(?!\.demos)"
+HOMES = (
+    r"torch\.(nn|optim|utils\.data\.dataset)|(lightning\.pytorch|pytorch_lightning)(?!\.demos)"
+    r"|torchmetrics\.(aggregation|classification|regression|text\.perplexity)"
+)
 WRITTEN = {"cache_dir", "default_root_dir", "dirpath", "save_dir"}  # keys that say where to write
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {

@@ -120,8 +120,7 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bo
     begun = int(not (epoch_ended and step_in_epoch == 0))  # the epoch's first hooks have run
     # A step whose validation is due passes once more through the end of Lightning's loop body,
     # which counts it for the loggers.
-    is_due = bool(trainer.val_check_batch) and n_batches % trainer.val_check_batch == 0
-    passes_again = begun and (is_due or not validated)
+    passes_again = begun and (is_validated(trainer, n_batches) or not validated)
     val_begun = int(not validated)  # one batch begun and none finished: validate from the first
     micro, done = ("ready", "started", "processed", "completed"), ("ready", "completed")
     return state | {
@@ -143,6 +142,30 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bo
     }
 
 
+def is_validated(trainer: pl.Trainer, n_batches: int) -> bool:
+    """Whether a validation follows these micro-batches by the interval."""
+    return bool(trainer.val_check_batch) and n_batches % trainer.val_check_batch == 0
+
+
+def finish_step(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bool) -> None:
+    """What Lightning does of a step after the hooks in which it was saved: ReduceLROnPlateau.
+
+    A step whose validation is due passes through that part of its loop again.
+    """
+    accumulate = trainer.accumulate_grad_batches
+    epoch, step_in_epoch = divmod(step, trainer.datamodule.epoch_steps)
+    if step_in_epoch == 0:
+        interval, index, missed = "epoch", epoch, epoch_ended
+    else:
+        interval, index = "step", step_in_epoch * accumulate
+        missed = validated and not is_validated(trainer, step * accumulate)
+    for scheduled in trainer.lr_scheduler_configs if missed else ():
+        is_its_turn = scheduled.interval == interval and index % scheduled.frequency == 0
+        value = trainer.callback_metrics.get(scheduled.monitor)
+        if scheduled.reduce_on_plateau and is_its_turn and value is not None:
+            scheduled.scheduler.step(value)
+
+
 def _counts(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict:
     """State of one of Lightning's trackers: in total, and in this epoch.
 
@@ -158,19 +181,26 @@ def _counts(total: int, current: int, names: tuple[str, ...], **ahead: int) -> d
 def start_epoch_anew(trainer: pl.Trainer) -> None:
     """For a run resumed between two epochs: the next one starts as in a run that was not stopped.
 
-    Lightning marks all loops as restarting where max_steps is set, whatever their state says.
+    Lightning marks all loops as restarting where max_steps is set, whatever their state says, and
+    then leaves out the update of ReduceLROnPlateau at the end of the first epoch.
     """
+    trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         trainer.fit_loop.epoch_loop.restarting = False
 
 
 @contextmanager
 def refusals_in_one_line() -> Iterator[None]:
-    """What Lightning refuses as misconfigured is a ConfigError here: one line, exit code 2."""
+    """What Lightning refuses as misconfigured is a ConfigError here: one line, exit code 2.
+
+    A metric that EarlyStopping waits for and nobody logs is a RuntimeError of Lightning's.
+    """
     try:
         yield
-    except MisconfigurationException as error:
+    except (MisconfigurationException, RuntimeError) as error:
         said = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and not said.startswith("Early stopping conditioned"):
+            raise
         raise ConfigError.of("trainer", None, said) from error
 
 

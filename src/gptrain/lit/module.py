@@ -42,7 +42,8 @@ class LanguageModel(pl.LightningModule):
     Args:
         net: the net.
         make_optimizer: module -> optimizer over all that it trains, at the schedule's peak.
-        make_schedule: optimizer -> scheduler, stepped after each optimizer step.
+        make_schedule: optimizer -> Lightning's lr_scheduler entry, stepped after each optimizer
+            step where it says nothing else.
         loss: what is added to the cross entropy in training; `val/loss` stays plain.
         metrics: name -> metric that is fed with (logits (N, V), targets (N,)) in validation and
             test, chunk by chunk, and logged as `val/<name>` and `test/<name>`.
@@ -53,7 +54,7 @@ class LanguageModel(pl.LightningModule):
         self,
         net: nn.Module,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-        make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        make_schedule: Callable[[torch.optim.Optimizer], dict[str, Any]] | None = None,
         loss: LossOptions | None = None,
         metrics: Mapping[str, Metric] | None = None,
         token_bytes: Tensor | None = None,
@@ -127,7 +128,7 @@ class LanguageModel(pl.LightningModule):
         if self.make_schedule is None:
             return optimizer
         schedule = self.make_schedule(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"interval": "step", **schedule}}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Lightning's, but where training_step has formed the gradients already (a pipeline)."""
@@ -163,8 +164,11 @@ class LanguageModel(pl.LightningModule):
         return compute(self.net, tokens, targets, reduction, options)
 
     def _strategy(self) -> NetStrategy | None:
-        """Who computes loss and norms: the strategy, unless it is one of Lightning's own."""
-        strategy = self.trainer.strategy
+        """Who computes loss and norms: the strategy, unless it is Lightning's own, or none."""
+        try:
+            strategy = self.trainer.strategy
+        except RuntimeError:  # attached to no trainer, as in a notebook
+            return None
         return strategy if isinstance(strategy, NetStrategy) else None
 
 

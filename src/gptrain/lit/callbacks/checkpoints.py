@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.lit.callbacks.finite import gather
 from gptrain.lit.callbacks.vote import Vote
-from gptrain.lit.lightning import ends_step, loops_after, start_epoch_anew
+from gptrain.lit.lightning import ends_step, finish_step, loops_after, start_epoch_anew
 from gptrain.plan import Lengths
 from gptrain.problems import DONE, Problem
 from gptrain.resilience.rng import capture, restore
@@ -83,7 +83,9 @@ class Checkpoints(Checkpoint):
         step, validated = self.saved = checkpoint["global_step"], checkpoint["validated"]
         loops = loops_after(trainer, step, validated, checkpoint["epoch_ended"])
         checkpoint["loops"]["fit_loop"] = loops
-        self._resumed = {key: checkpoint[key] for key in ("rng", "threads", "logged")}
+        self._resumed = {
+            key: checkpoint[key] for key in ("rng", "threads", "logged", "epoch_ended")
+        }
         if step == self.n_steps and not validated:  # there is only its validation to do
             trainer.fit_loop.epoch_loop.max_steps = -1
             trainer.val_check_batch = 1
@@ -100,6 +102,7 @@ class Checkpoints(Checkpoint):
         trainer.callback_metrics.update(
             {name: torch.tensor(value) for name, value in resumed["logged"].items()}
         )
+        finish_step(trainer, step, validated, resumed["epoch_ended"])
         self._apply_changes(trainer)
         self._follow_schedule(trainer)
         rng, threads, warns = resumed["rng"], resumed["threads"], trainer.is_global_zero
@@ -127,6 +130,7 @@ class Checkpoints(Checkpoint):
 
     def _apply_changes(self, trainer: Trainer) -> None:
         """Gives the optimizer the new value of each option that was allowed to change."""
+        said: dict[str, None] = {}  # groups have most options alike
         for group, fresh in zip(
             trainer.optimizers[0].param_groups, trainer.strategy.fresh_options or [], strict=True
         ):
@@ -138,8 +142,9 @@ class Checkpoints(Checkpoint):
                 group[name] = now
                 if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
                     group["lr"] *= now / before if before else 1.0
-                if trainer.is_global_zero:
-                    log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
+                said[f"optimizer.{key}: {before} before, {now} now"] = None
+        for line in said if trainer.is_global_zero else ():
+            log.info("%-9s %s", "resume", line)
 
     def _follow_schedule(self, trainer: Trainer) -> None:
         """The next step's learning rate by the schedule of today: it follows the run's length."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.vote import Vote
@@ -65,7 +66,8 @@ class Guarded(Callback):
             self.guard.leave_if_asked()
         elif not trainer.sanity_checking:
             self._ask()
-            self._leave(trainer)
+            if self.stopping and puts_weights_back(trainer):
+                self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.heartbeat.beat(phase="train")
@@ -99,3 +101,21 @@ class Guarded(Callback):
         if self.checkpoints.saved is None or self.checkpoints.saved[0] < trainer.global_step:
             self.checkpoints.save(trainer, validated=False, at_once=True)  # it is being validated
         raise Preempted(trainer.global_step)
+
+
+def puts_weights_back(trainer: Trainer) -> bool:
+    """Whether the module's weights are those of the training, in the middle of a validation.
+
+    WeightAveraging, which validates its averages, is made to put them back. Somebody else's hooks
+    at the start of a validation may have done as much: they are waited for.
+    """
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    for part in (*trainer.callbacks, trainer.lightning_module):
+        is_known = type(part).__module__.startswith(("gptrain.", "lightning."))
+        base = LightningModule if part is trainer.lightning_module else Callback
+        if not is_known and any(getattr(type(part), h) is not getattr(base, h) for h in hooks):
+            return False
+    for part in trainer.callbacks:
+        if isinstance(part, WeightAveraging):
+            part.on_validation_epoch_end(trainer, trainer.lightning_module)
+    return True

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Peak, find_peak, net_flops_per_token
+from gptrain.lit.strategies.base import check_optimization
 from gptrain.plan import Lengths
 
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
@@ -49,6 +50,7 @@ class StepLog(Callback):
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        check_optimization(module)  # again: hooks may have changed it
         here = trainer.global_step
         for logger in trainer.loggers:
             if hasattr(logger, "go_on_from"):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -84,13 +85,16 @@ class NetStrategy:
     # What Lightning's loop calls
 
     def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        if len(self.optimizers) > 1:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
             raise Unfit(
                 "module._target_",
                 "several optimizers: steps, schedule and checkpoints of a run are those of one; "
                 "give one optimizer groups with options of their own",
-            )
+            ) from error
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Drops the last step's gradients before a new step's forward pass.
@@ -110,6 +114,17 @@ class NetStrategy:
     ) -> Tensor:
         self.micro_losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+
+def check_optimization(module: pl.LightningModule) -> None:
+    """Raises: Unfit for manual optimization."""
+    if not module.automatic_optimization:
+        raise Unfit(
+            "module._target_",
+            "automatic_optimization=False: the steps of a run, its schedule and its checkpoints "
+            "count the steps of Lightning's loop; try: one optimizer, whose groups have options of "
+            "their own",
+        )
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

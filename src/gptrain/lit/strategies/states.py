@@ -28,7 +28,7 @@ from gptrain.parallel.state import (
     whole_net_state,
     whole_optimizer_state,
 )
-from gptrain.resilience.safe_load import SafeFileSystemReader
+from gptrain.resilience.safe_load import SafeFileSystemReader, one_line_refusals
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
 NET, BESIDE = "net.", "module."
@@ -132,7 +132,8 @@ class NamedStates:
             return
         state = checkpoint["state_dict"]
         if reader is not None:
-            load_sharded_net(self.net, reader, aliases=self.aliases, stages=self.stages)
+            with one_line_refusals(self._loaded):
+                load_sharded_net(self.net, reader, aliases=self.aliases, stages=self.stages)
         else:
             net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
             load_whole_net_state(self.net, net, aliases=self.aliases, stages=self.stages)
@@ -150,7 +151,8 @@ class NamedStates:
         ]
         parameters, reader = self.saved_parameters(), self._reader()
         if reader is not None:
-            load_sharded_optimizer(parameters, optimizer, state["param_groups"], reader)
+            with one_line_refusals(self._loaded):
+                load_sharded_optimizer(parameters, optimizer, state["param_groups"], reader)
         else:
             load_whole_optimizer_state(parameters, optimizer, state)
 

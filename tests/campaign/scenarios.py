@@ -1,0 +1,121 @@
+"""The table: what is done to a run, how it must end, and how it must go on."""
+
+from __future__ import annotations
+
+from tests.campaign import trial
+from tests.campaign.faults import HOOKS
+from tests.campaign.lab import EVERY
+from tests.campaign.trial import Scenario
+
+STEP = ("forward", "backward", "clip", "log", "validation", "save")
+FSDP = ("strategy=fsdp",)
+# Large enough to be saved in the background: 12 bytes of each of 7 M parameters.
+LARGE = ("model.d_model=384", "model.n_layers=4", "trainer.max_steps=20")
+BROKEN_DATA = (
+    "data.train._target_=tests.campaign.faults.BrokenData",
+    "+data.train.folder=${run_dir}",
+    "+data.train.read=7",
+)
+NO_ROOM = r"cannot save: .* needs \d+ bytes, \d+ bytes free"
+KILLED = r"rank {rank} \(process \d+\) was killed by signal 9, maybe for want of memory"
+
+SCENARIOS = (
+    Scenario("F01", "SIGKILL of rank 1, launcher restarts", "SIGKILL", rank=1, code=0,
+             first=("launcher.max_restarts=1",), quick=1, full=100),
+    Scenario("F02", "SIGKILL of rank 0", "SIGKILL", rank=0, cause="killed", blames=True,
+             says=KILLED, quick=1, full=100),
+    Scenario("F03", "SIGKILL of all processes", "SIGKILL", target="group", code=-9,
+             quick=1, full=100),
+    *(Scenario("F03", f"SIGKILL under {name}", "SIGKILL", "log", rank=1, step=8, cause="killed",
+               blames=True, reference=(f"strategy={name}",), quick=1, full=10)
+      for name in ("ddp", "fsdp", "tensor_parallel", "pipeline")),
+    Scenario("F04", "SIGKILL of the launcher", "SIGKILL", target="launcher", code=-9,
+             quick=1, full=50),
+    Scenario("F05", "faults until done", ("SIGKILL", "SIGTERM", "SIGUSR1"), full=10,
+             reference=("trainer.max_steps=400", "trainer.val_check_interval=100"),
+             one_try=trial.storm),
+    Scenario("F06", "a signal to one rank", ("SIGTERM", "SIGUSR1", "SIGINT"),
+             (*STEP, "setup", "start"), code=(75, 0), cause="preempted", redo=0, quick=2, full=80),
+    *(Scenario("F06", f"the same under {name}", "SIGTERM", STEP[:4], code=75, cause="preempted",
+               redo=0, reference=(f"strategy={name}",))
+      for name in ("fsdp", "tensor_parallel", "pipeline")),
+    Scenario("F07", "SIGTERM to all, data workers too", "SIGTERM", STEP[:4], target="group",
+             code=75, cause="preempted", redo=0, first=("data.num_workers=2",), quick=1, full=50),
+    Scenario("F08", "SIGKILL in a save", "SIGKILL", "log", rank=0, step=8, operation=(1, 12),
+             cause="killed", quick=1, full=60),
+    Scenario("F08", "SIGKILL in a sharded save", "SIGKILL", "log", step=8, operation=(1, 3),
+             cause="killed", blames=True, reference=FSDP, full=30),
+    Scenario("F08", "SIGKILL in a background save", "SIGKILL", "log", rank=0, step=8,
+             operation=(1, 12), cause="killed", redo=2 * EVERY, reference=LARGE, full=30),
+    Scenario("F09", "the disk refuses", ("ENOSPC", "EIO", "EDQUOT"), "log", rank=0, step=8,
+             operation=(1, 9), code=74, cause="disk", blames=True, says=NO_ROOM, quick=1, full=90),
+    Scenario("F09", "the disk refuses a shard", ("ENOSPC", "EIO"), "log", step=8, operation=(1, 3),
+             code=74, cause="disk", says=NO_ROOM, reference=FSDP, full=30),
+    Scenario("F10", "a limit of file sizes", "limit_files", "log", rank=0, step=8, code=74,
+             cause="disk", says=NO_ROOM, full=20),
+    Scenario("F11", "no room before the start", "no_room", "setup", rank=0, code=73, cause="disk",
+             says="saving needs", redo=0, full=3),
+    Scenario("F12", "no TMPDIR, SIGKILL in a save", "SIGKILL", "log", rank=0, step=8,
+             operation=(1, 12), cause="killed", env={"TMPDIR": "/proc"}, full=20),
+    Scenario("F13", "the newest is truncated", harm=trial.to_newest(trial.truncate),
+             says="set aside as", quick=1, full=40),
+    Scenario("F14", "a bit of the newest is flipped", harm=trial.to_newest(trial.flip),
+             says="set aside as", full=40),
+    Scenario("F14", "a hundred damages are seen", quick=1, full=10, one_try=trial.detected),
+    Scenario("F15", "shards are mixed up", harm=trial.to_newest(trial.mix_up), says="set aside as",
+             reference=FSDP, full=30),
+    Scenario("F15", "a hundred damages of shards are seen", reference=FSDP, quick=1, full=10,
+             one_try=trial.detected),
+    Scenario("F16", "all are damaged", harm=trial.flip_all, again=65, says="no checkpoint is good",
+             quick=1, full=10),
+    Scenario("F17", "the folder turns read-only", ("EROFS", "EACCES"), "log", rank=0, step=8,
+             operation=(1, 9), code=73, cause="disk", says=NO_ROOM, full=10),
+    Scenario("F18", "a loss that is not a number", "poison", "backward", code=79, cause="nonfinite",
+             blames=True, says=r"loss of rank {rank} at step {step} is not finite; samples: \d",
+             quick=1, full=30),
+    Scenario("F18", "a gradient that is infinite", "poison_gradient", "backward", code=79,
+             cause="nonfinite", says=r"gradients of all ranks at step {step} .*samples: \d",
+             full=30),
+    Scenario("F19", "SIGKILL of a data worker", "kill_worker", "forward", cause="error",
+             blames=True, says=r"DataLoader worker \(pid\(?s?\)? .*killed", within_s=15.0,
+             first=("data.num_workers=1",), full=30),
+    Scenario("F20", "the data set raises on rank 1", "raise", "data", rank=1, cause="error",
+             blames=True, says=r"(?s)Traceback.*Planted: on purpose; at step \d+, of whose samples "
+             r"rank 1 has \d", words=BROKEN_DATA, quick=1, full=50),
+    Scenario("F21", "an exception on one rank", "fail", tuple(HOOKS), cause="error", blames=True,
+             says="Planted: on purpose", quick=2, full=64),
+    Scenario("F22", "SIGSTOP of a rank", "SIGSTOP", STEP[:4], code=76, cause="hang", blames=True,
+             says="most recent call first", within_s=15.0, first=("launcher.timeout_s=4",),
+             quick=1, full=20),
+    Scenario("F23", "SIGSTOP for two seconds", "pause", STEP[:4], code=0,
+             first=("launcher.timeout_s=6",), full=20),
+    Scenario("F24", "the interpreter's lock is held", "hold_interpreter", "forward", code=76,
+             cause="hang", blames=True, says="most recent call first", within_s=15.0,
+             first=("launcher.timeout_s=4",), full=10),
+    Scenario("F25", "a rank does not come to a collective", "sleep", STEP[:4], code=76,
+             cause="hang", first=("strategy.timeout_s=3",), within_s=15.0, quick=1, full=20),
+    Scenario("F25", "a collective of one rank alone", "call_alone", STEP[:4], code=(70, 76),
+             first=("strategy.timeout_s=3",), within_s=15.0, full=20),
+    Scenario("F26", "a rank is slow", "lag", "forward", step=8, always=True, code=0,
+             says=r"rank {rank} keeps the others waiting", quick=1, full=20),
+    Scenario("F27", "two runs at the same instant", full=20, one_try=trial.neighbours),
+    Scenario("F28", "no memory", "exhaust_memory", "forward", cause="memory", blames=True,
+             says="out of memory: .*a micro-batch is 4 sequences of 33", full=20),
+    Scenario("F29", "resumed on 1 or 4 ranks", full=15, one_try=trial.other_ranks,
+             reference=("data.global_batch_size=8", "model.dropout=0.0")),
+    Scenario("F30", "resumed as another run", quick=1, full=20, one_try=trial.changed),
+    Scenario("F31", "four starts in one folder", quick=1, full=20, one_try=trial.crowd),
+    Scenario("F32", "a stale lock names a live process", harm=trial.reuse_pid, full=10),
+    Scenario("F33", "old files of 2099", harm=trial.age, says="set aside as", full=20),
+    Scenario("F34", "no room for TensorBoard", "fill_log", "log", rank=0, code=0,
+             says="TensorBoardLogger stops", first=("logger=[csv,tensorboard]",), full=20),
+    Scenario("F35", "Ctrl-C twice", "interrupt_twice", "forward", rank=0, code=130, quick=1,
+             full=20),
+    Scenario("F36", "the same fault at each start", "fail", "forward", rank=1, step=7, always=True,
+             cause="error", blames=True, says=r"(?s)(Traceback.*){{4}}3 starts in a row",
+             within_s=60.0, first=("launcher.max_restarts=10",), quick=1, full=10),
+    Scenario("F38", "a job of a sweep is killed", full=10, one_try=trial.sweep),
+    Scenario("F39", "SIGKILL in the last moments", "SIGKILL",
+             ("validation", "log", "save", "end", "teardown"), step=-1, cause="killed",
+             blames=True, twice=True, quick=1, full=40),
+)  # fmt: skip
