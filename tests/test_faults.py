@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-
-from gptrain.config.schema import RunConfig
 from tests.campaign.campaign import KINDS
 from tests.campaign.plant import Fault
+
+from gptrain.config.schema import RunConfig
 
 QUICK = [kind for kind in KINDS if kind.quick]
 

@@ -11,7 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import yaml
-from strangers import (
+
+import gptrain
+from gptrain.models import SimpleGPT
+from tests.strangers import (
     DEEP,
     MODEL,
     RUN_S,
@@ -22,9 +25,6 @@ from strangers import (
     refused,
     victim_and_payloads,
 )  # fmt: skip
-
-import gptrain
-from gptrain.models import SimpleGPT
 
 
 @pytest.fixture(autouse=True)

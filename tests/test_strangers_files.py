@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from strangers import (
+
+import gptrain
+from gptrain.assemble.weights import load_weights
+from gptrain.data import TextDataset, TokenDataset
+from gptrain.data.cache import PreparedText
+from gptrain.data.tokenizers import load_tokenizer
+from gptrain.models import SimpleGPT
+from gptrain.resilience.manifest import read_manifest, seal
+from tests.strangers import (
     DEEP,
     MODEL,
     RUN_S,
@@ -27,14 +35,6 @@ from strangers import (
     refused,
     victim_and_payloads,
 )  # fmt: skip
-
-import gptrain
-from gptrain.assemble.weights import load_weights
-from gptrain.data import TextDataset, TokenDataset
-from gptrain.data.cache import PreparedText
-from gptrain.data.tokenizers import load_tokenizer
-from gptrain.models import SimpleGPT
-from gptrain.resilience.manifest import read_manifest, seal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
