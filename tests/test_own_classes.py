@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
 
-from tests.command_line import accepted, refused
+from gptrain import assemble
+from gptrain.config.cli import run_command
+from tests.command_line import refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 MINE = """
     import torch
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.profilers import Profiler
     from torch import nn
     from torch.utils.data import Dataset
 
@@ -20,69 +24,205 @@ MINE = """
 
 
     class Net(nn.Module):
-        def __init__(self, vocab_size, n_layers=(2,), activation="silu", n_heads=3, d_model=7):
+        def __init__(self, vocab_size, n_layers=(2,), activation="silu", n_heads=3, d_model=8,
+                     dropout=-1, max_seq_len="any"):
             super().__init__()
+            self.table, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+
+        def forward(self, tokens):
+            return self.head(self.table(tokens))
 
 
-    def make_net(width):
+    class Any(Net):
+        def __init__(self, vocab_size, **more):
+            super().__init__(vocab_size)
+
+
+    def make_net(width, *, make=None):
         return Net(width)
 
 
     class Opt(torch.optim.Optimizer):
-        def __init__(self, params, lr=1, betas=(1, 2, 3), eps=(1, 2)):
+        def __init__(self, params, lr=1, betas=(1, 2, 3), eps=(1, 2), foreach=None):
+            super().__init__(params, {"lr": lr})
+
+
+    class NoRate(torch.optim.Optimizer):
+        def __init__(self, params, *, rho, inner=None):
             super().__init__(params, {})
 
 
-    def make_optimizer(params, lr=1.0): ...
+    class Lion(torch.optim.Optimizer):
+        def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+            super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+        def step(self, closure=None):
+            with torch.enable_grad():
+                closure()
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+    def make_optimizer(params, lr=1.0):
+        return torch.optim.SGD(params, lr)
 
 
     class Data(Dataset):
-        def __init__(self, path, tokenizer="gpt2", dtype="float32", seq_len=-1): ...
+        def __init__(self, path, tokenizer="gpt2", dtype="float32", seq_len=-1, split=None, **more):
+            self.path = path
 
         @classmethod
-        def from_hub(cls, name): ...
+        def from_hub(cls, name, split="train"):
+            return cls(name)
 
-        def __getitem__(self, index): ...
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            return torch.full((8,), index), torch.full((8,), index + 1)
+
+
+    def make_data(n):
+        return Data(n)
 
 
     class Plain:
         def __getitem__(self, index): ...
+        def __len__(self): ...
 
 
     class Mine(Callback):
-        def __init__(self, every=1): ...
+        def __init__(self, every=1, options=None):
+            pass
 
 
-    class Log(Logger): ...
+    class Log(Logger):
+        def __init__(self, project=None, **options): ...
 
 
-    class Module(LanguageModel): ...
+    class Clock(Profiler):
+        def start(self, action): ...
+        def stop(self, action): ...
 
 
-    def halving(step): ...
+    class Module(LanguageModel):
+        def __init__(self, *args, alpha=1, table=None, **more):
+            super().__init__(*args, **more)
+
+
+    class Alone(LightningModule):
+        def __init__(self, net, temperature, steps=()):
+            super().__init__()
+
+
+    class Step(torch.optim.lr_scheduler.LRScheduler):
+        def __init__(self, optimizer, milestones, last_epoch=-1):
+            super().__init__(optimizer, last_epoch)
+
+        def get_lr(self):
+            return self.base_lrs
+
+
+    def halving(step):
+        return 0.5**step
+
+
+    def noam(step, d_model, warmup_steps, scale=(1, 2)):
+        return 1.0
 """
+NET, MODULE = "_target_: mine.Net\nvocab_size: 256\n", "_target_: mine.Module\n"
+ANY = "_target_: mine.Any\nvocab_size: 256\n"
+DATA = "batch_size: 4\nglobal_batch_size: null\nnum_workers: 0\n"
+VAL = "val: {_target_: mine.Data, path: x}\n"
+LIGHTNING = "_target_: lightning.pytorch"
+SCHEDULES = "_target_: torch.optim.lr_scheduler"
 YAML = {
-    "model/net.yaml": "_target_: mine.Net\nvocab_size: 7\nn_layers: [2, 2, 6, 2]\n"
-    "activation: silu\nd_model: 10\nn_heads: 3",
-    "model/made.yaml": "_target_: mine.make_net\nwidth: wide",
-    "model/linear.yaml": "_target_: torch.nn.Linear\nin_features: 3\nout_features: 3",
-    "model/nested.yaml": "_target_: torch.nn.Sequential\n_args_: [{_target_: torch.nn.Identity}]",
-    "optimizer/opt.yaml": "_target_: mine.Opt\nbetas: [0.9, 0.95, 0.99]\neps: [1, 2]",
-    "optimizer/made.yaml": "_target_: mine.make_optimizer\nlr: 0.1",
-    "optimizer/adafactor.yaml": "_target_: torch.optim.Adafactor\neps: [null, 1e-3]",
-    "optimizer/sgd.yaml": "_target_: torch.optim.SGD\nmomentum: 0.9\nnesterov: true",
-    "scheduler/halving.yaml": "_target_: mine.halving",
-    "scheduler/torch.yaml": "_target_: torch.optim.lr_scheduler.CosineAnnealingLR\nT_max: 10",
-    "data/mine.yaml": "batch_size: 4\nglobal_batch_size: null\nnum_workers: 0\npath: s3://bucket/x\n"
-    "train: {_target_: mine.Data, path: '${data.path}', tokenizer: gpt2, dtype: float32}\n"
-    "val: {_target_: mine.Data.from_hub, name: x}\ntest: {_target_: mine.Plain}",
-    "callbacks/mine.yaml": "a: {_target_: mine.Mine, every: 3}\nb: null\n"
+    "model/net": f"{NET}n_layers: [2, 2, 6, 2]\nactivation: silu\nn_heads: 3\nd_model: 10",
+    "model/text": f"{NET}d_model: small\nn_heads: null\nn_layers: {{encoder: 2, decoder: 4}}",
+    "model/ranges": f"{NET}dropout: -0.5\nmax_seq_len: 0\nactivation: [relu, silu]",
+    "model/any_key": f"{ANY}rope_theta: 1e6\nmoe: {{experts: 8, top: 2}}\ntied: no",
+    "model/nothing": f"{ANY}d_ff: null\nbias: null\nnames: []\nmap: {{}}",
+    "model/words": f"{ANY}name: a name, with = and []\nurl: https://example.org/x?y=z",
+    "model/words_of_ours": f"{ANY}lr: 3\nstrategy: ring\nseed: x\ncallbacks: [1]",
+    "model/numbers": f"{ANY}eps: 1e-12\nbig: 10000000000000\ninfinite: .inf\nratio: 2.6667",
+    "model/made": "_target_: mine.make_net\nwidth: wide",
+    "model/partial": "_target_: mine.make_net\nwidth: 1\n"
+    "make: {_target_: mine.Net, _partial_: true, n_layers: 3}",
+    "model/linear": "_target_: torch.nn.Linear\nin_features: 3\nout_features: 3",
+    "model/nested": "_target_: torch.nn.Sequential\n_args_: [{_target_: torch.nn.Identity}]",
+    "model/deep": f"{ANY}parts: [{{_target_: torch.nn.GELU}}, "
+    "{of: {_target_: torch.nn.Linear, in_features: 2, out_features: 3}}]",
+    "model/convert": f"{NET}_convert_: all\n_recursive_: false\nn_layers: [1]",
+    "model/ours_with_own": "defaults: [gpt_nano]\n_target_: mine.Any\nkv_heads: 1",
+    "optimizer/opt": "_target_: mine.Opt\nbetas: [0.9, 0.95, 0.99]\neps: [1, 2]",
+    "optimizer/foreach": "_target_: mine.Opt\nlr: 1\nforeach: true\neps: 0",
+    "optimizer/no_rate": "_target_: mine.NoRate\nrho: 0.05\ninner: {name: adam, betas: [1]}",
+    "optimizer/lion": "_target_: mine.Lion\nlr: 1e-4\nweight_decay: 1.0",
+    "optimizer/made": "_target_: mine.make_optimizer\nlr: 0.1",
+    "optimizer/adafactor": "_target_: torch.optim.Adafactor\neps: [null, 1e-3]\nd: 1.0",
+    "optimizer/sgd": "_target_: torch.optim.SGD\nmomentum: 0.9\nnesterov: true\nlr: 0.1",
+    "optimizer/nadam": "_target_: torch.optim.NAdam\nmomentum_decay: 4e-3\nbetas: [0.9, 0.99]",
+    "optimizer/adamw": "_target_: torch.optim.AdamW\namsgrad: true\nbetas: [0.9, 0.95]\neps: 1e-8",
+    "optimizer/rprop": "_target_: torch.optim.Rprop\netas: [0.5, 1.2]\nstep_sizes: [1e-6, 50]",
+    "scheduler/halving": "_target_: mine.halving",
+    "scheduler/noam": "_target_: mine.noam\nd_model: 512\nscale: [1, 3]",
+    "scheduler/own_class": "_target_: mine.Step\nmilestones: [10, 20]",
+    "scheduler/cosine": f"{SCHEDULES}.CosineAnnealingLR\nT_max: 10",
+    "scheduler/one_cycle": f"{SCHEDULES}.OneCycleLR\nmax_lr: 0.1\ntotal_steps: 10",
+    "scheduler/restarts": f"{SCHEDULES}.CosineAnnealingWarmRestarts\nT_0: 5\nT_mult: 2",
+    "scheduler/multi": f"{SCHEDULES}.MultiStepLR\nmilestones: [3, 6]\ngamma: 0.5",
+    "data/mine": f"{DATA}path: s3://bucket/x\ntrain: {{_target_: mine.Data, path: '${{data.path}}',"
+    " tokenizer: gpt2, dtype: float32}\nval: {_target_: mine.Data.from_hub, name: x}\n"
+    "test: {_target_: mine.Plain}",
+    "data/hub": f"{DATA}train: {{_target_: mine.Data.from_hub, name: org/set, split: 'a[:1%]'}}\n"
+    f"{VAL}",
+    "data/made": f"{DATA}train: {{_target_: mine.make_data, n: 3}}\n{VAL}",
+    "data/lists": f"{DATA}train: {{_target_: mine.Data, path: [a, b], seq_len: [8, 16]}}\n{VAL}",
+    "data/nothing": f"{DATA}train: {{_target_: mine.Data, path: null, tokenizer: null}}\n{VAL}",
+    "data/nested": f"{DATA}train: {{_target_: torch.utils.data.ConcatDataset, "
+    f"datasets: [{{_target_: mine.Data, path: a}}, {{_target_: mine.Data, path: b}}]}}\n{VAL}",
+    "data/subset": f"{DATA}train: {{_target_: torch.utils.data.Subset, dataset: "
+    f"{{_target_: mine.Data, path: a}}, indices: [0, 1, 2, 3, 4]}}\n{VAL}",
+    "data/any_key": f"{DATA}train: {{_target_: mine.Data, path: a, mask: {{p: 2}}}}\n{VAL}",
+    "data/own_words": f"{DATA}language: de\nweights: {{a: 1, b: -2}}\nsplit: ~\n"
+    f"train: {{_target_: mine.Data, path: a, weights: '${{data.weights}}'}}\n{VAL}",
+    "data/no_length": f"{DATA}seq_len: long\nvocab_size: many\n"
+    f"train: {{_target_: mine.Data, path: a}}\n{VAL}",
+    "callbacks/mine": "a: {_target_: mine.Mine, every: 3}\nb: null\n"
     "c: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/accuracy}",
-    "logger/mine.yaml": "x: {_target_: mine.Log}",
-    "profiler/mine.yaml": "_target_: lightning.pytorch.profilers.AdvancedProfiler",
-    "module/mine.yaml": "defaults: [default]\n_target_: mine.Module\nmetrics:\n"
+    "callbacks/options": "a: {_target_: mine.Mine, options: {x: [1, {y: null}]}}",
+    "callbacks/checkpoint": f"a: {{{LIGHTNING}.callbacks.ModelCheckpoint, monitor: val/loss,"
+    " save_top_k: 3, mode: min}",
+    "callbacks/averages": f"a: {{{LIGHTNING}.callbacks.EMAWeightAveraging, decay: 0.99}}",
+    "callbacks/device": f"a: {{{LIGHTNING}.callbacks.DeviceStatsMonitor}}\n"
+    f"b: {{{LIGHTNING}.callbacks.LearningRateMonitor, logging_interval: step}}",
+    "callbacks/lambda": f"a: {{{LIGHTNING}.callbacks.Timer, duration: '00:01:00:00'}}",
+    "logger/mine": "x: {_target_: mine.Log}",
+    "logger/options": "x: {_target_: mine.Log, project: p, tags: [a], mode: offline, save_dir: x}",
+    "logger/lightning": f"x: {{{LIGHTNING}.loggers.CSVLogger, save_dir: '${{run_dir}}', name: y}}",
+    "profiler/mine": "_target_: mine.Clock",
+    "profiler/advanced": f"{LIGHTNING}.profilers.AdvancedProfiler\nline_count_restriction: 2.0",
+    "module/mine": f"defaults: [default]\n{MODULE}metrics:\n"
     "  acc: {_target_: torchmetrics.Accuracy, task: multiclass, num_classes: 256}",
+    "module/keys": f"{MODULE}alpha: high\ntable: {{a: {{b: [1, null]}}}}",
+    "module/keyword": f"{MODULE}loss: {{label_smoothing: 0.1, z_loss: 0}}\nalpha: [1]",
+    "module/nested": f"{MODULE}table: {{_target_: torch.nn.Embedding, num_embeddings: 2,"
+    " embedding_dim: 3}",
+    "module/alone": "_target_: mine.Alone\ntemperature: hot\nsteps: [1, 2]",
+    "module/metrics": "defaults: [default]\nmetrics:\n  top5: {_target_: "
+    "torchmetrics.classification.MulticlassAccuracy, num_classes: 256, top_k: 5}\n"
+    "  ppl: {_target_: torchmetrics.text.Perplexity, ignore_index: -100}",
+    "trainer/own": "defaults: [default]\nlimit_predict_batches: 3\nbarebones: false",
+    "experiment/all": "# @package _global_\ndefaults: [{override /model: net}, "
+    "{override /data: mine}, {override /optimizer: lion}, {override /callbacks: options}]\nname: mine",
 }
+
+# A net without a vocab_size, to which the default data would refer.
+NEEDS = dict.fromkeys(
+    ("model/made", "model/partial", "model/linear", "model/nested"), ["data=mine"]
+)
 
 
 @pytest.fixture
@@ -90,18 +230,37 @@ def mine(tmp_path, monkeypatch) -> tuple[str, ...]:
     """A user's own files; the words that bring them in."""
     (tmp_path / "mine.py").write_text(textwrap.dedent(MINE))
     for name, text in YAML.items():
-        file = tmp_path / "conf" / name
+        file = tmp_path / "conf" / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "mine", raising=False)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     return "--config-dir", str(tmp_path / "conf"), *NANO
 
 
-def test_every_class_of_ones_own_is_taken_as_it_is(mine):
-    for name in YAML:
-        choice = name.removesuffix(".yaml").replace("/", "=")
-        assert accepted(*mine, "data=mine", choice) == [], name
+def test_there_are_sixty():
+    assert len(YAML) >= 60
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_every_class_of_ones_own_is_taken_as_it_is(mine, name, capfd):
+    """By both checks of train.py, that of the config and that of what the classes make."""
+    words = [*mine, *NEEDS.get(name, ()), name.replace("/", "=")]
+    code = run_command(assemble.check, words)
+    assert (code, capfd.readouterr().err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "experiment=all", "data=hub model=net scheduler=noam",
+        "data=mine model=any_key module=keys optimizer=sgd callbacks=options",
+    ],
+)  # fmt: skip
+def test_and_trains(mine, words, train):
+    small = ("trainer.max_steps=2", "logger=none", "trainer.enable_progress_bar=false")
+    run = train(*mine[:2], *mine[3:], *words.split(), *small, tiny=False)
+    assert run.code == 0, run.err
 
 
 def test_keys_that_our_code_reads_are_typed_for_any_class(mine):
