@@ -216,13 +216,12 @@ YAML = {
     "  ppl: {_target_: torchmetrics.text.Perplexity, ignore_index: -100}",
     "trainer/own": "defaults: [default]\nlimit_predict_batches: 3\nbarebones: false",
     "experiment/all": "# @package _global_\ndefaults: [{override /model: net}, "
-    "{override /data: mine}, {override /optimizer: lion}, {override /callbacks: options}]\nname: mine",
+    "{override /data: mine}, {override /optimizer: lion}, {override /callbacks: options}]\n"
+    "name: mine",
 }
 
-# A net without a vocab_size, to which the default data would refer.
-NEEDS = dict.fromkeys(
-    ("model/made", "model/partial", "model/linear", "model/nested"), ["data=mine"]
-)
+# Nets without a vocab_size, to which the default data would refer.
+NO_VOCABULARY = ("model/made", "model/partial", "model/linear", "model/nested")
 
 
 @pytest.fixture
@@ -245,7 +244,7 @@ def test_there_are_sixty():
 @pytest.mark.parametrize("name", YAML)
 def test_every_class_of_ones_own_is_taken_as_it_is(mine, name, capfd):
     """By both checks of train.py, that of the config and that of what the classes make."""
-    words = [*mine, *NEEDS.get(name, ()), name.replace("/", "=")]
+    words = [*mine, *["data=mine"] * (name in NO_VOCABULARY), name.replace("/", "=")]
     code = run_command(assemble.check, words)
     assert (code, capfd.readouterr().err) == (0, "")
 
