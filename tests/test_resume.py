@@ -13,7 +13,6 @@ import pytest
 from omegaconf import DictConfig
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
-from gptrain.config import register
 from gptrain.config.cli import compose_command
 from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError
@@ -24,7 +23,6 @@ RUN = "a" * 32
 
 @cache
 def composed() -> DictConfig:
-    register()  # another test of this process may have registered the schema of an export
     return compose_command(["model=gpt_nano", "trainer=cpu"])
 
 
