@@ -202,7 +202,7 @@ def test_an_lstm_and_an_optimizer_of_ones_own_go_on_exactly_over_two_ranks(train
         tiny=False, name="checked",
     )  # fmt: skip
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
-    net = gptrain.load(again.folder, "last")
+    net = gptrain.load(again.folder, "last", ["lab"])
     assert type(net).__name__ == "LSTM" and not net.training
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
@@ -39,6 +40,7 @@ def compose(tmp_path):
 
 
 def save(cfg, step: int, batch: int = 32, **facts) -> CheckpointStore:
+    Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
     facts = identity(cfg, batch) | facts
     with store.writing(step, config=facts) as draft, draft.open("state.ckpt") as file:
