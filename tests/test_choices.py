@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from tests.conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 

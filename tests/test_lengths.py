@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
 from torch.utils.data import DataLoader
 
 from gptrain.config.cli import compose_command
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from gptrain.plan import token_steps, warmup_steps
+from tests.conftest import ROOT, TINY
 
 TOKENS_PER_STEP = 4 * 16  # of TINY: sequences x positions
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from conftest import ROOT
+from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)

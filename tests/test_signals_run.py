@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY
 from processes import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 
 from gptrain.resilience.status import read_status

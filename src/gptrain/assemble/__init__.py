@@ -76,7 +76,9 @@ class Run:
             if cfg.task == "validate":
                 trainer.validate(self.module, **parts, verbose=False)
             if cfg.task == "test" or cfg.trainer.fast_dev_run:
+                fitted = dict(trainer.callback_metrics)  # of fast_dev_run
                 trainer.test(self.module, **parts, verbose=False)
+                trainer.callback_metrics.update(fitted)
         return self.report.end(trainer)
 
 

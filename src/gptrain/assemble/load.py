@@ -51,14 +51,14 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
         cfg = _read_config(config)
     if not isinstance(cfg.get("model"), dict):
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    if problems := trust.check_targets(cfg["model"], "model", allowed_targets):
+        raise ConfigError(problems)
     if config is not None and source == config.parent.parent:
         checkpoint = cfg.get("checkpoint") or {}
         monitor, mode = checkpoint.get("monitor", "val/loss"), checkpoint.get("mode", "min")
         found = choose_checkpoint(source, which, monitor, mode)
     elif (source / MANIFEST_NAME).exists():
         found = CheckpointStore(source.parent).verify(source)
-    if problems := trust.check_targets(cfg["model"], "model", allowed_targets):
-        raise ConfigError(problems)
     with torch.random.fork_rng(devices=[]):
         net = build_net(OmegaConf.create({"model": cfg["model"]}))
     load_weights(net, found)
