@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.schema import STRATEGIES, Run, find_wrong_values
 from gptrain.launch.process import this_process
 from gptrain.plan import effective_max_epochs, parallel_dims, plan_batch, run_steps
-from gptrain.problems import DONE, Problem, show
+from gptrain.problems import BAD_CONFIG, DONE, Problem, show
 
 DUMMY = "gptrain.data.DummyTextDataset"
 SIMPLE_GPT = "gptrain.models.SimpleGPT"
@@ -74,13 +74,11 @@ class Config:
             if problem.code != DONE and key:
                 self.wrong |= {key, problem.key}
 
-    def error(self, key: str, wrong: str, attempt: str = "", allowed: str = "") -> Problem:
+    def error(
+        self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
+    ) -> Problem:
         """A problem of a key, with its value."""
-        return Problem(key, show(_at(self.values, key)), wrong, allowed, attempt)
-
-    def warning(self, key: str, wrong: str, attempt: str = "") -> Problem:
-        """The same, of a run that may start."""
-        return replace(self.error(key, wrong, attempt), code=DONE)
+        return Problem(key, show(_at(self.values, key)), wrong, allowed, attempt, code)
 
 
 def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
@@ -197,12 +195,8 @@ def check_length(run: Config) -> Iterator[Problem]:
 def check_strategy(run: Config) -> Iterator[Problem]:
     """Strategy against devices, precision and compilation."""
     name, precision = run.get("strategy.name"), run.get("trainer.precision")
-    compiles, recomputes = run.get("model.compile"), run.get("model.activation_checkpointing")
     if run.get("trainer.accelerator") == "cpu":
         yield from check_cpu(run)
-    if precision == "16-true" and run.get("task") == "fit":
-        wrong = "Adam's eps is zero in fp16, training ends in NaN"
-        yield run.error("trainer.precision", wrong, "trainer.precision=bf16-true")
     is_alone = count_devices(run.get("trainer.devices")) == run.get("trainer.num_nodes") == 1
     if is_alone and name not in (None, "auto", "single"):
         attempt = "trainer.devices=2"
@@ -212,13 +206,9 @@ def check_strategy(run: Config) -> Iterator[Problem]:
     if precision in FP16:
         wrong = f"strategy={name} does not scale losses"
         yield run.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")
-    if compiles == "model":
+    if run.get("model.compile") == "model":
         wrong = f"under strategy={name} collectives and hooks lie between the blocks"
         yield run.error("model.compile", wrong, "model.compile=blocks")
-    elif "tensor" in name and compiles == "blocks" and recomputes in ("selective", "full"):
-        wrong = f"under strategy={name} torch cannot compile what is recomputed"
-        attempt = "model.compile=none, or model.activation_checkpointing=none"
-        yield run.error("model.compile", wrong, attempt)
 
 
 def check_cpu(run: Config) -> Iterator[Problem]:
@@ -228,23 +218,17 @@ def check_cpu(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.precision", "not supported on CPU", "trainer.precision=bf16-mixed")
     if run.get("strategy.backend") == "nccl":
         yield run.error("strategy.backend", "nccl needs GPUs", "strategy.backend=gloo")
-    if run.get("strategy.cpu_offload"):
-        yield run.error("strategy.cpu_offload", "no effect on a CPU", "strategy.cpu_offload=false")
 
 
 def check_start(run: Config) -> Iterator[Problem]:
-    """Where the run starts from, and when it is saved."""
+    """Where the run starts from."""
     if run.get("ckpt_path") and run.get("init_from"):
         wrong = "excludes ckpt_path: fresh weights or an exact resume, not both"
         yield run.error("init_from", wrong)
     starts = any(run.get(key) for key in ("ckpt_path", "init_from", "from_run"))
     if run.get("task", "fit") != "fit" and not starts and not run.get("trainer.fast_dev_run"):
-        yield run.warning("task", "no ckpt_path: it measures initial weights", "ckpt_path=best")
-    key, name = "checkpoint.every_n_steps", run.get("checkpoint.name")
-    if name == "none" and run.get(key):
-        yield run.error(key, "no effect under checkpoint=none", "checkpoint=every_n_steps")
-    if name == "every_n_steps" and run.get(key) is None:
-        yield run.error(key, "required under checkpoint=every_n_steps", f"{key}=1000")
+        wrong = "no ckpt_path: it measures initial weights"
+        yield run.error("task", wrong, "ckpt_path=best", code=DONE)
 
 
 def check_world(run: Config, world_size: int) -> Iterator[Problem]:
@@ -319,7 +303,8 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     epochs = effective_max_epochs(trainer, None)
     steps = run_steps(epoch_steps, epochs, trainer["max_steps"])
     if steps and warmup > steps and not run.get("scheduler.total_steps"):
-        yield run.warning("scheduler.warmup_steps", f"longer than the run of {steps} steps")
+        wrong = f"longer than the run of {steps} steps"
+        yield run.error("scheduler.warmup_steps", wrong, code=DONE)
 
 
 def _resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Problem]]:

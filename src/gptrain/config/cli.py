@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.config.check import check_config
 from gptrain.config.compose import (
@@ -37,7 +39,6 @@ from gptrain.problems import (
     BAD_CONFIG,
     DONE,
     FAILED,
-    FOLDER_UNUSABLE,
     INTERRUPTED,
     PREEMPTED,
     ConfigError,
@@ -75,7 +76,7 @@ def main(
 
     Args:
         schema: of the run; a command's own keys are in a class that inherits from it.
-        defaults: of those keys.   usage: what --help prints; empty: that of a training run.
+        defaults: of those keys.   usage: with which --help begins.
     """
     calm_threads()
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
@@ -95,7 +96,7 @@ def run_command(
     try:
         args = parse_command(argv)
         if args.help:
-            print(usage or help_text())
+            print(help_text(usage))
             return DONE
         place = find_place(args)
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
@@ -204,28 +205,25 @@ def compose_command(overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def help_text() -> str:
+def help_text(usage: str) -> str:
     """What to type, every choice of every group, and where the keys are."""
     groups = sorted(path for path in Path(CONF.config_path).iterdir() if list(path.glob("*.yaml")))
-    choices = "\n".join(
+    choices = [
         f"  {group.name:17}{' '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
         for group in groups
+    ]
+    return "\n".join(
+        [
+            usage.strip(),
+            "",
+            *choices,
+            "  hydra/launcher   basic submitit_local submitit_slurm",
+            "",
+            "  --cfg job        shows the composed config         -m           runs a sweep",
+            "  --info defaults  shows how it was composed         debug=true   shows tracebacks",
+            "  conf/            every key with its default, types in src/gptrain/config/schema.py",
+        ]
     )
-    return f"""python train.py [group=choice ...] [key=value ...]     trains a language model
-
-{choices}
-  hydra/launcher   basic submitit_local submitit_slurm
-
-  python train.py experiment=quickstart                 a small GPT on real text, a minute on a CPU
-  python train.py trainer.devices=4                     four devices (strategy=auto takes ddp)
-  python train.py strategy=fsdp trainer.devices=8       weights and optimizer sharded across eight
-  python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    a sweep: every combination, one by one
-  python train.py trainer.fast_dev_run=true             one batch through every part, nothing kept
-  python train.py run_dir=outputs/a ckpt_path=last      go on with the run in outputs/a
-
-  --cfg job        shows the composed config         -m           runs a sweep
-  --info defaults  shows how it was composed         debug=true   shows tracebacks
-  conf/            every key with its default        src/gptrain/config/schema.py   their types"""
 
 
 def table(outcomes: list[Outcome]) -> list[str]:
@@ -276,25 +274,13 @@ def _run(job: Job, argv: list[str], place: Place, schema: type[Run], is_sweep: b
         pass
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if not any(outcome.code for outcome in outcomes):
-            code = _end_of_hydra(error, bool(outcomes))
+            code = _ending(error, debug=False)[0]  # of Hydra itself
     finally:
         sys.argv = typed
     failed = [outcome.code for outcome in outcomes if outcome.code]
     if is_sweep and outcomes and (failed or code):
         _tell(table(outcomes))
     return code or (failed[0] if failed else DONE)
-
-
-def _end_of_hydra(error: BaseException, has_begun: bool) -> int:
-    """The code of what Hydra itself raised, before a job or between two."""
-    if isinstance(error, OSError) and not has_begun:  # the folder, which Hydra makes
-        wrong = error.strerror or str(error)
-        _tell([Problem("run_dir", error.filename, wrong, code=FOLDER_UNUSABLE).line])
-        return FOLDER_UNUSABLE
-    if isinstance(error, Exception) and not has_begun:
-        _tell([Problem("", None, first_line(error)).line])
-        return BAD_CONFIG
-    return _ending(error, False)[0]
 
 
 def _ending(error: BaseException, debug: bool) -> tuple[int, str]:
@@ -311,6 +297,9 @@ def _ending(error: BaseException, debug: bool) -> tuple[int, str]:
     if isinstance(error, SystemExit):
         code = error.code or DONE if not isinstance(error.code, str) else FAILED
         return code, f"exit {code}" if code else "done"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        _tell([Problem("", None, first_line(error)).line])
+        return BAD_CONFIG, first_line(error)
     wrong = f"{type(error).__name__}: {first_line(error)}"
     _tell([Problem("", None, wrong, attempt="debug=true").line])
     return code_of(error) if isinstance(error, OSError) else FAILED, first_line(error)

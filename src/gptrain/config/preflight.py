@@ -59,6 +59,8 @@ def check_place(run: Config, folder: tuple[str, str]) -> Iterator[Problem]:
 
 def check_machine(run: Config) -> Iterator[Problem]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
+    from torch.cuda import device_count as count_gpus
+
     from gptrain.launch.devices import accelerator_of, count_local
 
     yield from check_classes(run)
@@ -69,7 +71,11 @@ def check_machine(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.accelerator", f"no {name} on this machine", "trainer=cpu")
         return
     n_local = count_local(run.get("trainer.devices"), kind, n_nodes)
-    yield from check_devices(run, kind, n_local)
+    if kind == "cpu":
+        yield from check_cpu(run)
+    if kind == "cuda":
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield from check_visible(run, count_gpus(), shown, this_process().is_rank)
     world_size = find_world_size(run) or n_local * n_nodes
     yield from check_world(run, world_size)
     if not run.errors:
@@ -137,21 +143,6 @@ def check_files(run: Config) -> Iterator[Problem]:
             wrong, attempt = "no such file or folder", f"{run.source(key)}=<file or folder>"
             attempt = "ckpt_path=last" if key == "ckpt_path" else attempt
             yield Problem(key, path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
-
-
-def check_devices(run: Config, kind: str, n_local: int) -> Iterator[Problem]:
-    """As many devices as the run asks for, and what they can do."""
-    import torch
-
-    if kind == "cpu":
-        yield from check_cpu(run)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        if n_local > cores:
-            yield run.warning("trainer.devices", f"more processes than the {cores} cores here")
-    if kind == "cuda":
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        is_rank = this_process().is_rank
-        yield from check_visible(run, torch.cuda.device_count(), shown, is_rank)
 
 
 def check_visible(

@@ -24,7 +24,7 @@ from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
@@ -148,7 +148,7 @@ def is_own(package: str) -> bool:
 def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
     if not isinstance(target, str) or not re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", target):
         return "not the name of a class"
-    if not _is_trusted(target, allowed):
+    if not _is_trusted(target, group, allowed):
         return "somebody else's run may not name it"
     try:
         found = locate(target)
@@ -156,7 +156,7 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
         return str(error)
     owner = found.__self__ if inspect.ismethod(found) else found
     home = getattr(owner, "__module__", None) or ""
-    if not _is_trusted(home, allowed):
+    if not _is_trusted(home, group, allowed):
         return f"stands for {home}.{getattr(found, '__qualname__', '')}, which it may not name"
     is_listed = home.split(".")[0] in allowed
     if inspect.isfunction(found) and not (home.startswith("gptrain.optim.") or is_listed):
@@ -166,10 +166,10 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
     return wrong_kind(found, group)
 
 
-def _is_trusted(name: str, allowed: Sequence[str]) -> bool:
+def _is_trusted(name: str, group: str, allowed: Sequence[str]) -> bool:
     package = name.split(".")[0]
-    listed = any(name == one or name.startswith(f"{one}.") for one in allowed)
-    return package in LIBRARIES or listed or is_own(package)
+    known = (*LIBRARIES, *allowed, *(["torchmetrics"] if group == "metrics" else []))
+    return package in known or is_own(package)
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
