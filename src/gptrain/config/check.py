@@ -7,15 +7,14 @@ so that no mistake is told twice. Rules about `model.*` hold for SimpleGPT alone
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gptrain.config.schema import STRATEGIES, Run, find_wrong_values
+from gptrain.config.schema import DATA, STRATEGIES, Run, find_wrong_values
 from gptrain.launch.process import this_process
 from gptrain.plan import effective_max_epochs, parallel_dims, plan_batch, run_steps
 from gptrain.problems import BAD_CONFIG, DONE, Problem, show
@@ -33,12 +32,10 @@ class Config:
     """A config as plain values, and what was found wrong with it.
 
     Attributes:
-        values: every reference resolved.   raw: references as they were written.
-        wrong: keys that an error has named.
+        values: every reference resolved.   wrong: keys that an error has named.
     """
 
     values: dict[str, Any]
-    raw: dict[str, Any]
     schema: type[Run] = Run
     problems: list[Problem] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
@@ -54,25 +51,13 @@ class Config:
         found = None if is_wrong else _at(self.values, key)
         return default if found is None else found
 
-    def source(self, key: str) -> str:
-        """The key that a value was copied from by a reference; else the key itself."""
-        for _ in range(len(self.raw)):
-            match = re.fullmatch(r"\$\{([\w.]+)\}", str(_at(self.raw, key)))
-            key = match[1] if match and _at(self.raw, match[1]) is not None else key
-        return key
-
     def add(self, found: Iterator[Problem]) -> None:
-        """Keeps one problem a key, told of the place where a wrong value was written."""
+        """Keeps one error a key."""
         for problem in found:
-            key = self.source(problem.key) if problem.key else ""
-            refers_to = re.findall(r"\$\{([\w.]+)", str(_at(self.raw, key)))
-            if self.wrong.intersection(refers_to):
-                self.wrong |= {key, problem.key}  # it came with what was wrong there
-                continue
-            if not key or key not in self.wrong:
-                self.problems.append(replace(problem, key=key))
-            if problem.code != DONE and key:
-                self.wrong |= {key, problem.key}
+            if problem.key not in self.wrong:
+                self.problems.append(problem)
+            if problem.code != DONE and problem.key:
+                self.wrong.add(problem.key)
 
     def error(
         self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
@@ -84,15 +69,25 @@ class Config:
 def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
     """Everything that is wrong with a config by itself. Hydra's own node is not looked at."""
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    run = Config({}, OmegaConf.to_container(cfg), schema)
-    run.values, unresolved = _resolve(cfg)
-    run.add(iter(unresolved))
-    run.add(find_wrong_values(run.values, schema))
-    for rule in (check_sizes, check_batch, check_length, check_strategy, check_start):
+    try:
+        run = Config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), schema)
+    except (OmegaConfBaseException, RecursionError) as error:
+        key, wrong = getattr(error, "full_key", None) or "", "cannot be resolved"
+        if isinstance(error, MissingMandatoryValue):
+            return Config(
+                {}, schema, [Problem(key, None, "required and not set", "", f"{key}=...")]
+            )
+        return Config({}, schema, [Problem(key, None, f"{wrong}: {str(error).splitlines()[0]}")])
+    for rule in (find_wrong, check_sizes, check_batch, check_length, check_strategy, check_start):
         run.add(rule(run))
     if (world_size := find_world_size(run)) is not None:
         run.add(check_world(run, world_size))
     return run
+
+
+def find_wrong(run: Config) -> Iterator[Problem]:
+    """Each value by itself."""
+    return find_wrong_values(run.values, run.schema)
 
 
 def count_devices(value: Any) -> int | None:
@@ -127,20 +122,17 @@ def check_sizes(run: Config) -> Iterator[Problem]:
         yield run.error("model.d_model", f"not divisible by model.n_heads={heads}; nearest: {near}")
     sizes = (run.get(f"strategy.{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
     yield from _check_split(run, *sizes)
+    target, length = run.get("data.train._target_"), run.get("data.seq_len")
     longest, vocabulary = run.get("model.max_seq_len"), run.get("model.vocab_size")
-    for part in ("data.train", "data.val", "data.test"):
-        target, length = str(run.get(f"{part}._target_")), run.get(f"{part}.seq_len")
-        if not target.startswith("gptrain.data.") or not length:
-            continue
-        positions = length - (target == DUMMY)  # the last token of its samples is a target only
-        if longest and positions > longest:
-            wrong = f"longer than model.max_seq_len={longest}"
-            attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
-            yield run.error(f"{part}.seq_len", wrong, attempt)
-        tokenizer = run.get(f"{part}.tokenizer")
-        if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
-            wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
-            yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
+    positions = (length or 0) - (target == DUMMY)  # the last token of its samples is a target only
+    if target in DATA and longest and positions > longest:
+        wrong = f"longer than model.max_seq_len={longest}"
+        attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
+        yield run.error("data.seq_len", wrong, attempt)
+    tokenizer = run.get("data.tokenizer")
+    if target in DATA and vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
+        wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
+        yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
 
 
 def check_batch(run: Config) -> Iterator[Problem]:
@@ -289,14 +281,14 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     except ValueError as error:
         yield run.error("data.global_batch_size", str(error))
         return
-    n_samples = run.get("data.train.num_samples")
+    n_samples = run.get("data.num_samples")
     if run.get("data.train._target_") != DUMMY or not n_samples or run.get("task") != "fit":
         return  # of other data the length is known once it is read
     epoch_steps = batch.steps_per_epoch(n_samples)
     if not epoch_steps:
         wrong = f"{n_samples} sequences, one step needs {batch.global_batch_size}"
         attempt = "a smaller data.batch_size or data.global_batch_size"
-        yield run.error("data.train.num_samples", wrong, attempt)
+        yield run.error("data.num_samples", wrong, attempt)
     trainer, warmup = run.values["trainer"], run.get("scheduler.warmup_steps", 0)
     if run.wrong & {*LIMITS, "trainer"} or run.get("max_tokens") or trainer["fast_dev_run"]:
         return
@@ -305,24 +297,6 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     if steps and warmup > steps and not run.get("scheduler.total_steps"):
         wrong = f"longer than the run of {steps} steps"
         yield run.error("scheduler.warmup_steps", wrong, code=DONE)
-
-
-def _resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """Plain values; a key that cannot be resolved is null, and a problem."""
-    problems: list[Problem] = []
-    OmegaConf.set_struct(cfg, False)
-    while True:
-        try:
-            return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), problems
-        except (OmegaConfBaseException, RecursionError) as error:
-            raw, key = OmegaConf.to_container(cfg), getattr(error, "full_key", None)
-            if key is None or _at(raw, key) is None:
-                return {}, [*problems, Problem("", None, "a reference leads nowhere")]
-            wrong = f"cannot be resolved: {str(error).splitlines()[0]}"
-            if isinstance(error, MissingMandatoryValue):
-                wrong = "required and not set"
-            problems.append(Problem(key, show(_at(raw, key)), wrong, attempt=f"{key}=<value>"))
-            OmegaConf.update(cfg, key, None)
 
 
 def _at(node: Any, key: str) -> Any:

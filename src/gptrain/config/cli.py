@@ -23,7 +23,6 @@ from omegaconf.errors import OmegaConfBaseException
 from gptrain.config.check import check_config
 from gptrain.config.compose import (
     CONF,
-    PROJECT,
     REFUSALS,
     Place,
     compose_and_explain,
@@ -98,11 +97,11 @@ def run_command(
         if args.help:
             print(help_text(usage))
             return DONE
-        place = find_place(args)
+        place = Place(args.config_name or "train", args.config_dir)
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
         overrides = [*own, *expand(args.overrides, place)]
         is_sweep = args.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
-        if is_sweep or args.show:
+        if is_sweep or args.cfg or args.info:
             check_sweep(overrides, place)
         else:
             check_command(overrides, schema, place)
@@ -112,8 +111,9 @@ def run_command(
     except REFUSALS as error:
         _tell([Problem("", None, first_line(error)).line])
         return BAD_CONFIG
-    flags = ["--config-dir", args.config_dir] if args.config_dir else []
-    flags += args.show or (["--multirun"] if is_sweep else [])
+    named = {"config-dir": args.config_dir, "cfg": args.cfg, "info": args.info}
+    flags = [f"--{name}={value}" for name, value in named.items() if value]
+    flags += ["--multirun"] if is_sweep else []
     return _run(job, [*flags, *overrides, *_quiet_rank()], place, schema, is_sweep)
 
 
@@ -158,40 +158,22 @@ def check_sweep(overrides: list[str], place: Place) -> None:
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
-    """Flags and overrides, in any order; `show` are flags that Hydra answers by itself.
-
-    Raises: ConfigError for a flag that does not exist.
-    """
+    """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.set_defaults(show=[])
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    for flag in ("--config-dir", "-cd"), ("--config-name", "-cn"), ("--config-path", "-cp"):
-        parser.add_argument(*flag)
+    for flag in ("--help", "-h"), ("--multirun", "-m"):
+        parser.add_argument(*flag, action="store_true")
     for flag in (
+        ("--config-dir", "-cd"),
+        ("--config-name", "-cn"),
         ("--cfg", "-c"),
         ("--info", "-i"),
-        ("--package", "-p"),
-        ("--shell-completion", "-sc"),
     ):
-        parser.add_argument(*flag, action=_Show)
-    for flag in "--resolve", "--hydra-help", "--version":
-        parser.add_argument(flag, action=_Show, nargs=0)
-    return parser.parse_intermixed_args(argv)
-
-
-def find_place(args: argparse.Namespace) -> Place:
-    """Where the flags say that configs are. Raises: ConfigError."""
-    path = str(PROJECT / args.config_path) if args.config_path else CONF.config_path
-    for flag, folder in (("--config-dir", args.config_dir), ("--config-path", path)):
-        if folder is not None and not os.path.isdir(folder):
-            raise ConfigError([Problem(flag, folder, "no such folder")])
-    name = args.config_name or CONF.config_name
-    known = sorted(file.stem for file in Path(path).glob("*.yaml") if file.stem != "schema")
-    if name.removesuffix(".yaml") not in known:
-        raise ConfigError([Problem("--config-name", name, "no such config", ", ".join(known))])
-    return Place(path, name, args.config_dir)
+        parser.add_argument(*flag)
+    args = parser.parse_intermixed_args(argv)
+    if args.config_dir and not os.path.isdir(args.config_dir):
+        raise ConfigError([Problem("--config-dir", args.config_dir, "no such folder")])
+    return args
 
 
 def compose_command(overrides: list[str]) -> DictConfig:
@@ -207,7 +189,7 @@ def compose_command(overrides: list[str]) -> DictConfig:
 
 def help_text(usage: str) -> str:
     """What to type, every choice of every group, and where the keys are."""
-    groups = sorted(path for path in Path(CONF.config_path).iterdir() if list(path.glob("*.yaml")))
+    groups = sorted(path for path in Path(CONF).iterdir() if list(path.glob("*.yaml")))
     choices = [
         f"  {group.name:17}{' '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
         for group in groups
@@ -228,12 +210,10 @@ def help_text(usage: str) -> str:
 
 def table(outcomes: list[Outcome]) -> list[str]:
     """A line per job: its number, what happened, and its overrides."""
-    ends = [one.said if one.code == DONE else f"failed ({one.code})" for one in outcomes]
-    width = max(map(len, ends))
-    lines = [f"{'job':>3}  {'ended':{width}}  overrides"]
-    for number, (end, one) in enumerate(zip(ends, outcomes, strict=True)):
-        reason = f"  {one.said}" if one.code else ""
-        lines.append(f"{number:>3}  {end:{width}}  {' '.join(one.overrides)}{reason}")
+    lines = ["job  ended  overrides"]
+    for number, one in enumerate(outcomes):
+        end = f"failed ({one.code}): {one.said}" if one.code else one.said
+        lines.append(f"{number:3}  {end}  {' '.join(one.overrides)}")
     return lines
 
 
@@ -269,7 +249,7 @@ def _run(job: Job, argv: list[str], place: Place, schema: type[Run], is_sweep: b
     typed, sys.argv = sys.argv, [sys.argv[0], *argv]
     code = DONE
     try:
-        hydra.main(place.config_path, place.config_name, "1.3")(attempt)()
+        hydra.main(CONF, place.config_name, "1.3")(attempt)()
     except SweepStopped:
         pass
     except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -341,11 +321,6 @@ def _rank() -> int:
         return this_process().rank
     except (ValueError, KeyError):
         return 0
-
-
-class _Show(argparse.Action):
-    def __call__(self, parser: Any, args: Any, values: Any, flag: str | None = None) -> None:
-        args.show = [*args.show, flag, *([values] if values else [])]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from gptrain.config import forms
 from gptrain.config.forms import BelowOne, Count, Flag, Path, Positive, Target, integer, number
-from gptrain.config.suggest import find_alias, is_elsewhere, nearest, nearest_key
+from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.plan.dims import STRATEGIES as STRATEGY_NAMES
 from gptrain.problems import Problem, show
 
@@ -92,33 +92,7 @@ class Schedule(Scheduler, extra="forbid"):
 
 
 class StableDecay(Schedule):
-    decay_share: number("must be in (0, 1]", gt=0, le=1)
-
-
-class DummyText(Closed):
-    num_samples: Count
-    seq_len: integer(2)
-    vocab_size: Count
-    seed: int
-
-
-class FromCorpus(Closed):
-    split: Literal["train", "val"]
-    path: forms.Paths | None
-    pattern: forms.Name
-    tokenizer: Path
-    vocab_size: Count
-    seq_len: Count
-    val_fraction: number("must be in (0, 1)", gt=0, lt=1)
-    cache_dir: Path
-
-
-class Tokens(Closed):
-    path: forms.Paths
-    seq_len: Count
-    dtype: Literal["uint16", "uint32"] | None = None
-    vocab_size: Count | None = None
-    keep_tail: Flag = False
+    decay_fraction: number("must be in (0, 1]", gt=0, le=1)
 
 
 class SampleText(Closed):
@@ -164,6 +138,16 @@ class Trainer(Open):
     detect_anomaly: Flag
 
 
+class LightningTrainer(Trainer, extra="forbid"):
+    """Of Lightning's other arguments those that no key of ours sets; typed with a +."""
+
+    min_epochs: integer(0) | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    limit_predict_batches: forms.Limit | None = None
+    reload_dataloaders_every_n_epochs: integer(0) = 0
+    sync_batchnorm: Flag = False
+
+
 GROUPS: dict[str, type[BaseModel]] = {
     "model": Model, "module": Open, "optimizer": Optimizer, "scheduler": Scheduler,
     "trainer": Trainer,
@@ -176,13 +160,10 @@ KNOWN: dict[str, type[BaseModel]] = {
     **{f"gptrain.optim.warmup_{name}": Schedule for name in ("constant", "cosine", "linear")},
     "gptrain.optim.constant": Schedule,
     "gptrain.optim.warmup_stable_decay": StableDecay,
-    "gptrain.data.DummyTextDataset": DummyText,
-    "gptrain.data.TextDataset.from_corpus": FromCorpus,
-    "gptrain.data.TokenDataset": Tokens,
     "gptrain.lit.callbacks.SampleText": SampleText,
     "gptrain.lit.loggers.TensorBoardLogger": Logger,
     "gptrain.lit.loggers.CSVLogger": Logger,
-    "lightning.pytorch.Trainer": Trainer,
+    "lightning.pytorch.Trainer": LightningTrainer,
 }
 
 
@@ -190,14 +171,41 @@ KNOWN: dict[str, type[BaseModel]] = {
 
 
 class Data(Open):
-    """Of the data group itself; what else a yaml has there, its datasets refer to."""
+    """Of any data group; what else its yaml has, its datasets refer to."""
 
     batch_size: Count
     global_batch_size: Count | None
     num_workers: integer(0, WORKERS_MAX)
     train: Target
-    val: Target  # validated or not: trainer.limit_val_batches=0
+    val: Target
     test: Target | None = None
+
+
+class DummyText(Data):
+    num_samples: Count
+    seq_len: integer(2)
+
+
+class Text(Data):
+    seq_len: Count
+    path: forms.Paths | None
+    pattern: forms.Name
+    tokenizer: Path
+    val_fraction: number("must be in (0, 1)", gt=0, lt=1)
+
+
+class Tokens(Data):
+    seq_len: Count
+    train_path: forms.Paths
+    val_path: forms.Paths
+    dtype: Literal["uint16", "uint32"]
+
+
+DATA: dict[str, type[Data]] = {  # by the class of data.train
+    "gptrain.data.DummyTextDataset": DummyText,
+    "gptrain.data.TextDataset.from_corpus": Text,
+    "gptrain.data.TokenDataset": Tokens,
+}
 
 
 class Strategy(Closed):
@@ -288,7 +296,7 @@ class Run(Closed):
     print_config: Flag
     model: Target
     module: Target
-    data: Data
+    data: forms.Node
     optimizer: Target
     scheduler: Target
     strategy: forms.Node
@@ -303,7 +311,9 @@ class Run(Closed):
 def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterator[Problem]:
     """Each value that is wrong by itself, each key that nothing reads or that is missing."""
     yield from _judge(schema, values, "", values)
-    strategy = values.get("strategy")
+    data, strategy = values.get("data"), values.get("strategy")
+    if isinstance(data, dict):
+        yield from _judge(data_model(values), data, "data", values)
     if isinstance(strategy, dict):
         model = STRATEGIES.get(str(strategy.get("name")), Strategy)
         yield from _judge(model, strategy, "strategy", values)
@@ -322,9 +332,12 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
         own = {key: value for key, value in node.items() if key not in OF_HYDRA}
         if model:
             yield from _judge(model, own, place, values)
-        for key in own.keys() - Trainer.model_fields.keys() if place == "trainer" else ():
-            if is_elsewhere(f"trainer.{key}"):  # an argument of Lightning's that other keys set
-                yield unknown_key(f"trainer.{key}", own[key], values)
+
+
+def data_model(values: dict[str, Any]) -> type[Data]:
+    """The model of a data group, by the class of its training set."""
+    train = values["data"].get("train")
+    return DATA.get(str(train.get("_target_")) if isinstance(train, dict) else "", Data)
 
 
 def targets(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -366,7 +379,7 @@ def known_keys() -> set[str]:
     places = [("", Run), ("data", Data), ("checkpoint", Checkpoint), ("launcher", Launcher)]
     places += [*GROUPS.items(), ("model", SimpleGPT), ("optimizer", Muon), ("optimizer", AdamW)]
     places += [("strategy", model) for model in STRATEGIES.values()]
-    places += [("data", DummyText), ("data", FromCorpus)]
+    places += [("data", model) for model in DATA.values()]
     return {f"{place}.{key}".lstrip(".") for place, model in places for key in model.model_fields}
 
 
