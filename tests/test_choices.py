@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.conftest import ROOT
 from omegaconf import OmegaConf
 
 from gptrain.config import compose_command
+from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
 REQUIRED = {"tokens": ("data.train_path=train.bin", "data.val_path=val.bin")}

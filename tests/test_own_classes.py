@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+
 from tests.command_line import accepted, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from tests.conftest import ROOT, TINY
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")

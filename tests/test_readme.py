@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
