@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from multiprocessing import active_children
@@ -26,19 +27,13 @@ from lightning.pytorch import Callback, Trainer
 from gptrain.data import DummyTextDataset
 
 HOOKS = {  # phase -> the hook of a callback in which the fault happens
-    "setup": "setup",
-    "start": "on_train_start",
-    "forward": "on_train_batch_start",
-    "backward": "on_before_backward",
-    "clip": "on_before_optimizer_step",
-    "log": "on_train_batch_end",
-    "validation": "on_validation_batch_start",
-    "save": "on_save_checkpoint",
-    "end": "on_train_end",
-    "teardown": "teardown",
-}
+    "setup": "setup", "start": "on_train_start", "forward": "on_train_batch_start",
+    "backward": "on_before_backward", "clip": "on_before_optimizer_step",
+    "log": "on_train_batch_end", "validation": "on_validation_batch_start",
+    "save": "on_save_checkpoint", "end": "on_train_end", "teardown": "teardown",
+}  # fmt: skip
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # of `os`, by which a save is made
-WITNESS = "witness-{rank}.txt"
+NAN, INF = float("nan"), float("inf")
 
 
 class Planted(Exception):
@@ -49,110 +44,77 @@ class Fault(Callback):
     """One fault in one rank, once in the life of a run folder.
 
     Args:
-        act: a signal's name, an errno's name, or a key of ACTS.
-        phase: a key of HOOKS.   rank: -1: all ranks.
+        act: a signal's name, an errno's name, or a key of ACTS.   phase: a key of HOOKS.
         step: not before this many optimizer steps are done.
         target: of a signal: rank (this one), launcher, group (all processes of the run).
-        operation: instead of at once, at the so-manieth file operation of saves from then on.
+        operation: above 0: instead of at once, at the so-manieth file operation of saves from then.
         always: at every such moment, in every start.
     """
 
     def __init__(
-        self,
-        act: str,
-        phase: str,
-        rank: int = 0,
-        step: int = 0,
-        target: str = "rank",
-        operation: int = 0,
-        always: bool = False,
+        self, act: str, phase: str, rank: int, step: int, target: str, operation: int, always: bool
     ):
         self.act, self.phase, self.rank, self.step = act, phase, rank, step
         self.target, self.operation, self.always = target, operation, always
 
-    def enter(self, phase: str, trainer: Trainer, details: tuple[Any, ...]) -> None:
+    def enter(self, phase: str, trainer: Trainer, *details: Any) -> None:
         """Called by each hook."""
-        here = phase == self.phase and self.rank in (-1, trainer.global_rank)
-        if not here or trainer.global_step < self.step:
+        if phase != self.phase or self.rank != trainer.global_rank:
             return
-        marker = Path(trainer.default_root_dir) / f"planted-{trainer.global_rank}"
-        if marker.exists() and not self.always:
+        marker = Path(trainer.default_root_dir) / "planted"
+        if trainer.global_step < self.step or (marker.exists() and not self.always):
             return
         marker.touch()
-        act = lambda: perform(self.act, self.target, trainer, details)  # noqa: E731
         if self.operation:
-            break_operation(self.operation, act)
+            break_operation(self.operation, lambda: self.perform(trainer, *details))
         else:
-            act()
+            self.perform(trainer, *details)
+
+    def perform(self, trainer: Trainer, *details: Any) -> None:
+        if self.act.startswith("SIG"):
+            places = {"rank": os.getpid(), "launcher": os.getppid(), "group": 0}
+            os.kill(places[self.target], signal.Signals[self.act])
+        elif self.act.startswith("E"):
+            raise OSError(number := getattr(errno, self.act), os.strerror(number))
+        else:
+            ACTS[self.act](trainer, *details)
 
 
 def hook(phase: str) -> Callable:
-    def call(self, trainer, module, *details, **_):
-        self.enter(phase, trainer, details)
-
-    return call
+    return lambda self, trainer, module, *details, **_: self.enter(phase, trainer, *details)
 
 
 for phase, name in HOOKS.items():
     setattr(Fault, name, hook(phase))
 
 
-def perform(act: str, target: str, trainer: Trainer, details: tuple[Any, ...]) -> None:
-    """What a fault does."""
-    if act.startswith("SIG"):
-        send(signal.Signals[act], target, os.getpid(), os.getppid())
-    elif act.startswith("E"):
-        raise OSError(number := getattr(errno, act), os.strerror(number))
-    else:
-        ACTS[act](trainer, *details)
-
-
-def send(number: int, target: str, rank_pid: int, launcher_pid: int) -> None:
-    """A signal to a rank, to the parent of the ranks, or to all processes of a run."""
-    if target == "group":
-        os.killpg(launcher_pid, number)
-    else:
-        os.kill(rank_pid if target == "rank" else launcher_pid, number)
-
-
-def from_outside(work: Callable[[], Any]) -> None:
-    """Does it in a process of its own, which outlives this one."""
-    if os.fork() == 0:
-        work()
-        os._exit(0)
-
-
 def fail(*_: Any) -> None:
     raise Planted("on purpose")
 
 
+def outside(script: str) -> None:
+    """A shell that goes on while this process cannot."""
+    subprocess.Popen(["sh", "-c", script])
+
+
 def pause(*_: Any) -> None:
-    """Stopped for two seconds."""
-    pid = os.getpid()
-    from_outside(lambda: (time.sleep(2.0), os.kill(pid, signal.SIGCONT)))
-    os.kill(pid, signal.SIGSTOP)
+    outside(f"sleep 2; kill -CONT {os.getpid()}")
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def interrupt_twice(*_: Any) -> None:
-    """The launcher gets SIGINT twice while a rank is busy."""
-    pid = os.getppid()
-    twice = lambda: (os.kill(pid, 2), time.sleep(0.6), os.kill(pid, 2))  # noqa: E731
-    from_outside(twice)
+    outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}")
     time.sleep(5.0)
 
 
 def poison(trainer: Trainer, loss: torch.Tensor) -> None:
     """A loss that is not a number, and its gradients with it."""
-    loss.data.fill_(float("nan"))
-    loss.register_hook(lambda gradient: gradient * float("nan"))
-
-
-def poison_gradient(trainer: Trainer, loss: torch.Tensor) -> None:
-    loss.register_hook(lambda gradient: gradient * float("inf"))
+    loss.data.fill_(NAN)
+    loss.register_hook(lambda gradient: gradient * NAN)
 
 
 def exhaust_memory(*_: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 34, -1))
     torch.empty(1 << 36)
 
 
@@ -168,7 +130,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "pause": pause,
     "interrupt_twice": interrupt_twice,
     "poison": poison,
-    "poison_gradient": poison_gradient,
+    "poison_gradient": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
     "exhaust_memory": exhaust_memory,
     "fill_log": fill_log,
     "kill_worker": lambda *_: os.kill(active_children()[0].pid, signal.SIGKILL),
@@ -182,7 +144,7 @@ ACTS: dict[str, Callable[..., Any]] = {
 
 
 def break_operation(count: int, act: Callable[[], None]) -> None:
-    """Does the act instead of the count-th operation of this process in a folder `checkpoints`."""
+    """Does the act before the count-th operation of this process in a folder `checkpoints`."""
     seen = itertools.count(1)
 
     def breaking(name: str, operation: Callable) -> Callable:
@@ -199,11 +161,9 @@ def break_operation(count: int, act: Callable[[], None]) -> None:
 
 
 def path_of(place: Any) -> str:
-    """The path that an operation is about, by its name or by its descriptor."""
-    if not isinstance(place, int):
-        return os.fsdecode(place)
+    """What an operation is about, by its name or by its descriptor."""
     try:
-        return os.readlink(f"/proc/self/fd/{place}")
+        return os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else str(place)
     except OSError:
         return ""
 
@@ -212,11 +172,10 @@ class Witness(Callback):
     """Writes down, for each micro-step of each rank, the batch that it saw and its loss."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        seen = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:16]
-        step, loss = trainer.global_step, float(outputs["loss"])
-        path = Path(trainer.default_root_dir) / WITNESS.format(rank=trainer.global_rank)
+        seen, loss = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest(), float(outputs["loss"])
+        path = Path(trainer.default_root_dir) / f"witness-{trainer.global_rank}.txt"
         with path.open("a") as file:
-            file.write(f"{trainer.current_epoch}.{batch_idx} {step} {seen} {loss.hex()}\n")
+            file.write(f"{trainer.global_step}.{batch_idx} {seen} {loss.hex()}\n")
 
 
 class BrokenData(DummyTextDataset):
@@ -224,7 +183,7 @@ class BrokenData(DummyTextDataset):
 
     def __init__(self, folder: str, read: int, **options: Any):
         super().__init__(**options)
-        self.marker, self.left = Path(folder) / "planted-1", read
+        self.marker, self.left = Path(folder) / "planted", read
 
     def __getitems__(self, indices):
         self.left -= 1

@@ -17,17 +17,14 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from gptrain.resilience.status import read_status
 from tests.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
 LEAVING_S = 10.0  # what processes may take to leave after their run has ended
-WARM = ["tests.campaign.warm"]
 _polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
@@ -59,47 +56,30 @@ class Attempt:
         give_up_s = time.monotonic() + timeout_s
         while self.code is None:
             if time.monotonic() > give_up_s:
-                with self.log.open("a") as log:
-                    print("killed at the timeout:", *session(self.process.pid), sep="\n", file=log)
                 os.killpg(self.process.pid, signal.SIGKILL)
             time.sleep(0.02)
         return self.code
 
+    def text(self) -> str:
+        """What it printed."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
     def ranks(self) -> list[int]:
         """Process numbers of its ranks, in order, as far as they have been started."""
         pid = self.process.pid
-        try:
-            return [
-                int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            ]
-        except OSError:
-            return []
-
-    def text(self) -> str:
-        """What it printed."""
-        return self.log.read_text(errors="replace")
-
-    def status(self) -> dict:
-        """What status.json says."""
-        return read_status(self.run_dir) or {}
+        path = Path(f"/proc/{pid}/task/{pid}/children")
+        return [int(word) for word in path.read_text().split()] if path.exists() else []
 
     def orphans(self) -> list[str]:
         """Processes of its session that are still there after LEAVING_S."""
         give_up_s = time.monotonic() + LEAVING_S
-        while (left := list(session(self.process.pid))) and time.monotonic() < give_up_s:
+        while (left := session(self.process.pid)) and time.monotonic() < give_up_s:
             time.sleep(0.05)
         return left
 
 
 class Lab:
-    """Starts runs in folders below one.
-
-    Attributes:
-        run_s: about what a run takes.
-
-    Args:
-        n_steps: of a run.
-    """
+    """Starts runs in folders below one; of `n_steps`, unless their words say otherwise."""
 
     def __init__(self, folder: Path, n_steps: int):
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -108,10 +88,10 @@ class Lab:
         self.references: dict[tuple[str, ...], tuple[Path, dict]] = {}
         self.making = defaultdict(threading.Lock)  # of a reference
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(WARM)
+        self.context.set_forkserver_preload(["tests.campaign.warm"])
 
     def reference(self, *words: str) -> tuple[Path, dict]:
-        """Folder and record of an undisturbed run with these words; all its checkpoints are kept."""
+        """Folder and record of an undisturbed run with these words; it keeps all checkpoints."""
         with self.making[words]:
             if words not in self.references:
                 attempt = self.start(self.new("reference"), "checkpoint.keep=99", *words)
@@ -170,14 +150,15 @@ def become_run(words: list[str], log: Path, env: dict[str, str]) -> None:
     os._exit(code)
 
 
-def session(leader: int) -> Iterator[str]:
-    """Live processes of a session: number, name, state and what each waits for in the kernel."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                name, _, rest = Path(entry.path, "stat").read_text().rpartition(")")
-                fields, waits = rest.split(), Path(entry.path, "wchan").read_text()
-            except OSError:
-                continue
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                yield f"{name}) {fields[0]} {waits}"
+def session(leader: int) -> list[str]:
+    """Live processes of a session: number, name and state, from proc(5)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:
+            continue
+        state, _, _, its_session, *_ = rest.split()
+        if int(its_session) == leader and state not in "ZX":
+            found.append(f"{name}) {state}")
+    return found
