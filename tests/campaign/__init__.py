@@ -1,8 +1,6 @@
 """python -m tests.campaign [--quick]: real faults in real runs, held against an undisturbed run.
 
-scenarios  the table: what is done to a run, how it must end, how it must go on
-trial      one try of a scenario, special: those of another shape
-lab        runs of real ranks, forked from a process that has imported everything (warm)
-faults     the callback that brings a fault into a rank, and what it does there
+scenarios  the table of faults             trial   one try of a row; special: other shapes of a try
+faults     what happens in a rank          lab     runs of real ranks, forked from a warm process
 truth      what of a run must be equal, bit for bit, whatever befell it
 """

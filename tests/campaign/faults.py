@@ -59,10 +59,9 @@ class Fault(Callback):
 
     def enter(self, phase: str, trainer: Trainer, *details: Any) -> None:
         """Called by each hook."""
-        if phase != self.phase or self.rank != trainer.global_rank:
-            return
+        here = phase == self.phase and self.rank == trainer.global_rank
         marker = Path(trainer.default_root_dir) / "planted"
-        if trainer.global_step < self.step or (marker.exists() and not self.always):
+        if not here or trainer.global_step < self.step or (marker.exists() and not self.always):
             return
         marker.touch()
         if self.operation:
@@ -71,9 +70,11 @@ class Fault(Callback):
             self.perform(trainer, *details)
 
     def perform(self, trainer: Trainer, *details: Any) -> None:
-        if self.act.startswith("SIG"):
-            places = {"rank": os.getpid(), "launcher": os.getppid(), "group": 0}
-            os.kill(places[self.target], signal.Signals[self.act])
+        if self.act.startswith("SIG") and self.target == "group":  # a worker obeys its rank alone
+            outside(f"kill -{self.act[3:]} -{os.getpgid(0)}")
+        elif self.act.startswith("SIG"):
+            pid = os.getpid() if self.target == "rank" else os.getppid()
+            os.kill(pid, signal.Signals[self.act])
         elif self.act.startswith("E"):
             raise OSError(number := getattr(errno, self.act), os.strerror(number))
         else:
@@ -88,13 +89,13 @@ for phase, name in HOOKS.items():
     setattr(Fault, name, hook(phase))
 
 
-def fail(*_: Any) -> None:
-    raise Planted("on purpose")
-
-
 def outside(script: str) -> None:
     """A shell that goes on while this process cannot."""
     subprocess.Popen(["sh", "-c", script])
+
+
+def fail(*_: Any) -> None:
+    raise Planted("on purpose")
 
 
 def pause(*_: Any) -> None:
@@ -105,12 +106,6 @@ def pause(*_: Any) -> None:
 def interrupt_twice(*_: Any) -> None:
     outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}")
     time.sleep(5.0)
-
-
-def poison(trainer: Trainer, loss: torch.Tensor) -> None:
-    """A loss that is not a number, and its gradients with it."""
-    loss.data.fill_(NAN)
-    loss.register_hook(lambda gradient: gradient * NAN)
 
 
 def exhaust_memory(*_: Any) -> None:
@@ -129,8 +124,8 @@ ACTS: dict[str, Callable[..., Any]] = {
     "fail": fail,
     "pause": pause,
     "interrupt_twice": interrupt_twice,
-    "poison": poison,
-    "poison_gradient": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
+    "nan": lambda _, loss: (loss.data.fill_(NAN), loss.register_hook(lambda g: g * NAN)),
+    "inf": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
     "exhaust_memory": exhaust_memory,
     "fill_log": fill_log,
     "kill_worker": lambda *_: os.kill(active_children()[0].pid, signal.SIGKILL),
@@ -149,8 +144,9 @@ def break_operation(count: int, act: Callable[[], None]) -> None:
 
     def breaking(name: str, operation: Callable) -> Callable:
         def call(place: Any, *args: Any, **options: Any) -> Any:
+            path = os.path.realpath(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
             reads = name == "open" and not args[0] & os.O_CREAT
-            if not reads and "/checkpoints" in path_of(place) and next(seen) == count:
+            if not reads and "/checkpoints" in path and next(seen) == count:
                 act()
             return operation(place, *args, **options)
 
@@ -158,14 +154,6 @@ def break_operation(count: int, act: Callable[[], None]) -> None:
 
     for name in OPERATIONS:
         setattr(os, name, breaking(name, getattr(os, name)))
-
-
-def path_of(place: Any) -> str:
-    """What an operation is about, by its name or by its descriptor."""
-    try:
-        return os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else str(place)
-    except OSError:
-        return ""
 
 
 class Witness(Callback):
@@ -179,15 +167,14 @@ class Witness(Callback):
 
 
 class BrokenData(DummyTextDataset):
-    """One read of rank 1 raises, once in the life of a run folder."""
+    """The eighth read of rank 1 raises, once in the life of a run folder."""
 
-    def __init__(self, folder: str, read: int, **options: Any):
+    def __init__(self, folder: str, **options: Any):
         super().__init__(**options)
-        self.marker, self.left = Path(folder) / "planted", read
+        self.marker, self.reads = Path(folder) / "planted", itertools.count(1)
 
     def __getitems__(self, indices):
-        self.left -= 1
-        if os.environ.get("RANK") == "1" and self.left < 0 and not self.marker.exists():
+        if os.environ["RANK"] == "1" and next(self.reads) >= 8 and not self.marker.exists():
             self.marker.touch()
             fail()
         return super().__getitems__(indices)

@@ -117,11 +117,11 @@ class Lab:
         """A run folder that does not exist yet."""
         return self.folder / f"{next(self.numbers):04d}-{name}"
 
-    def start(self, run_dir: Path, *words: str, env: dict[str, str] | None = None) -> Attempt:
+    def start(self, run_dir: Path, *words: str) -> Attempt:
         """`python train.py <words>` in a process of its own."""
         log = self.folder / f"{run_dir.name}-{next(self.numbers):04d}.log"
         words = (*TINY, f"trainer.max_steps={self.n_steps}", f"run_dir={run_dir}", *words)
-        process = self.context.Process(target=become_run, args=(list(words), log, env or {}))
+        process = self.context.Process(target=become_run, args=(list(words), log))
         with _polling:
             process.start()
         return Attempt(process, run_dir, log)
@@ -131,14 +131,13 @@ class Lab:
         return self.start(run_dir, "ckpt_path=last", *words)
 
 
-def become_run(words: list[str], log: Path, env: dict[str, str]) -> None:
-    """In the child: the command, its output in a file."""
+def become_run(words: list[str], log: Path) -> None:
+    """In the child: the command, its output in a file; TMPDIR=... among the words is obeyed."""
     os.setsid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(env)
-    tempfile.tempdir = None  # TMPDIR is read anew
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    if words[-1].startswith("TMPDIR="):
+        os.environ["TMPDIR"], tempfile.tempdir = words.pop().removeprefix("TMPDIR="), None
     import train
     from gptrain.config import cli
     from gptrain.launch import supervisor

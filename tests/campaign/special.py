@@ -1,4 +1,4 @@
-"""What is done to a run folder between two starts, and tries of another shape than most."""
+"""What is done to a checkpoint between two starts, and tries of another shape than most."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from gptrain.resilience.manifest import DamagedCheckpoint
 from gptrain.resilience.store import CheckpointStore
 from tests.campaign.lab import Attempt, Lab
-from tests.campaign.trial import Scenario, strike
+from tests.campaign.trial import Scenario, fault_words, strike
 from tests.campaign.truth import difference, repeated
 
 YEAR_2099_S = 4_070_908_800
-CHANGES = ("model.d_model=64", "model.dropout=0.2", "seed=7", "optimizer.lr=1e-3",
-           "data.num_samples=61", "data.global_batch_size=16", "scheduler.min_factor=0.5",
-           "optimizer=muon")  # fmt: skip
-
-
-def newest(run_dir: Path) -> Path:
-    return max((run_dir / "checkpoints").glob("step-????????"))
+CHANGES = ("model.d_model=64", "model.vocab_size=65", "seed=7", "optimizer.lr=1e-3",
+           "data.num_samples=61", "data.global_batch_size=16", "optimizer=muon")  # fmt: skip
 
 
 def flip(folder: Path, draw: random.Random) -> None:
@@ -44,45 +38,35 @@ def truncate(folder: Path, draw: random.Random) -> None:
 
 
 def mix_up(folder: Path, draw: random.Random) -> None:
-    """A file is gone, two have changed places, or one is of another step."""
+    """A file is gone, is that of another step, or is another one."""
     one, two = draw.sample(sorted(folder.iterdir()), 2)
-    how = draw.randrange(3)
-    if how == 0:
-        one.unlink()
-    elif how == 1:
-        content = one.read_bytes()
-        one.write_bytes(two.read_bytes())
-        two.write_bytes(content)
-    else:
-        older = sorted(folder.parent.glob("step-????????"))[-2]
-        shutil.copy(older / "manifest.json", folder)
+    older = sorted(folder.parent.glob("step-????????"))[-2] / "manifest.json"
+    one.unlink()
+    if draw.random() < 0.7:
+        shutil.copy(two if one.name != older.name else older, one)
 
 
-def to_newest(harm: Callable[[Path, random.Random], None]) -> Callable:
-    return lambda run_dir, draw: harm(newest(run_dir), draw)
+def flip_all(folder: Path, draw: random.Random) -> None:
+    for path in folder.parent.glob("step-*"):
+        flip(path, draw)
 
 
-def flip_all(run_dir: Path, draw: random.Random) -> None:
-    for folder in (run_dir / "checkpoints").glob("step-*"):
-        flip(folder, draw)
-
-
-def age(run_dir: Path, draw: random.Random) -> None:
-    """The newest is damaged, and all files are of the year 2099."""
-    flip(newest(run_dir), draw)
-    for path in (run_dir / "checkpoints").rglob("*"):
+def age(folder: Path, draw: random.Random) -> None:
+    """It is damaged, and all files are of the year 2099."""
+    flip(folder, draw)
+    for path in folder.parent.rglob("*"):
         os.utime(path, (YEAR_2099_S, YEAR_2099_S))
 
 
-def reuse_pid(run_dir: Path, draw: random.Random) -> None:
+def reuse_pid(folder: Path, draw: random.Random) -> None:
     """The lock of a dead run names a process that lives."""
-    holder = json.loads((run_dir / ".lock").read_text())
-    (run_dir / ".lock").write_text(json.dumps(holder | {"pid": os.getpid()}))
+    lock = folder.parents[1] / ".lock"
+    lock.write_text(json.dumps(json.loads(lock.read_text()) | {"pid": os.getpid()}))
 
 
 def detected(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
     """A hundred damages of one checkpoint, each seen by its verification."""
-    folder = newest(lab.cut_back(lab.n_steps, *row.reference))
+    folder = max((lab.cut_back(lab.n_steps, *row.reference) / "checkpoints").glob("step-*"))
     kept = {path: path.read_bytes() for path in folder.iterdir()}
     for number in range(100):
         harm = draw.choice((flip, truncate, mix_up))
@@ -99,18 +83,15 @@ def detected(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
 def storm(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
     """One fault after another until the run is done: at least 20."""
     _, reference = lab.reference(*row.reference)
-    run_dir, n_faults = lab.new("storm"), 0
-    while n_faults < 200:
-        attempt = lab.resume(run_dir, *row.reference)
-        number, target = draw.choice(row.act), draw.choice(("rank", "launcher", "group"))
+    run_dir, n_faults, left = lab.new("storm"), 0, []
+    while n_faults < 200 and not left:
+        attempt, target = lab.resume(run_dir, *row.reference), draw.choice(("rank", "group"))
         after_s = draw.uniform(0.3, 1.0) * lab.run_s
-        strike(attempt, signal.Signals[number], target, draw.randrange(2), after_s)
+        strike(attempt, draw.choice(row.acts), target, draw.randrange(2), after_s)
         if attempt.wait() == 0:
             break
-        if left := attempt.orphans():
-            return f"processes left: {left}"
-        n_faults += 1
-    few = f"done, or not, after {n_faults} faults" if n_faults not in range(20, 200) else None
+        n_faults, left = n_faults + 1, attempt.orphans()
+    few = f"done, or not, after {n_faults} faults; {left}" if left or n_faults < 20 else None
     return few or difference(run_dir, reference)
 
 
@@ -162,10 +143,8 @@ def changed(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
 
 def sweep(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
     """Of a sweep of three jobs the second is killed: the others are done, the table says it."""
-    keys = {"_target_": "tests.campaign.faults.Fault", "act": "SIGKILL", "phase": "log", "rank": 1}
-    keys |= {"step": "999,7,999", "target": "rank", "operation": 0, "always": False}
-    words = [f"+callbacks.fault.{key}={value}" for key, value in keys.items()]
-    attempt = lab.start(lab.new("sweep"), "-m", *words)
+    keys = {"act": "SIGKILL", "phase": "log", "rank": 1, "step": "999,7,999", "target": "rank"}
+    attempt = lab.start(lab.new("sweep"), "-m", *fault_words(**keys, operation=0, always=False))
     if attempt.wait(120) != 70 or not re.search(r"1  failed \(70\)", attempt.text()):
         return f"exit {attempt.code}: {attempt.text()[-1500:]}"
     _, reference = lab.reference()
