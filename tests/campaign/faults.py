@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import multiprocessing
 import os
 import re
 import resource
@@ -15,16 +16,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from multiprocessing import active_children
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-
-from gptrain.data import DummyTextDataset
 
 HOOKS = {  # phase -> the hook of a callback in which the fault happens
     "setup": "setup", "start": "on_train_start", "forward": "on_train_batch_start",
@@ -36,20 +33,8 @@ OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # of `os`, by which 
 NAN, INF = float("nan"), float("inf")
 
 
-class Planted(Exception):
-    """The exception of a fault."""
-
-
 class Fault(Callback):
-    """One fault in one rank, once in the life of a run folder.
-
-    Args:
-        act: a signal's name, an errno's name, or a key of ACTS.   phase: a key of HOOKS.
-        step: not before this many optimizer steps are done.
-        target: of a signal: rank (this one), launcher, group (all processes of the run).
-        operation: above 0: instead of at once, at the so-manieth file operation of saves from then.
-        always: at every such moment, in every start.
-    """
+    """One fault in one rank, once in the life of a run folder. Options: see trial.Scenario."""
 
     def __init__(
         self, act: str, phase: str, rank: int, step: int, target: str, operation: int, always: bool
@@ -70,9 +55,9 @@ class Fault(Callback):
             self.perform(trainer, *details)
 
     def perform(self, trainer: Trainer, *details: Any) -> None:
-        if self.act.startswith("SIG") and self.target == "group":  # a worker obeys its rank alone
-            outside(f"kill -{self.act[3:]} -{os.getpgid(0)}")
-        elif self.act.startswith("SIG"):
+        if self.act.startswith("SIG"):
+            if self.target == "group":  # from a stranger: a data worker obeys its rank
+                return outside(f"kill -{self.act[3:]} -- -{os.getpgid(0)}")
             pid = os.getpid() if self.target == "rank" else os.getppid()
             os.kill(pid, signal.Signals[self.act])
         elif self.act.startswith("E"):
@@ -82,7 +67,7 @@ class Fault(Callback):
 
 
 def hook(phase: str) -> Callable:
-    return lambda self, trainer, module, *details, **_: self.enter(phase, trainer, *details)
+    return lambda self, trainer, _, *details, **__: self.enter(phase, trainer, *details)
 
 
 for phase, name in HOOKS.items():
@@ -90,27 +75,12 @@ for phase, name in HOOKS.items():
 
 
 def outside(script: str) -> None:
-    """A shell that goes on while this process cannot."""
+    """A shell, which goes on while this process cannot."""
     subprocess.Popen(["sh", "-c", script])
 
 
 def fail(*_: Any) -> None:
-    raise Planted("on purpose")
-
-
-def pause(*_: Any) -> None:
-    outside(f"sleep 2; kill -CONT {os.getpid()}")
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def interrupt_twice(*_: Any) -> None:
-    outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}")
-    time.sleep(5.0)
-
-
-def exhaust_memory(*_: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 34, -1))
-    torch.empty(1 << 36)
+    raise AssertionError("planted")
 
 
 def fill_log(trainer: Trainer, *_: Any) -> None:
@@ -122,15 +92,19 @@ def fill_log(trainer: Trainer, *_: Any) -> None:
 
 ACTS: dict[str, Callable[..., Any]] = {
     "fail": fail,
-    "pause": pause,
-    "interrupt_twice": interrupt_twice,
+    "fill_log": fill_log,
+    "pause": lambda *_: outside("kill -STOP $PPID; sleep 2; kill -CONT $PPID"),
+    "interrupt_twice": lambda *_: (
+        outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}"),
+        time.sleep(5.0),
+    ),
     "nan": lambda _, loss: (loss.data.fill_(NAN), loss.register_hook(lambda g: g * NAN)),
     "inf": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
-    "exhaust_memory": exhaust_memory,
-    "fill_log": fill_log,
-    "kill_worker": lambda *_: os.kill(active_children()[0].pid, signal.SIGKILL),
+    "exhaust_memory": lambda *_: torch.empty(1 << 50),
+    "break_data": lambda trainer, *_: setattr(type(trainer.datamodule.train), "__getitems__", fail),
+    "kill_worker": lambda *_: multiprocessing.active_children()[0].kill(),
     "limit_files": lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, -1)),
-    "no_room": lambda *_: setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1)),
+    "no_room": lambda *_: setattr(os, "statvfs", lambda _: os.statvfs_result([1] * 10)),
     "lag": lambda *_: time.sleep(0.3),
     "sleep": lambda *_: time.sleep(600.0),
     "call_alone": lambda *_: dist.all_reduce(torch.ones(3)),
@@ -164,17 +138,3 @@ class Witness(Callback):
         path = Path(trainer.default_root_dir) / f"witness-{trainer.global_rank}.txt"
         with path.open("a") as file:
             file.write(f"{trainer.global_step}.{batch_idx} {seen} {loss.hex()}\n")
-
-
-class BrokenData(DummyTextDataset):
-    """The eighth read of rank 1 raises, once in the life of a run folder."""
-
-    def __init__(self, folder: str, **options: Any):
-        super().__init__(**options)
-        self.marker, self.reads = Path(folder) / "planted", itertools.count(1)
-
-    def __getitems__(self, indices):
-        if os.environ["RANK"] == "1" and next(self.reads) >= 8 and not self.marker.exists():
-            self.marker.touch()
-            fail()
-        return super().__getitems__(indices)
