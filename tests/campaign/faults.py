@@ -1,0 +1,140 @@
+"""How a fault gets into a rank: a callback of the campaign, and what it does there.
+
+A run reaches this file only by typing its name, `+callbacks.fault._target_=tests.campaign...`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+
+HOOKS = {  # phase -> the hook of a callback in which the fault happens
+    "setup": "setup", "start": "on_train_start", "forward": "on_train_batch_start",
+    "backward": "on_before_backward", "clip": "on_before_optimizer_step",
+    "log": "on_train_batch_end", "validation": "on_validation_batch_start",
+    "save": "on_save_checkpoint", "end": "on_train_end", "teardown": "teardown",
+}  # fmt: skip
+OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # of `os`, by which a save is made
+NAN, INF = float("nan"), float("inf")
+
+
+class Fault(Callback):
+    """One fault in one rank, once in the life of a run folder. Options: see trial.Scenario."""
+
+    def __init__(
+        self, act: str, phase: str, rank: int, step: int, target: str, operation: int, always: bool
+    ):
+        self.act, self.phase, self.rank, self.step = act, phase, rank, step
+        self.target, self.operation, self.always = target, operation, always
+
+    def enter(self, phase: str, trainer: Trainer, *details: Any) -> None:
+        """Called by each hook."""
+        here = phase == self.phase and self.rank == trainer.global_rank
+        marker = Path(trainer.default_root_dir) / "planted"
+        if not here or trainer.global_step < self.step or (marker.exists() and not self.always):
+            return
+        marker.touch()
+        if self.operation:
+            break_operation(self.operation, lambda: self.perform(trainer, *details))
+        else:
+            self.perform(trainer, *details)
+
+    def perform(self, trainer: Trainer, *details: Any) -> None:
+        if self.act.startswith("SIG"):
+            if self.target == "group":  # from a stranger: a data worker obeys its rank
+                return outside(f"kill -{self.act[3:]} -- -{os.getpgid(0)}")
+            pid = os.getpid() if self.target == "rank" else os.getppid()
+            os.kill(pid, signal.Signals[self.act])
+        elif self.act.startswith("E"):
+            raise OSError(number := getattr(errno, self.act), os.strerror(number))
+        else:
+            ACTS[self.act](trainer, *details)
+
+
+def hook(phase: str) -> Callable:
+    return lambda self, trainer, _, *details, **__: self.enter(phase, trainer, *details)
+
+
+for phase, name in HOOKS.items():
+    setattr(Fault, name, hook(phase))
+
+
+def outside(script: str) -> None:
+    """A shell, which goes on while this process cannot."""
+    subprocess.Popen(["sh", "-c", script])
+
+
+def fail(*_: Any) -> None:
+    raise AssertionError("planted")
+
+
+def fill_log(trainer: Trainer, *_: Any) -> None:
+    """The disk is full for TensorBoard's file, which is opened anew for each write."""
+    for path in Path(trainer.default_root_dir).glob("events.out.tfevents.*"):
+        path.unlink()
+        path.symlink_to("/dev/full")
+
+
+ACTS: dict[str, Callable[..., Any]] = {
+    "fail": fail,
+    "fill_log": fill_log,
+    "pause": lambda *_: outside("kill -STOP $PPID; sleep 2; kill -CONT $PPID"),
+    "interrupt_twice": lambda *_: (
+        outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}"),
+        time.sleep(5.0),
+    ),
+    "nan": lambda _, loss: (loss.data.fill_(NAN), loss.register_hook(lambda g: g * NAN)),
+    "inf": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
+    "exhaust_memory": lambda *_: torch.empty(1 << 50),
+    "break_data": lambda trainer, *_: setattr(type(trainer.datamodule.train), "__getitems__", fail),
+    "kill_worker": lambda *_: multiprocessing.active_children()[0].kill(),
+    "limit_files": lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, -1)),
+    "no_room": lambda *_: setattr(os, "statvfs", lambda _: os.statvfs_result([1] * 10)),
+    "lag": lambda *_: time.sleep(0.3),
+    "sleep": lambda *_: time.sleep(600.0),
+    "call_alone": lambda *_: dist.all_reduce(torch.ones(3)),
+    "hold_interpreter": lambda *_: re.match("(a?){40}a{40}", "a" * 40),  # hours in C
+}
+
+
+def break_operation(count: int, act: Callable[[], None]) -> None:
+    """Does the act before the count-th operation of this process in a folder `checkpoints`."""
+    seen = itertools.count(1)
+
+    def breaking(name: str, operation: Callable) -> Callable:
+        def call(place: Any, *args: Any, **options: Any) -> Any:
+            path = os.path.realpath(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
+            reads = name == "open" and not args[0] & os.O_CREAT
+            if not reads and "/checkpoints" in path and next(seen) == count:
+                act()
+            return operation(place, *args, **options)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, breaking(name, getattr(os, name)))
+
+
+class Witness(Callback):
+    """Writes down, for each micro-step of each rank, the batch that it saw and its loss."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        seen, loss = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest(), float(outputs["loss"])
+        path = Path(trainer.default_root_dir) / f"witness-{trainer.global_rank}.txt"
+        with path.open("a") as file:
+            file.write(f"{trainer.global_step}.{batch_idx} {seen} {loss.hex()}\n")

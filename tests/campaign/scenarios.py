@@ -1,0 +1,106 @@
+"""The table: what is done to a run, how it must end, and how it must go on."""
+
+from __future__ import annotations
+
+from tests.campaign import trial
+from tests.campaign.faults import HOOKS
+from tests.campaign.lab import EVERY
+from tests.campaign.trial import Scenario
+
+KILL, STEP = ("SIGKILL",), ("forward", "backward", "clip", "log", "validation", "save")
+FSDP, LOG, WAITS = ("strategy=fsdp",), ("log",), {"within_s": 15.0, "again": None}
+# Large enough to be saved in the background: 12 bytes of each of 7 M parameters.
+LARGE = ("model.d_model=384", "model.n_layers=4")
+KILLED = r"rank {rank} \(process \d+\) was killed by signal 9, maybe for want of memory"
+SAVE = {"rank": 0, "step": 8, "operation": (1, 12), "cause": "killed"}  # killed in one
+REFUSED = {"phases": LOG, "step": 8, "operation": (1, 9), "codes": (74,), "cause": "disk",
+           "says": r"cannot save: .* needs \d+ bytes, \d+ bytes free"}  # fmt: skip
+TOLD = {"codes": (75, 0), "cause": "preempted", "redo": 0}
+HUNG = {"codes": (76,), "cause": "hang", "blames": True, "says": "most recent call first",
+        "first": ("launcher.timeout_s=4",), **WAITS}  # fmt: skip
+DAMAGED = {"says": "set aside as", "full": 50}
+
+SCENARIOS = (
+    Scenario("F01", "SIGKILL of rank 1, launcher restarts", KILL, rank=1, codes=(0,),
+             first=("launcher.max_restarts=1",), quick=1, full=100),
+    Scenario("F02", "SIGKILL of rank 0", KILL, rank=0, cause="killed", blames=True, says=KILLED,
+             full=100),
+    *(Scenario("F02", f"SIGKILL of a rank, {name}", KILL, LOG, step=8, cause="killed", blames=True,
+               says=KILLED, reference=(f"strategy={name}",), quick=1)
+      for name in ("ddp", "fsdp", "tensor_parallel", "pipeline")),
+    Scenario("F03", "SIGKILL of all processes", KILL, target="group", codes=(-9,), full=100),
+    Scenario("F04", "SIGKILL of the launcher", KILL, target="launcher", codes=(-9,), quick=1,
+             full=50),
+    Scenario("F05", "faults until done", ("SIGKILL", "SIGUSR1"), codes=(0, 70, 75), within_s=60.0,
+             one_try=trial.storm,
+             reference=("trainer.max_steps=400", "trainer.val_check_interval=100")),
+    Scenario("F06", "a signal to one rank", ("SIGTERM", "SIGUSR1", "SIGINT"),
+             (*STEP, "setup", "start"), **TOLD, quick=1, full=80),
+    *(Scenario("F06", f"the same, {one}", ("SIGTERM",), STEP, **TOLD, reference=(one,))
+      for one in ("strategy=fsdp", "strategy=tensor_parallel", "strategy=pipeline")),
+    Scenario("F07", "SIGTERM to all, data workers too", ("SIGTERM",), STEP, target="group", **TOLD,
+             first=("data.num_workers=2",), quick=1, full=50),
+    Scenario("F08", "SIGKILL in a save", KILL, LOG, **SAVE, quick=1, full=60),
+    Scenario("F08", "SIGKILL in a sharded save", KILL, LOG, **SAVE, reference=FSDP, full=30),
+    Scenario("F08", "SIGKILL in a background save", KILL, LOG, **SAVE, redo=2 * EVERY,
+             reference=LARGE, full=30),
+    Scenario("F09", "the disk refuses", ("ENOSPC", "EIO", "EDQUOT"), **REFUSED, rank=0, blames=True,
+             quick=1, full=90),
+    Scenario("F09", "the disk refuses a shard", ("ENOSPC", "EIO"),
+             **REFUSED | {"operation": (1, 3)}, blames=True, reference=FSDP, full=30),
+    Scenario("F10", "a limit of file sizes", ("limit_files",), **REFUSED | {"operation": (0, 0)},
+             rank=0, full=20),
+    Scenario("F11", "no room before the start", ("no_room",), ("setup",), rank=0, codes=(73,),
+             cause="disk", says="saving needs", redo=0, full=3),
+    Scenario("F12", "no TMPDIR, SIGKILL in a save", KILL, LOG, **SAVE, first=("TMPDIR=/proc",),
+             full=20),
+    Scenario("F13", "the newest is truncated", harm=trial.truncate, **DAMAGED, quick=1),
+    Scenario("F14", "a bit of the newest is flipped", harm=trial.flip, **DAMAGED),
+    Scenario("F15", "shards of two steps, or one missing", harm=trial.mix_up, reference=FSDP,
+             **DAMAGED, quick=1),
+    Scenario("F16", "all are damaged", again=65, quick=1, says="no checkpoint is good",
+             harm=lambda folder, draw: [trial.flip(one, draw) for one in folder.parent.iterdir()]),
+    Scenario("F17", "the folder turns read-only", ("EROFS", "EACCES"), **REFUSED | {"codes": (73,)},
+             rank=0),
+    Scenario("F18", "a loss that is not a number", ("nan",), ("backward",), codes=(79,),
+             cause="nonfinite", blames=True, quick=1, full=30,
+             says=r"loss of rank {rank} at step {step} is not finite; samples: \d"),
+    Scenario("F18", "an infinite gradient", ("inf",), ("backward",), codes=(79,), full=30,
+             cause="nonfinite", says=r"gradients of all ranks at step {step} .*samples: \d"),
+    Scenario("F19", "SIGKILL of a data worker", ("kill_worker",), ("forward",), cause="error",
+             blames=True, says=r"DataLoader worker \(pid.*", within_s=15.0,
+             first=("data.num_workers=1",), full=30),
+    Scenario("F20", "the data set raises on a rank", ("break_data",), STEP[:4], cause="error",
+             blames=True, quick=1, full=50,
+             says=r"(?s)Traceback.*: planted; at step \d+, of whose samples rank {rank} has"),
+    Scenario("F21", "an exception on one rank", ("fail",), tuple(HOOKS), cause="error", blames=True,
+             says="AssertionError: planted", quick=1, full=64),
+    Scenario("F22", "SIGSTOP of a rank", ("SIGSTOP",), STEP[:4], **HUNG, quick=1, full=20),
+    Scenario("F23", "SIGSTOP for two seconds", ("pause",), STEP[:4], codes=(0,),
+             first=("launcher.timeout_s=6",), full=20),
+    Scenario("F24", "the interpreter's lock is held", ("hold_interpreter",), ("forward",), **HUNG),
+    Scenario("F25", "a rank does not come to a collective", ("sleep",), STEP[:4], codes=(76,),
+             cause="hang", first=("strategy.timeout_s=3",), **WAITS, quick=1, full=20),
+    Scenario("F25", "a collective of one rank alone", ("call_alone",), STEP[:4], codes=(70, 76),
+             first=("strategy.timeout_s=3",), **WAITS, full=20),
+    Scenario("F26", "a rank is slow", ("lag",), STEP[:4], step=8, always=True, codes=(0,)),
+    Scenario("F28", "no memory", ("exhaust_memory",), ("forward",), cause="memory", blames=True,
+             says="out of memory: .*a micro-batch is 4 sequences of 33", full=20),
+    Scenario("F29", "resumed on 1 or 4 ranks", full=15, one_try=trial.other_ranks,
+             reference=("data.global_batch_size=8", "model.dropout=0.0")),
+    Scenario("F30", "resumed as another run", quick=1, full=20, one_try=trial.changed),
+    Scenario("F31", "three starts in one folder", quick=1, full=20, one_try=trial.crowd),
+    Scenario("F32", "a stale lock names a live process", harm=trial.reuse_pid),
+    Scenario("F33", "older files of 2099", harm=trial.age, says=r"from step (15|55)"),
+    Scenario("F34", "no room for TensorBoard", ("fill_log",), LOG, rank=0, codes=(0,), full=20,
+             says="TensorBoardLogger stops", first=("logger=[csv,tensorboard]",)),
+    Scenario("F35", "Ctrl-C twice", ("interrupt_twice",), ("forward",), rank=0, codes=(130,),
+             quick=1, full=20),
+    Scenario("F36", "the same fault at each start", ("fail",), ("forward",), rank=1, step=7,
+             always=True, cause="error", blames=True, first=("launcher.max_restarts=10",),
+             says=r"(?s)(Traceback.*){{4}}3 starts in a row", **WAITS | {"within_s": 60}, quick=1),
+    Scenario("F38", "a job of a sweep is killed", one_try=trial.sweep),
+    Scenario("F39", "SIGKILL in the last moments", KILL,
+             ("validation", "log", "save", "end", "teardown"), step=-1, cause="killed",
+             blames=True, twice=True, quick=1, full=40),
+)  # fmt: skip
