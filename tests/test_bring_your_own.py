@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 import gptrain
 from gptrain.assemble.parts import build_optimizer, build_schedule, check_sample, peak_lr
-from gptrain.config.cli import compose_command, register
+from gptrain.config.cli import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.plan import BatchPlan, Lengths
 from gptrain.problems import ConfigError
@@ -93,7 +93,6 @@ def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
 
 def as_if_from_a_yaml(**group) -> OmegaConf:
     """A config whose optimizer group is one yaml with these keys."""
-    register()
     cfg = compose_command(["model=gpt_nano"])
     OmegaConf.set_struct(cfg, False)
     cfg.optimizer = {"lr_scaling": "linear", "reference_batch_size": 2, **group}
@@ -139,7 +138,6 @@ def factor(cfg, n_steps: int, step: int) -> float:
 
 
 def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
-    register()
     cfg = compose_command(["model=gpt_nano"])
     OmegaConf.set_struct(cfg, False)
     cfg.scheduler._target_ = "lab.halving"
@@ -204,7 +202,7 @@ def test_an_lstm_and_an_optimizer_of_ones_own_go_on_exactly_over_two_ranks(train
         tiny=False, name="checked",
     )  # fmt: skip
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
-    net = gptrain.load(again.folder, "last")
+    net = gptrain.load(again.folder, "last", ["lab"])
     assert type(net).__name__ == "LSTM" and not net.training
 
 

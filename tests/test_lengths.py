@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gptrain.config.cli import compose_command, register
+from gptrain.config.cli import compose_command
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from gptrain.plan import token_steps, warmup_steps
@@ -129,7 +129,6 @@ def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(t
 
 
 def test_output_goes_where_it_is_asked_to_and_from_any_folder(command, tmp_path, monkeypatch):
-    register()
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "/scratch/me")
     cfg = compose_command(["run_dir=x"])
     assert cfg.output_dir == "/scratch/me"

@@ -38,7 +38,7 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
         allowed_targets: packages from which this run may take classes.
 
     Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint; ConfigError for a class that
-        may not be imported, or a config that cannot be read.
+        may not be imported, or a config that cannot be read; ValueError for weights of another net.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
@@ -53,12 +53,12 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
         cfg = _read_config(config)
     if not isinstance(cfg.get("model"), dict) or "_target_" not in cfg["model"]:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    if problems := trust.check_targets(cfg["model"], "model", allowed_targets, run_dir):
+        raise ConfigError(problems)
     if config is not None and source == run_dir:
         found = choose_checkpoint(source, which, *_monitor(cfg))
     elif (source / MANIFEST_NAME).exists():
         found = CheckpointStore(source.parent).verify(source)
-    if problems := trust.check_targets(cfg["model"], "model", allowed_targets, run_dir):
-        raise ConfigError(problems)
     try:
         with torch.random.fork_rng(devices=[]):
             net = build_net(OmegaConf.create({"model": cfg["model"]}))

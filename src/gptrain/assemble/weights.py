@@ -32,7 +32,7 @@ from gptrain.resilience.manifest import (
 from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
-from gptrain.small_files import UnreadableFile, read_json
+from gptrain.small_files import MAX_JSON_BYTES, UnreadableFile, open_regular, read_json
 
 log = logging.getLogger(__name__)
 SHOWN = 24  # names of tensors in a warning
@@ -154,12 +154,13 @@ def net_tensors(net: nn.Module, content: dict[str, Any], path: Path) -> dict[str
     Lightning's WeightAveraging puts the averages where the weights are, StochasticWeightAveraging
     keeps them in its own state. A module that calls its net otherwise has its name in front.
     """
-    state = content.get("state_dict", content)
-    for name, callback in content.get("callbacks", {}).items():
+    state, callbacks = content.get("state_dict", content), content.get("callbacks")
+    for name, callback in callbacks.items() if isinstance(callbacks, dict) else ():
         averaged = isinstance(callback, dict) and callback.get("average_model_state")
-        if name.startswith("StochasticWeightAveraging") and averaged:
+        if str(name).startswith("StochasticWeightAveraging") and averaged:
             state = averaged
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+    pairs = state.items() if isinstance(state, dict) else [(None, None)]
+    if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in pairs):
         raise DamagedCheckpoint(path, "holds no state dict")
     wanted = list(net.state_dict())
     for prefix in ("", NET, *_prefixes(state, wanted[0] if wanted else "")):
@@ -181,8 +182,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
     if path.name == INDEX:
         return {k: v for part in _indexed(path) for k, v in read_safetensors(part).items()}
-    if not path.is_file():
-        raise DamagedCheckpoint(path, "not a regular file")
+    with open_regular(path) as file:
+        n_bytes = int.from_bytes(file.read(8), "little")  # of its header, JSON
+    if n_bytes > MAX_JSON_BYTES:
+        raise DamagedCheckpoint(path, f"not a safetensors file (a header of {n_bytes} bytes)")
     try:
         return load_safetensors(path)
     except SafetensorError as error:

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from gptrain.config import trust
-from gptrain.config.compose import CONF, Place, compose_and_explain, compose_config, parse
+from gptrain.config.compose import ANYWHERE, Place, compose_and_explain, compose_config, parse
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.small_files import UnreadableFile, read_yaml
 
@@ -26,7 +26,7 @@ NOT_TAKEN = {
 }  # fmt: skip
 
 
-def expand(typed: list[str], place: Place = CONF) -> list[str]:
+def expand(typed: list[str], place: Place = ANYWHERE) -> list[str]:
     """The overrides of the run that `from_run` names, where it is typed, before those typed.
 
     A typed key replaces an old one; a typed `~key` leaves an old override out.

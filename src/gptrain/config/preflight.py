@@ -22,7 +22,7 @@ from gptrain.config.check import (
     find_world_size,
     stages_per_rank,
 )
-from gptrain.config.schema import GROUPS, KNOWN, OF_HYDRA, Run, targets
+from gptrain.config.schema import DATA, GROUPS, KNOWN, OF_HYDRA, Run, targets
 from gptrain.config.suggest import nearest
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.launch.process import this_process
@@ -58,6 +58,8 @@ def check_place(run: Config, folder: tuple[str, str]) -> Iterator[Problem]:
 
 def check_machine(run: Config) -> Iterator[Problem]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
+    from torch.cuda import device_count as count_gpus
+
     from gptrain.launch.devices import accelerator_of, count_local
 
     yield from check_classes(run)
@@ -68,7 +70,11 @@ def check_machine(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.accelerator", f"no {name} on this machine", "trainer=cpu")
         return
     n_local = count_local(run.get("trainer.devices"), kind, n_nodes)
-    yield from check_devices(run, kind, n_local)
+    if kind == "cpu":
+        yield from check_cpu(run)
+    if kind == "cuda":
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield from check_visible(run, count_gpus(), shown, this_process().is_rank)
     world_size = find_world_size(run) or n_local * n_nodes
     yield from check_world(run, world_size)
     if not run.errors:
@@ -94,9 +100,6 @@ def check_launcher(run: Config) -> Iterator[Problem]:
         attempt = f"trainer.devices={each} trainer.num_nodes={nodes}"
         wrong = f"{product}, but {started}={process.world_size}"
         yield run.error("trainer.devices", wrong, attempt)
-    if process.launcher == "torchrun" and n_nodes > 1 and "run_stamp" in str(run.raw["run_dir"]):
-        wrong = "each node would name its folder by its own clock"
-        yield Problem("run_dir", None, wrong, attempt="run_dir=<a folder that all nodes see>")
 
 
 def check_folder(run: Config, key: str, name: str) -> Iterator[Problem]:
@@ -119,38 +122,19 @@ def check_folder(run: Config, key: str, name: str) -> Iterator[Problem]:
 
 
 def check_files(run: Config) -> Iterator[Problem]:
-    """Data, checkpoints and old runs that are named exist; of datasets those that ship."""
-    wanted = {}
-    for part in ("data.train", "data.val", "data.test"):
-        if str(run.get(f"{part}._target_")).startswith("gptrain.data."):
-            wanted[f"{part}.path"] = run.get(f"{part}.path")
-            tokenizer = run.get(f"{part}.tokenizer")
-            wanted[f"{part}.tokenizer"] = tokenizer if tokenizer not in ("bytes", "bpe") else None
-    for key in ("ckpt_path", "init_from", "from_run"):
-        wanted[key] = run.get(key) if run.get(key) not in ("last", "best") else None
-    for key, paths in wanted.items():
-        for path in paths if isinstance(paths, list) else [paths or os.curdir]:
-            path = os.path.expanduser(path)
-            if os.path.exists(path) or (key.endswith(".path") and glob.glob(path, recursive=True)):
+    """Data, checkpoints and old runs that are named exist; of data groups those that ship."""
+    ships = run.get("data.train._target_") in DATA
+    keys = ("data.path", "data.train_path", "data.val_path", "data.tokenizer") if ships else ()
+    for key in (*keys, "ckpt_path", "init_from", "from_run"):
+        paths = run.get(key, [])
+        for path in paths if isinstance(paths, list) else [paths]:
+            found = os.path.expanduser(path)
+            if path in ("last", "best", "bytes", "bpe") or os.path.exists(found):
                 continue
-            wrong, attempt = "no such file or folder", f"{run.source(key)}=<file or folder>"
-            attempt = "ckpt_path=last" if key == "ckpt_path" else attempt
-            yield Problem(key, path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
-
-
-def check_devices(run: Config, kind: str, n_local: int) -> Iterator[Problem]:
-    """As many devices as the run asks for, and what they can do."""
-    import torch
-
-    if kind == "cpu":
-        yield from check_cpu(run)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        if n_local > cores:
-            yield run.warning("trainer.devices", f"more processes than the {cores} cores here")
-    if kind == "cuda":
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        is_rank = this_process().is_rank
-        yield from check_visible(run, torch.cuda.device_count(), shown, is_rank)
+            if not (key.startswith("data.") and glob.glob(found, recursive=True)):
+                attempt = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
+                wrong, code = "no such file or folder", INPUT_NOT_FOUND
+                yield Problem(key, path, wrong, attempt=attempt, code=code)
 
 
 def check_visible(
@@ -180,7 +164,7 @@ def check_classes(run: Config) -> Iterator[Problem]:
     for place, node in targets(run.values):
         target, model = node["_target_"], KNOWN.get(node["_target_"])
         given = {key: value for key, value in node.items() if key not in OF_HYDRA}
-        if model is not None and given.keys() <= model.model_fields.keys():
+        if target in DATA or (model is not None and given.keys() <= model.model_fields.keys()):
             continue
         group, *below = place.split(".")
         is_part = len(below) == (group in ("callbacks", "logger", "data"))

@@ -85,12 +85,6 @@ def find_alias(key: str, value: str) -> str | None:
     return None
 
 
-def is_elsewhere(key: str) -> bool:
-    """Whether another project's name, or another key of ours, stands for this one."""
-    leaf = key.rpartition(".")[2]
-    return find_alias(key, "") is not None or any(leaf in names.split() for names in ALIASES)
-
-
 def nearest_key(key: str, known: set[str]) -> str | None:
     """The known key that was meant: of another project, of another group, or misspelt."""
     head, _, leaf = key.rpartition(".")
