@@ -36,4 +36,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    config.main(main)
+    config.main(main, usage=__doc__)

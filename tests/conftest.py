@@ -1,4 +1,4 @@
-"""One thread, a fixed seed, and a folder of its own for all that a run writes."""
+"""One thread, a fixed seed, no network, and a folder of its own for all that a run writes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,52 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from no_network import forbid_network
 
 ROOT = Path(__file__).parents[1]
+# Files that take longest begin first: the last ones to end decide how long the suite takes.
+LONGEST = [
+    "test_faults",
+    "test_readme",
+    "test_run_fsdp",
+    "test_run_mixes",
+    "test_run_tensor_parallel",
+    "test_run_pipeline",
+    "test_run_options",
+    "test_run_ddp",
+    "test_train",
+    "test_bring_your_own",
+    "test_lengths",
+    "test_sweeps",
+    "test_ranks",
+    "test_signals_run",
+    "test_front",
+]
+
+forbid_network()
+with suppress(ImportError):  # an extra
+    import hypothesis
+
+    # No deadlines: a busy machine is no fault. No folder of examples in the checkout.
+    hypothesis.settings.register_profile("suite", deadline=None, database=None)
+    hypothesis.settings.load_profile("suite")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests stay in one process, for they share what its fixtures make."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
@@ -92,19 +130,31 @@ class Finished:
 
 
 @pytest.fixture
-def train(monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
-    """Runs train.py with TINY and these options, in this process: the imports are paid once."""
+def train(request, monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
+    """Runs train.py with TINY and these options, in this process: the imports are paid once.
+
+    Its ranks are forked, but in a test with the marker `spawn` started as a person's are.
+    """
+    spawns = request.node.get_closest_marker("spawn") is not None
 
     def run(*overrides: str, name: str = "run", tiny: bool = True) -> Finished:
-        folder = tmp_path / name
+        from forked import forked_ranks
+
+        folder, said = tmp_path / name, (tmp_path / f"{name}.out", tmp_path / f"{name}.err")
         options = [f"run_dir='{folder}'", *(TINY if tiny else ()), *overrides]
         monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *options])
         code = 0
-        try:
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-        except SystemExit as left:
-            code = left.code or 0
-        out, err = capfd.readouterr()
+        for path in said:
+            path.write_bytes(b"")
+        with nullcontext() if spawns else forked_ranks(*said):
+            try:
+                runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+            except SystemExit as left:
+                code = left.code or 0
+        out, err = (
+            here + path.read_text(errors="replace")
+            for here, path in zip(capfd.readouterr(), said, strict=True)
+        )
         return Finished(code, out, err, folder)
 
     return run

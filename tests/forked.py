@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from gptrain.launch import supervisor
 
-PRELOAD = [
+PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothing else
     "gptrain.assemble",
     "gptrain.config.cli",
     "gptrain.launch.supervisor",
@@ -45,8 +45,11 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
 
 def rank_process(out: Path, err: Path, *args: object) -> None:
     """The supervisor's entry of a rank, with its output in these files."""
+    from no_network import forbid_network
+
     from gptrain.launch.rank import rank_process as enter
 
+    forbid_network()
     sys.stdout.flush()
     for path, fd in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

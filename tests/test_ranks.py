@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+
+from tests.conftest import ROOT, TINY
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
 
@@ -17,6 +18,7 @@ def one_log_and_no_traces_of_other_ranks(folder):
     assert not [name for name in names if "rank" in name or "process" in name]
 
 
+@pytest.mark.spawn
 def test_two_ranks_take_the_same_steps_as_one(train):
     one = train(*LOGGED, "data.batch_size=8", name="one")
     two = train(*LOGGED, "trainer.devices=2", name="two words = ä")

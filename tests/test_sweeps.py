@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 
-from gptrain import build
+from gptrain import assemble as build
 
 
 def jobs(folder):

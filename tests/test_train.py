@@ -205,5 +205,5 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
     assert run.code == 75
     lines = run.out.splitlines()  # also where a bar returns to the start of its line
     told = next(i for i, line in enumerate(lines) if line.startswith("stopped "))
-    assert any("train:" in line for line in lines[:told])
-    assert not any("train:" in line for line in lines[told:])
+    assert any("Epoch 0:" in line for line in lines[:told])
+    assert not any("Epoch 0:" in line for line in lines[told:])

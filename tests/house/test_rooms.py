@@ -154,7 +154,16 @@ def test_nothing_but_the_house_shows_at_the_top():
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     shown = {name.split("/")[0] for name in tracked if not name.startswith(".")}
-    house = "pyproject.toml README.md LICENSE conf src tests outputs train.py".split()
+    house = [
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "conf",
+        "src",
+        "tests",
+        "outputs",
+        "train.py",
+    ]
     assert shown == set(house)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_logged_values_are_one_row_a_step_on_the_optimizer_steps(fit):
 
 
 def test_what_is_logged_once_an_epoch_stands_at_the_epochs_last_step(fit):
-    run = fit(f"{MODULES}.Logs", "data.num_samples=16", "trainer.max_steps=8", "trainer.max_epochs=9")
+    run = fit(f"{MODULES}.Logs", "data.num_samples=16", "trainer.max_steps=8")
     assert [bool(row["train/epoch_mean"]) for row in run.rows] == [False, False, False, True] * 2
     of_epoch = run.column("train/mine")[:4]
     assert run.column("train/epoch_mean")[0] == pytest.approx(sum(of_epoch) / 4, rel=1e-5)
@@ -101,8 +100,9 @@ def test_batches_may_be_dicts(fit):
 
 
 def test_manual_optimization_is_refused(refused):
-    assert "automatic_optimization" in refused(f"{MODULES}.Manual", "trainer.gradient_clip_val=null")
-    assert "automatic_optimization" in refused(f"{MODULES}.LateManual")
+    for name in ("Manual", "LateManual"):
+        line = refused(f"{MODULES}.{name}", "trainer.gradient_clip_val=null")
+        assert "automatic_optimization" in line
 
 
 def test_several_optimizers_are_refused(refused):
@@ -162,7 +162,11 @@ def test_model_checkpoint_works_beside_our_store(fit):
     shutil.rmtree(run.folder)
     fit(*words, "trainer.max_steps=4")
     run = fit(*words, "ckpt_path=last")
-    assert not (wrong := differences(full, run.state(6))), wrong[:8]
+    resumed = run.state(6)
+    for state in (full, resumed):
+        for callback in state["callbacks"].values():
+            callback.pop("current_score", None)  # Lightning does not restore it
+    assert not (wrong := differences(full, resumed)), wrong[:8]
     assert files == sorted(p.name for p in run.folder.rglob("*.ckpt"))
     top = list((run.folder / "top").glob("*.ckpt"))
     assert len(top) == 1 and len(list(run.folder.rglob("last.ckpt"))) == 1
@@ -216,8 +220,9 @@ def test_early_stopping_says_that_and_why(fit, monitor, options):
 
 def test_early_stopping_on_a_name_that_is_never_logged_is_one_line(fit):
     run = fit(
-        f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: nowhere}}", code=2
-    )
+        f"+callbacks.early={{_target_: {LIGHTNING}.EarlyStopping, monitor: nowhere}}",
+        code=2, begun=True,
+    )  # fmt: skip
     assert "nowhere" in run.errors[0] and "val/loss" in run.errors[0]
 
 
@@ -261,6 +266,14 @@ def test_gradient_accumulation_scheduler_is_refused(refused):
     assert "GradientAccumulationScheduler" in line and "accumulate_grad_batches" in line
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
+def test_averages_of_a_partitioned_net_are_refused(fit, strategy):
+    words = ("callbacks=ema", f"strategy={strategy}", "trainer.devices=2", "model.n_layers=2")
+    run = fit(*words, code=2)
+    assert f"strategy={strategy}" in run.errors[0] and "single, ddp" in run.errors[0]
+    assert not run.folder.exists()
+
+
 def test_callbacks_keep_their_state(resumes):
     run = resumes(f"+callbacks.mine._target_={CALLBACKS}.Stateful", stops=(2, 3))
     assert run.seen[-1]["count"] == 6
@@ -275,7 +288,7 @@ def test_a_callback_may_forward_to_another(fit):
 # Averages of the weights
 
 EMA = [
-    "callbacks=ema callbacks.ema.decay=0.5 ~callbacks.sample".split(),
+    ["callbacks=ema", "callbacks.ema.decay=0.5", "~callbacks.sample"],
     [f"+callbacks.ema._target_={LIGHTNING}.WeightAveraging"],
     [f"+callbacks.ema={{_target_: {LIGHTNING}.EMAWeightAveraging, decay: 0.5,"
      " update_every_n_steps: 2, use_buffers: false}"],
@@ -299,8 +312,8 @@ def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words)
     assert not differences(
         {k: current[k] for k in averaged}, plain.state(7)["state_dict"]
     )  # the average changes nothing of the training
-    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", f"run_dir={run.folder}")
-    assert tested.code == 0
+    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
+    assert tested.metrics["test/loss"] == run.metrics["val/loss"]
     bare = fit(f"from_run={run.folder}", "task=validate", "ckpt_path=last", name="validated")
     assert bare.metrics["val/loss"] == run.metrics["val/loss"]
 
@@ -370,7 +383,9 @@ def test_lora_starts_from_a_base_whose_names_differ(fit, resumes):
     assert "init_strict=false" in line
     start = (f"init_from={base.folder}", "init_strict=false")
     run = resumes(*lora, start=start, stops=(3,))
-    assert "blocks.0.mlp.up_proj.weight" in run.out and "blocks.0.mlp.up_proj.down" in run.out
+    fresh, unused = (line for line in run.out.splitlines() if "init_strict=false" in line)
+    assert "blocks.0.mlp.up_proj.down.weight" in fresh and "as initialised" in fresh
+    assert "blocks.0.mlp.up_proj.weight" in unused and "not used" in unused
     own, theirs = run.state(6)["state_dict"], base.state(6)["state_dict"]
     assert torch.equal(own["token_embedding.weight"], theirs["token_embedding.weight"])
     assert own["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained

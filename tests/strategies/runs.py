@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -146,7 +147,8 @@ class Runs:
         if key not in self.made:
             self.made[key] = self._find_or_make(key, words, begun)
         run = self.made[key]
-        assert run.code == code, f"python train.py {' '.join(words)}\nexit {run.code}\n{run.said}"
+        if run.code != code:
+            pytest.fail(f"exit code {run.code}, not {code}:\n{run.said}", pytrace=False)
         return run
 
     def _find_or_make(self, key: str, words: tuple[str, ...], begun: Run | None) -> Run:
@@ -174,7 +176,11 @@ def run_train(words: list[str], said: Path) -> int:
     with open(said, "a", buffering=1) as file:
         print("python train.py", *words, file=file)
         with redirect_stdout(file), redirect_stderr(file), forked_ranks(said, said):
-            return cli.run_command(train.main, words)
+            try:
+                return cli.run_command(train.main, words)
+            finally:
+                if dist.is_initialized():  # a group of this process alone
+                    dist.destroy_process_group()
 
 
 def read_shards(path: Path) -> dict:

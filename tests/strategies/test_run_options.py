@@ -9,6 +9,7 @@ import runs as claims
 import torch
 
 from gptrain.lit.callbacks import checkpoints
+from gptrain.problems import FAILED, HUNG
 from gptrain.resilience.store import CheckpointStore
 
 ONE, TWO = claims.PLACES["single"], claims.PLACES["ddp"]
@@ -90,7 +91,7 @@ def test_deterministic_reaches_every_rank(runs):
 def test_a_run_that_always_fails_is_started_max_restarts_times_more(max_restarts, runs):
     run = runs(
         *TWO, f"launcher.max_restarts={max_restarts}",
-        "+callbacks.fail._target_=own.FailEachStart", code=1,
+        "+callbacks.fail._target_=own.FailEachStart", code=FAILED,
     )  # fmt: skip
     assert (run.folder / "starts.txt").read_text() == (1 + max_restarts) * "0\n"
     assert "this start was to fail" in run.said
@@ -100,7 +101,7 @@ def test_a_run_that_always_fails_is_started_max_restarts_times_more(max_restarts
 def test_a_collective_that_times_out_ends_with_76(runs):
     run = runs(
         *TWO, "strategy.timeout_s=8", "launcher.timeout_s=60",
-        "+callbacks.hang._target_=own.HangAt", "+callbacks.hang.step=1", code=76,
+        "+callbacks.hang._target_=own.HangAt", "+callbacks.hang.step=1", code=HUNG,
     )  # fmt: skip
     assert re.search("error: .*(collective timed out|no progress)", run.said)
     assert '"cause": "hang"' in (run.folder / "status.json").read_text()

@@ -70,20 +70,18 @@ def test_what_is_no_text_is_shown_as_a_dot():
     assert printable("a\x1b[31m\nb\t\N{REPLACEMENT CHARACTER}\x00") == "a·[31m\nb\t··"
 
 
-@pytest.mark.parametrize("name", ["ddp", "tensor_parallel"])
-def test_a_run_shows_what_its_net_writes_under_any_strategy_that_can(name, runs, tmp_path_factory):
+def test_a_net_that_is_sharded_writes_what_one_process_writes(runs, tmp_path_factory):
     path = claims.shared_folder(tmp_path_factory) / "text.txt"
     path.write_text("to be or not to be " * 400)
     words = (
-        "optimizer.lr=1e-2", "+callbacks.sample._target_=gptrain.lit.callbacks.SampleText",
+        "trainer.max_steps=2", "+callbacks.sample._target_=gptrain.lit.callbacks.SampleText",
         "+callbacks.sample.prompt='not '", "+callbacks.sample.n_tokens=10",
     )  # fmt: skip
     texts = []
-    for place in ("single", name):
+    for name in ("single", "tensor_parallel"):
         run = runs(
-            *claims.PLACES[place], *words, model=(*claims.MODEL, "model.vocab_size=256"),
+            *claims.PLACES[name], *words, model=(*claims.MODEL, "model.vocab_size=256"),
             data=("data=text", f"data.path={path}", f"output_dir={path.parent}"),
         )  # fmt: skip
         texts.append(re.search(r"^sample {4}(not .*)$", run.said, re.MULTILINE).group(1))
-    assert texts[0] == texts[1]
-    assert len(texts[0]) >= 14 and set(texts[0]) <= set("to be rn·")
+    assert texts[0] == texts[1] != "not "

@@ -31,7 +31,7 @@ from gptrain.assemble.parts import (
     unfit_is_told,
 )
 from gptrain.assemble.resume import check_data, find_checkpoint
-from gptrain.assemble.trainer import build_report, build_trainer, resolve_precision
+from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from
 from gptrain.launch.devices import find_machine, set_threads
 from gptrain.launch.process import this_process
@@ -76,7 +76,9 @@ class Run:
             if cfg.task == "validate":
                 trainer.validate(self.module, **parts, verbose=False)
             if cfg.task == "test" or cfg.trainer.fast_dev_run:
+                fitted = dict(trainer.callback_metrics)  # of fast_dev_run
                 trainer.test(self.module, **parts, verbose=False)
+                trainer.callback_metrics.update(fitted)
         return self.report.end(trainer)
 
 
@@ -94,6 +96,7 @@ def check(cfg: DictConfig) -> None:
     may_refuse = cfg.task == "fit" and cfg.optimizer._target_ != ADAMW
     with unfit_is_told(cfg):
         check_module(module_class(cfg), name)
+        check_callbacks(cfg, name)
         if needs_more or may_refuse:
             with torch.device("meta"):
                 net = build_net(cfg)

@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -55,10 +55,10 @@ FIXED = (
 class BenchRun(Run):
     """A run's keys and the command's own."""
 
-    size: forms.choice(*SIZES)
+    size: Literal[tuple(SIZES)]
     rounds: forms.Count  # turns of each loop
     steps: forms.Count  # of a turn
-    loops: list[forms.choice(*LOOPS)]
+    loops: list[Literal[LOOPS]]
 
 
 def main() -> None:

@@ -7,18 +7,17 @@ so that no mistake is told twice. Rules about `model.*` hold for SimpleGPT alone
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gptrain.config.schema import STRATEGIES, Run, find_wrong_values
+from gptrain.config.schema import DATA, STRATEGIES, Run, find_wrong_values
 from gptrain.launch.process import this_process
 from gptrain.plan import effective_max_epochs, parallel_dims, plan_batch, run_steps
-from gptrain.problems import DONE, Problem, show
+from gptrain.problems import BAD_CONFIG, DONE, Problem, show
 
 DUMMY = "gptrain.data.DummyTextDataset"
 SIMPLE_GPT = "gptrain.models.SimpleGPT"
@@ -33,12 +32,10 @@ class Config:
     """A config as plain values, and what was found wrong with it.
 
     Attributes:
-        values: every reference resolved.   raw: references as they were written.
-        wrong: keys that an error has named.
+        values: every reference resolved.   wrong: keys that an error has named.
     """
 
     values: dict[str, Any]
-    raw: dict[str, Any]
     schema: type[Run] = Run
     problems: list[Problem] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
@@ -54,43 +51,43 @@ class Config:
         found = None if is_wrong else _at(self.values, key)
         return default if found is None else found
 
-    def source(self, key: str) -> str:
-        """The key that a value was copied from by a reference; else the key itself."""
-        for _ in range(len(self.raw)):
-            match = re.fullmatch(r"\$\{([\w.]+)\}", str(_at(self.raw, key)))
-            key = match[1] if match and _at(self.raw, match[1]) is not None else key
-        return key
-
     def add(self, found: Iterator[Problem]) -> None:
-        """Keeps one problem a key, told of the place where a wrong value was written."""
+        """Keeps one error a key."""
         for problem in found:
-            key = self.source(problem.key) if problem.key else ""
-            if not key or key not in self.wrong:
-                self.problems.append(replace(problem, key=key))
-            if problem.code != DONE and key:
-                self.wrong |= {key, problem.key}
+            if problem.key not in self.wrong:
+                self.problems.append(problem)
+            if problem.code != DONE and problem.key:
+                self.wrong.add(problem.key)
 
-    def error(self, key: str, wrong: str, attempt: str = "", allowed: str = "") -> Problem:
+    def error(
+        self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
+    ) -> Problem:
         """A problem of a key, with its value."""
-        return Problem(key, show(_at(self.values, key)), wrong, allowed, attempt)
-
-    def warning(self, key: str, wrong: str, attempt: str = "") -> Problem:
-        """The same, of a run that may start."""
-        return replace(self.error(key, wrong, attempt), code=DONE)
+        return Problem(key, show(_at(self.values, key)), wrong, allowed, attempt, code)
 
 
 def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
     """Everything that is wrong with a config by itself. Hydra's own node is not looked at."""
     cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    run = Config({}, OmegaConf.to_container(cfg), schema)
-    run.values, unresolved = _resolve(cfg)
-    run.add(iter(unresolved))
-    run.add(find_wrong_values(run.values, schema))
-    for rule in (check_sizes, check_batch, check_length, check_strategy, check_start):
+    try:
+        run = Config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), schema)
+    except (OmegaConfBaseException, RecursionError) as error:
+        key, wrong = getattr(error, "full_key", None) or "", "cannot be resolved"
+        if isinstance(error, MissingMandatoryValue):
+            return Config(
+                {}, schema, [Problem(key, None, "required and not set", "", f"{key}=...")]
+            )
+        return Config({}, schema, [Problem(key, None, f"{wrong}: {str(error).splitlines()[0]}")])
+    for rule in (find_wrong, check_sizes, check_batch, check_length, check_strategy, check_start):
         run.add(rule(run))
     if (world_size := find_world_size(run)) is not None:
         run.add(check_world(run, world_size))
     return run
+
+
+def find_wrong(run: Config) -> Iterator[Problem]:
+    """Each value by itself."""
+    return find_wrong_values(run.values, run.schema)
 
 
 def count_devices(value: Any) -> int | None:
@@ -125,20 +122,17 @@ def check_sizes(run: Config) -> Iterator[Problem]:
         yield run.error("model.d_model", f"not divisible by model.n_heads={heads}; nearest: {near}")
     sizes = (run.get(f"strategy.{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
     yield from _check_split(run, *sizes)
+    target, length = run.get("data.train._target_"), run.get("data.seq_len")
     longest, vocabulary = run.get("model.max_seq_len"), run.get("model.vocab_size")
-    for part in ("data.train", "data.val", "data.test"):
-        target, length = str(run.get(f"{part}._target_")), run.get(f"{part}.seq_len")
-        if not target.startswith("gptrain.data.") or not length:
-            continue
-        positions = length - (target == DUMMY)  # the last token of its samples is a target only
-        if longest and positions > longest:
-            wrong = f"longer than model.max_seq_len={longest}"
-            attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
-            yield run.error(f"{part}.seq_len", wrong, attempt)
-        tokenizer = run.get(f"{part}.tokenizer")
-        if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
-            wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
-            yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
+    positions = (length or 0) - (target == DUMMY)  # the last token of its samples is a target only
+    if target in DATA and longest and positions > longest:
+        wrong = f"longer than model.max_seq_len={longest}"
+        attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
+        yield run.error("data.seq_len", wrong, attempt)
+    tokenizer = run.get("data.tokenizer")
+    if target in DATA and vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
+        wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
+        yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
 
 
 def check_batch(run: Config) -> Iterator[Problem]:
@@ -193,27 +187,20 @@ def check_length(run: Config) -> Iterator[Problem]:
 def check_strategy(run: Config) -> Iterator[Problem]:
     """Strategy against devices, precision and compilation."""
     name, precision = run.get("strategy.name"), run.get("trainer.precision")
-    compiles, recomputes = run.get("model.compile"), run.get("model.activation_checkpointing")
     if run.get("trainer.accelerator") == "cpu":
         yield from check_cpu(run)
-    if precision == "16-true" and run.get("task") == "fit":
-        wrong = "Adam's eps is zero in fp16, training ends in NaN"
-        yield run.error("trainer.precision", wrong, "trainer.precision=bf16-true")
-    if name not in STRATEGIES or name in ANY_NET:
-        return
-    if count_devices(run.get("trainer.devices")) == run.get("trainer.num_nodes") == 1:
+    is_alone = count_devices(run.get("trainer.devices")) == run.get("trainer.num_nodes") == 1
+    if is_alone and name not in (None, "auto", "single"):
         attempt = "trainer.devices=2"
         yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
+    if name not in STRATEGIES or name in ANY_NET:
+        return
     if precision in FP16:
         wrong = f"strategy={name} does not scale losses"
         yield run.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")
-    if compiles == "model":
+    if run.get("model.compile") == "model":
         wrong = f"under strategy={name} collectives and hooks lie between the blocks"
         yield run.error("model.compile", wrong, "model.compile=blocks")
-    elif "tensor" in name and compiles == "blocks" and recomputes in ("selective", "full"):
-        wrong = f"under strategy={name} torch cannot compile what is recomputed"
-        attempt = "model.compile=none, or model.activation_checkpointing=none"
-        yield run.error("model.compile", wrong, attempt)
 
 
 def check_cpu(run: Config) -> Iterator[Problem]:
@@ -223,23 +210,17 @@ def check_cpu(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.precision", "not supported on CPU", "trainer.precision=bf16-mixed")
     if run.get("strategy.backend") == "nccl":
         yield run.error("strategy.backend", "nccl needs GPUs", "strategy.backend=gloo")
-    if run.get("strategy.cpu_offload"):
-        yield run.error("strategy.cpu_offload", "no effect on a CPU", "strategy.cpu_offload=false")
 
 
 def check_start(run: Config) -> Iterator[Problem]:
-    """Where the run starts from, and when it is saved."""
+    """Where the run starts from."""
     if run.get("ckpt_path") and run.get("init_from"):
         wrong = "excludes ckpt_path: fresh weights or an exact resume, not both"
         yield run.error("init_from", wrong)
     starts = any(run.get(key) for key in ("ckpt_path", "init_from", "from_run"))
     if run.get("task", "fit") != "fit" and not starts and not run.get("trainer.fast_dev_run"):
-        yield run.warning("task", "no ckpt_path: it measures initial weights", "ckpt_path=best")
-    key, name = "checkpoint.every_n_steps", run.get("checkpoint.name")
-    if name == "none" and run.get(key):
-        yield run.error(key, "no effect under checkpoint=none", "checkpoint=every_n_steps")
-    if name == "every_n_steps" and run.get(key) is None:
-        yield run.error(key, "required under checkpoint=every_n_steps", f"{key}=1000")
+        wrong = "no ckpt_path: it measures initial weights"
+        yield run.error("task", wrong, "ckpt_path=best", code=DONE)
 
 
 def check_world(run: Config, world_size: int) -> Iterator[Problem]:
@@ -300,39 +281,22 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     except ValueError as error:
         yield run.error("data.global_batch_size", str(error))
         return
-    n_samples = run.get("data.train.num_samples")
+    n_samples = run.get("data.num_samples")
     if run.get("data.train._target_") != DUMMY or not n_samples or run.get("task") != "fit":
         return  # of other data the length is known once it is read
     epoch_steps = batch.steps_per_epoch(n_samples)
     if not epoch_steps:
         wrong = f"{n_samples} sequences, one step needs {batch.global_batch_size}"
         attempt = "a smaller data.batch_size or data.global_batch_size"
-        yield run.error("data.train.num_samples", wrong, attempt)
+        yield run.error("data.num_samples", wrong, attempt)
     trainer, warmup = run.values["trainer"], run.get("scheduler.warmup_steps", 0)
     if run.wrong & {*LIMITS, "trainer"} or run.get("max_tokens") or trainer["fast_dev_run"]:
         return
     epochs = effective_max_epochs(trainer, None)
     steps = run_steps(epoch_steps, epochs, trainer["max_steps"])
     if steps and warmup > steps and not run.get("scheduler.total_steps"):
-        yield run.warning("scheduler.warmup_steps", f"longer than the run of {steps} steps")
-
-
-def _resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """Plain values; a key that cannot be resolved is null, and a problem."""
-    problems: list[Problem] = []
-    OmegaConf.set_struct(cfg, False)
-    while True:
-        try:
-            return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), problems
-        except (OmegaConfBaseException, RecursionError) as error:
-            raw, key = OmegaConf.to_container(cfg), getattr(error, "full_key", None)
-            if key is None or _at(raw, key) is None:
-                return {}, [*problems, Problem("", None, "a reference leads nowhere")]
-            wrong = f"cannot be resolved: {str(error).splitlines()[0]}"
-            if isinstance(error, MissingMandatoryValue):
-                wrong = "required and not set"
-            problems.append(Problem(key, show(_at(raw, key)), wrong, attempt=f"{key}=<value>"))
-            OmegaConf.update(cfg, key, None)
+        wrong = f"longer than the run of {steps} steps"
+        yield run.error("scheduler.warmup_steps", wrong, code=DONE)
 
 
 def _at(node: Any, key: str) -> Any:

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.config.check import check_config
 from gptrain.config.compose import (
     CONF,
-    PROJECT,
     REFUSALS,
     Place,
     compose_and_explain,
@@ -37,7 +38,6 @@ from gptrain.problems import (
     BAD_CONFIG,
     DONE,
     FAILED,
-    FOLDER_UNUSABLE,
     INTERRUPTED,
     PREEMPTED,
     ConfigError,
@@ -75,7 +75,7 @@ def main(
 
     Args:
         schema: of the run; a command's own keys are in a class that inherits from it.
-        defaults: of those keys.   usage: what --help prints; empty: that of a training run.
+        defaults: of those keys.   usage: with which --help begins.
     """
     calm_threads()
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
@@ -95,13 +95,13 @@ def run_command(
     try:
         args = parse_command(argv)
         if args.help:
-            print(usage or help_text())
+            print(help_text(usage))
             return DONE
-        place = find_place(args)
+        place = Place(args.config_name or "train", args.config_dir)
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
         overrides = [*own, *expand(args.overrides, place)]
         is_sweep = args.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
-        if is_sweep or args.show:
+        if is_sweep or args.cfg or args.info:
             check_sweep(overrides, place)
         else:
             check_command(overrides, schema, place)
@@ -111,8 +111,9 @@ def run_command(
     except REFUSALS as error:
         _tell([Problem("", None, first_line(error)).line])
         return BAD_CONFIG
-    flags = ["--config-dir", args.config_dir] if args.config_dir else []
-    flags += args.show or (["--multirun"] if is_sweep else [])
+    named = {"config-dir": args.config_dir, "cfg": args.cfg, "info": args.info}
+    flags = [f"--{name}={value}" for name, value in named.items() if value]
+    flags += ["--multirun"] if is_sweep else []
     return _run(job, [*flags, *overrides, *_quiet_rank()], place, schema, is_sweep)
 
 
@@ -157,40 +158,22 @@ def check_sweep(overrides: list[str], place: Place) -> None:
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
-    """Flags and overrides, in any order; `show` are flags that Hydra answers by itself.
-
-    Raises: ConfigError for a flag that does not exist.
-    """
+    """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.set_defaults(show=[])
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    for flag in ("--config-dir", "-cd"), ("--config-name", "-cn"), ("--config-path", "-cp"):
-        parser.add_argument(*flag)
+    for flag in ("--help", "-h"), ("--multirun", "-m"):
+        parser.add_argument(*flag, action="store_true")
     for flag in (
+        ("--config-dir", "-cd"),
+        ("--config-name", "-cn"),
         ("--cfg", "-c"),
         ("--info", "-i"),
-        ("--package", "-p"),
-        ("--shell-completion", "-sc"),
     ):
-        parser.add_argument(*flag, action=_Show)
-    for flag in "--resolve", "--hydra-help", "--version":
-        parser.add_argument(flag, action=_Show, nargs=0)
-    return parser.parse_intermixed_args(argv)
-
-
-def find_place(args: argparse.Namespace) -> Place:
-    """Where the flags say that configs are. Raises: ConfigError."""
-    path = str(PROJECT / args.config_path) if args.config_path else CONF.config_path
-    for flag, folder in (("--config-dir", args.config_dir), ("--config-path", path)):
-        if folder is not None and not os.path.isdir(folder):
-            raise ConfigError([Problem(flag, folder, "no such folder")])
-    name = args.config_name or CONF.config_name
-    known = sorted(file.stem for file in Path(path).glob("*.yaml") if file.stem != "schema")
-    if name.removesuffix(".yaml") not in known:
-        raise ConfigError([Problem("--config-name", name, "no such config", ", ".join(known))])
-    return Place(path, name, args.config_dir)
+        parser.add_argument(*flag)
+    args = parser.parse_intermixed_args(argv)
+    if args.config_dir and not os.path.isdir(args.config_dir):
+        raise ConfigError([Problem("--config-dir", args.config_dir, "no such folder")])
+    return args
 
 
 def compose_command(overrides: list[str]) -> DictConfig:
@@ -204,38 +187,33 @@ def compose_command(overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def help_text() -> str:
+def help_text(usage: str) -> str:
     """What to type, every choice of every group, and where the keys are."""
-    groups = sorted(path for path in Path(CONF.config_path).iterdir() if list(path.glob("*.yaml")))
-    choices = "\n".join(
+    groups = sorted(path for path in Path(CONF).iterdir() if list(path.glob("*.yaml")))
+    choices = [
         f"  {group.name:17}{' '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
         for group in groups
+    ]
+    return "\n".join(
+        [
+            usage.strip(),
+            "",
+            *choices,
+            "  hydra/launcher   basic submitit_local submitit_slurm",
+            "",
+            "  --cfg job        shows the composed config         -m           runs a sweep",
+            "  --info defaults  shows how it was composed         debug=true   shows tracebacks",
+            "  conf/            every key with its default, types in src/gptrain/config/schema.py",
+        ]
     )
-    return f"""python train.py [group=choice ...] [key=value ...]     trains a language model
-
-{choices}
-  hydra/launcher   basic submitit_local submitit_slurm
-
-  python train.py experiment=quickstart                 a small GPT on real text, a minute on a CPU
-  python train.py trainer.devices=4                     four devices (strategy=auto takes ddp)
-  python train.py strategy=fsdp trainer.devices=8       weights and optimizer sharded across eight
-  python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    a sweep: every combination, one by one
-  python train.py trainer.fast_dev_run=true             one batch through every part, nothing kept
-  python train.py run_dir=outputs/a ckpt_path=last      go on with the run in outputs/a
-
-  --cfg job        shows the composed config         -m           runs a sweep
-  --info defaults  shows how it was composed         debug=true   shows tracebacks
-  conf/            every key with its default        src/gptrain/config/schema.py   their types"""
 
 
 def table(outcomes: list[Outcome]) -> list[str]:
     """A line per job: its number, what happened, and its overrides."""
-    ends = [one.said if one.code == DONE else f"failed ({one.code})" for one in outcomes]
-    width = max(map(len, ends))
-    lines = [f"{'job':>3}  {'ended':{width}}  overrides"]
-    for number, (end, one) in enumerate(zip(ends, outcomes, strict=True)):
-        reason = f"  {one.said}" if one.code else ""
-        lines.append(f"{number:>3}  {end:{width}}  {' '.join(one.overrides)}{reason}")
+    lines = ["job  ended  overrides"]
+    for number, one in enumerate(outcomes):
+        end = f"failed ({one.code}): {one.said}" if one.code else one.said
+        lines.append(f"{number:3}  {end}  {' '.join(one.overrides)}")
     return lines
 
 
@@ -271,30 +249,18 @@ def _run(job: Job, argv: list[str], place: Place, schema: type[Run], is_sweep: b
     typed, sys.argv = sys.argv, [sys.argv[0], *argv]
     code = DONE
     try:
-        hydra.main(place.config_path, place.config_name, "1.3")(attempt)()
+        hydra.main(CONF, place.config_name, "1.3")(attempt)()
     except SweepStopped:
         pass
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if not any(outcome.code for outcome in outcomes):
-            code = _end_of_hydra(error, bool(outcomes))
+            code = _ending(error, debug=False)[0]  # of Hydra itself
     finally:
         sys.argv = typed
     failed = [outcome.code for outcome in outcomes if outcome.code]
     if is_sweep and outcomes and (failed or code):
         _tell(table(outcomes))
     return code or (failed[0] if failed else DONE)
-
-
-def _end_of_hydra(error: BaseException, has_begun: bool) -> int:
-    """The code of what Hydra itself raised, before a job or between two."""
-    if isinstance(error, OSError) and not has_begun:  # the folder, which Hydra makes
-        wrong = error.strerror or str(error)
-        _tell([Problem("run_dir", error.filename, wrong, code=FOLDER_UNUSABLE).line])
-        return FOLDER_UNUSABLE
-    if isinstance(error, Exception) and not has_begun:
-        _tell([Problem("", None, first_line(error)).line])
-        return BAD_CONFIG
-    return _ending(error, False)[0]
 
 
 def _ending(error: BaseException, debug: bool) -> tuple[int, str]:
@@ -311,6 +277,9 @@ def _ending(error: BaseException, debug: bool) -> tuple[int, str]:
     if isinstance(error, SystemExit):
         code = error.code or DONE if not isinstance(error.code, str) else FAILED
         return code, f"exit {code}" if code else "done"
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        _tell([Problem("", None, first_line(error)).line])
+        return BAD_CONFIG, first_line(error)
     wrong = f"{type(error).__name__}: {first_line(error)}"
     _tell([Problem("", None, wrong, attempt="debug=true").line])
     return code_of(error) if isinstance(error, OSError) else FAILED, first_line(error)
@@ -352,11 +321,6 @@ def _rank() -> int:
         return this_process().rank
     except (ValueError, KeyError):
         return 0
-
-
-class _Show(argparse.Action):
-    def __call__(self, parser: Any, args: Any, values: Any, flag: str | None = None) -> None:
-        args.show = [*args.show, flag, *([values] if values else [])]
 
 
 class _Parser(argparse.ArgumentParser):

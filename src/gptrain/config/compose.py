@@ -33,14 +33,13 @@ REFUSALS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where configs are looked for: Hydra's --config-path, --config-name and --config-dir."""
+    """Where configs are looked for: Hydra's --config-name and --config-dir."""
 
-    config_path: str = str(PROJECT / "conf")
     config_name: str = "train"
     config_dir: str | None = None
 
 
-CONF = Place()
+CONF, ANYWHERE = str(PROJECT / "conf"), Place()
 
 
 def register_resolvers() -> None:
@@ -77,14 +76,14 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
     return parsed, problems
 
 
-def compose_config(overrides: list[str], place: Place = CONF) -> DictConfig:
+def compose_config(overrides: list[str], place: Place = ANYWHERE) -> DictConfig:
     """The config that these overrides compose, with Hydra's own node. Raises: REFUSALS."""
     with _hydra(place):
         return _compose(overrides, place)
 
 
 def compose_and_explain(
-    overrides: list[str], place: Place = CONF
+    overrides: list[str], place: Place = ANYWHERE
 ) -> tuple[DictConfig, list[Problem]]:
     """The config of the overrides that fit, and a problem for each that does not.
 
@@ -115,7 +114,7 @@ def first_line(error: object) -> str:
 @contextmanager
 def _hydra(place: Place) -> Iterator[ConfigLoader]:
     register_resolvers()
-    with initialize_config_dir(place.config_path, job_name="train", version_base="1.3"):
+    with initialize_config_dir(CONF, job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
 
 
@@ -149,9 +148,9 @@ def _explain(one: Override, error: Exception, cfg: DictConfig, loader: ConfigLoa
         )
         return Problem(key, value, words, ", ".join(names), attempt)
     there = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
-    if one.is_add() and there is not None:
-        attempt = one.input_line.lstrip("+")
-        return Problem(key, value, "is there already, no + is needed", attempt=attempt)
+    if there is not None:
+        words = "is there already, no + is needed" if one.is_add() else first_line(error)
+        return Problem(key, value, words, attempt=one.input_line.lstrip("+") * one.is_add())
     parent = OmegaConf.select(cfg, group, throw_on_resolution_failure=False) if group else cfg
     if parent is not None and not OmegaConf.is_config(parent):
         words = f"unknown key, {group} is one value"

@@ -1,4 +1,4 @@
-"""The forms that a value may have: pydantic types whose refusals are a few words."""
+"""The forms that a value may have, as pydantic types whose refusals are short."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
-    PlainValidator,
     StrictStr,
     ValidationError,
     WrapValidator,
 )
 from pydantic_core import PydanticCustomError
 
-from gptrain.config.suggest import nearest
-
+MOST_RANKS = 1024  # of one machine; more is a slip of the finger
 INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
 
 
-def refuse(words: str, allowed: str = "") -> PydanticCustomError:
+def refuse(words: str) -> PydanticCustomError:
     """What a validator raises."""
-    return PydanticCustomError("refused", "{words}", {"words": words, "allowed": allowed})
+    return PydanticCustomError("refused", "{words}", {"words": words})
 
 
 def says(words: str, kind: Any) -> Any:
@@ -38,56 +37,32 @@ def says(words: str, kind: Any) -> Any:
     return Annotated[kind, WrapValidator(judge)]
 
 
-def integer(low: int, high: int = INT32_MAX, words: str = "") -> Any:
+def integer(low: int, high: int = INT32_MAX) -> Any:
     """An integer from low to high."""
     bounds = f">= {low}" if high == INT32_MAX else f"in {low} .. {high}"
-    return says(
-        words or f"must be an integer {bounds}", Annotated[int, Field(strict=True, ge=low, le=high)]
-    )
+    return says(f"must be an integer {bounds}", Annotated[_Int, Field(ge=low, le=high)])
 
 
 def number(words: str, **bounds: float) -> Any:
     """A finite number within bounds."""
-    return says(words, Annotated[float, Field(strict=True, allow_inf_nan=False, **bounds)])
+    return says(words, Annotated[_Float, Field(allow_inf_nan=False, **bounds)])
 
 
-def choice(*words: str, unlisted: tuple = ()) -> Any:
-    """One of a few words; those unlisted are accepted without being offered."""
-
-    def judge(value: Any) -> Any:
-        if value in (*words, *unlisted) and not isinstance(value, bool):
-            return value
-        near = nearest(str(value), words)
-        raise refuse("unknown" + (f', did you mean "{near}"?' if near else ""), ", ".join(words))
-
-    return Annotated[Any, PlainValidator(judge)]
-
-
-def local_path(value: Any) -> Any:
-    """A file or folder of this machine."""
-    if not isinstance(value, str) or not value.strip() or "\0" in value or value != value.strip():
+def _local_path(value: str) -> str:
+    if not value.strip() or "\0" in value or value != value.strip():
         raise refuse("not a path")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
         raise refuse("remote; download it, check the hash, pass a local path")
     return value
 
 
-def local_paths(value: Any) -> Any:
-    """A path or a list of them."""
-    if value == []:
-        raise refuse("an empty list")
-    return [local_path(item) for item in (value if isinstance(value, list) else [value])]
-
-
-def run_name(value: Any) -> Any:
-    """A name that makes a folder below the output folder."""
-    if local_path(value).startswith(("/", "~")) or ".." in value.split("/"):
+def _name_below(value: str) -> str:
+    if value.startswith(("/", "~")) or ".." in value.split("/"):
         raise refuse("leaves the output folder")
     return value
 
 
-def devices(value: Any) -> Any:
-    """Lightning's forms: a number, a list of device numbers, "0,1", "auto" or -1."""
+def _devices(value: Any) -> Any:
     found = value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
         found = [int(part) for part in value.split(",") if part] if "," in value else int(value)
@@ -98,22 +73,20 @@ def devices(value: Any) -> Any:
             raise refuse("a device is named twice")
     elif found != "auto" and type(found) is not int:
         raise refuse('not a number, list or "auto"')
-    elif found != "auto" and found != -1 and not 1 <= found <= INT32_MAX:
-        raise refuse("need at least 1" if found < 1 else "too large (max 2^31-1)")
+    elif found not in ("auto", -1) and not 1 <= found <= MOST_RANKS:
+        raise refuse("need at least 1" if found < 1 else f"too large (max {MOST_RANKS})")
     return value
 
 
-def with_target(value: dict[str, Any]) -> dict[str, Any]:
-    """A mapping that says what to build."""
+def _with_target(value: dict[str, Any]) -> dict[str, Any]:
     if "_target_" not in value:
-        raise refuse("has no _target_, nothing says what to build", "a mapping with a _target_")
+        raise refuse("has no _target_, nothing says what to build")
     return value
 
 
 _Int, _Float, _Bool = (Annotated[kind, Field(strict=True)] for kind in (int, float, bool))
 Count = integer(1)
-Positive = number("must be > 0", gt=0)
-Seconds = number("must be > 0 seconds", gt=0, le=INT32_MAX)
+Positive = number("must be > 0", gt=0, le=INT32_MAX)
 NotNegative = number("must be >= 0", ge=0)
 BelowOne = number("must be in [0, 1)", ge=0, lt=1)
 Fraction = number("must be in [0, 1]", ge=0, le=1)
@@ -121,12 +94,12 @@ Flag = says("not true or false", _Bool)
 FlagOrWarn = says("must be true, false or warn", _Bool | Literal["warn"])
 Name = says("not a name", Annotated[StrictStr, Field(min_length=1)])
 Names = says("not a list of names", list[StrictStr])
-Path = Annotated[Any, PlainValidator(local_path)]
-Paths = Annotated[Any, PlainValidator(local_paths)]
-RunName = Annotated[Any, PlainValidator(run_name)]
-Devices = Annotated[Any, PlainValidator(devices)]
+Path = Annotated[says("not a path", StrictStr), AfterValidator(_local_path)]
+Paths = Path | Annotated[list[Path], Field(min_length=1)]
+RunName = Annotated[Path, AfterValidator(_name_below)]
+Devices = Annotated[Any, BeforeValidator(_devices)]
 Node = says("not a group of keys", dict[str, Any])
-Target = Annotated[Node, AfterValidator(with_target)]
+Target = Annotated[Node, AfterValidator(_with_target)]
 Betas = says(
     "must be two numbers in [0, 1)", Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
 )
@@ -141,17 +114,12 @@ Duration = says(
     | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NotNegative],
 )
 Batches = says("must be true, false, or an integer >= 0", _Bool | Annotated[_Int, Field(ge=0)])
-Limit = says(
-    "must be a fraction in [0, 1], or an integer >= 0",
-    Annotated[_Int, Field(ge=0, le=INT32_MAX)] | Annotated[_Float, Field(ge=0, le=1)],
-)
+Limit = says("must be a fraction in [0, 1], or an integer >= 0", integer(0) | Fraction)
 Interval = says(
     "must be a fraction of an epoch in (0, 1], or optimizer steps >= 1",
-    Annotated[_Int, Field(ge=1)] | Annotated[_Float, Field(gt=0, le=1)],
+    Count | Annotated[_Float, Field(gt=0, le=1)],
 )
 Warmup = says(
     "must be an integer of steps >= 0, a fraction of the run below 1, or null",
-    Annotated[_Int, Field(ge=0)]
-    | Annotated[_Float, Field(gt=0, lt=1)]
-    | Annotated[_Float, Field(ge=0, multiple_of=1, le=INT32_MAX)],
+    integer(0) | BelowOne | Annotated[_Float, Field(ge=0, multiple_of=1, le=INT32_MAX)],
 )

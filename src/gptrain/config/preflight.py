@@ -9,6 +9,7 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,19 @@ from gptrain.config.check import (
     find_world_size,
     stages_per_rank,
 )
-from gptrain.config.schema import GROUPS, KNOWN, OF_HYDRA, Run, targets
+from gptrain.config.schema import DATA, GROUPS, KNOWN, OF_HYDRA, Run, targets
 from gptrain.config.suggest import nearest
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.launch.process import this_process
 from gptrain.plan import parallel_dims
-from gptrain.plan.memory import rank_parameters
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters, weight_bytes
 from gptrain.plan.shape import GPTShape
 from gptrain.problems import BAD_CONFIG, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, show
 
 GIB = 2**30
-MOST_RANKS = 1024  # of one machine; more is a slip of the finger
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
-STATES = {"torch.optim.AdamW": 2, "gptrain.optim.Muon": 1}  # per parameter, at least
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
-SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 3}
+SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
 OURS["module"] = {"loss", "metrics"}
 
@@ -59,6 +58,8 @@ def check_place(run: Config, folder: tuple[str, str]) -> Iterator[Problem]:
 
 def check_machine(run: Config) -> Iterator[Problem]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
+    from torch.cuda import device_count as count_gpus
+
     from gptrain.launch.devices import accelerator_of, count_local
 
     yield from check_classes(run)
@@ -69,7 +70,11 @@ def check_machine(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.accelerator", f"no {name} on this machine", "trainer=cpu")
         return
     n_local = count_local(run.get("trainer.devices"), kind, n_nodes)
-    yield from check_devices(run, kind, n_local)
+    if kind == "cpu":
+        yield from check_cpu(run)
+    if kind == "cuda":
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        yield from check_visible(run, count_gpus(), shown, this_process().is_rank)
     world_size = find_world_size(run) or n_local * n_nodes
     yield from check_world(run, world_size)
     if not run.errors:
@@ -80,8 +85,6 @@ def check_launcher(run: Config) -> Iterator[Problem]:
     """What the launcher started, against what the config says."""
     process, n_nodes = this_process(), run.get("trainer.num_nodes", 1)
     n_local = count_devices(run.get("trainer.devices"))
-    if n_local and n_local > MOST_RANKS:
-        yield run.error("trainer.devices", f"more than {MOST_RANKS} processes on one machine")
     if process.launcher == "none" and n_nodes > 1:
         wrong = "a single process starts ranks on its own machine only"
         attempt = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun"
@@ -97,9 +100,6 @@ def check_launcher(run: Config) -> Iterator[Problem]:
         attempt = f"trainer.devices={each} trainer.num_nodes={nodes}"
         wrong = f"{product}, but {started}={process.world_size}"
         yield run.error("trainer.devices", wrong, attempt)
-    if process.launcher == "torchrun" and n_nodes > 1 and "run_stamp" in str(run.raw["run_dir"]):
-        wrong = "each node would name its folder by its own clock"
-        yield Problem("run_dir", None, wrong, attempt="run_dir=<a folder that all nodes see>")
 
 
 def check_folder(run: Config, key: str, name: str) -> Iterator[Problem]:
@@ -122,38 +122,19 @@ def check_folder(run: Config, key: str, name: str) -> Iterator[Problem]:
 
 
 def check_files(run: Config) -> Iterator[Problem]:
-    """Data, checkpoints and old runs that are named exist; of datasets those that ship."""
-    wanted = {}
-    for part in ("data.train", "data.val", "data.test"):
-        if str(run.get(f"{part}._target_")).startswith("gptrain.data."):
-            wanted[f"{part}.path"] = run.get(f"{part}.path")
-            tokenizer = run.get(f"{part}.tokenizer")
-            wanted[f"{part}.tokenizer"] = tokenizer if tokenizer not in ("bytes", "bpe") else None
-    for key in ("ckpt_path", "init_from", "from_run"):
-        wanted[key] = run.get(key) if run.get(key) not in ("last", "best") else None
-    for key, paths in wanted.items():
-        for path in paths if isinstance(paths, list) else [paths or os.curdir]:
-            path = os.path.expanduser(path)
-            if os.path.exists(path) or (key.endswith(".path") and glob.glob(path, recursive=True)):
+    """Data, checkpoints and old runs that are named exist; of data groups those that ship."""
+    ships = run.get("data.train._target_") in DATA
+    keys = ("data.path", "data.train_path", "data.val_path", "data.tokenizer") if ships else ()
+    for key in (*keys, "ckpt_path", "init_from", "from_run"):
+        paths = run.get(key, [])
+        for path in paths if isinstance(paths, list) else [paths]:
+            found = os.path.expanduser(path)
+            if path in ("last", "best", "bytes", "bpe") or os.path.exists(found):
                 continue
-            wrong, attempt = "no such file or folder", f"{run.source(key)}=<file or folder>"
-            attempt = "ckpt_path=last" if key == "ckpt_path" else attempt
-            yield Problem(key, path, wrong, attempt=attempt, code=INPUT_NOT_FOUND)
-
-
-def check_devices(run: Config, kind: str, n_local: int) -> Iterator[Problem]:
-    """As many devices as the run asks for, and what they can do."""
-    import torch
-
-    if kind == "cpu":
-        yield from check_cpu(run)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        if n_local > cores:
-            yield run.warning("trainer.devices", f"more processes than the {cores} cores here")
-    if kind == "cuda":
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        is_rank = this_process().is_rank
-        yield from check_visible(run, torch.cuda.device_count(), shown, is_rank)
+            if not (key.startswith("data.") and glob.glob(found, recursive=True)):
+                attempt = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
+                wrong, code = "no such file or folder", INPUT_NOT_FOUND
+                yield Problem(key, path, wrong, attempt=attempt, code=code)
 
 
 def check_visible(
@@ -183,7 +164,7 @@ def check_classes(run: Config) -> Iterator[Problem]:
     for place, node in targets(run.values):
         target, model = node["_target_"], KNOWN.get(node["_target_"])
         given = {key: value for key, value in node.items() if key not in OF_HYDRA}
-        if model is not None and given.keys() <= model.model_fields.keys():
+        if target in DATA or (model is not None and given.keys() <= model.model_fields.keys()):
             continue
         group, *below = place.split(".")
         is_part = len(below) == (group in ("callbacks", "logger", "data"))
@@ -231,9 +212,8 @@ def _check_keywords(
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
-    states = STATES.get(run.get("optimizer._target_"))
-    if run.get("model._target_") != SIMPLE_GPT or states is None:
-        return  # only of these the sizes are known without making them
+    if run.get("model._target_") != SIMPLE_GPT:
+        return  # only its size is known without making it
     options = run.values["strategy"]
     sizes = (options.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline"))
     dims = parallel_dims(options["name"], world_size, *sizes)
@@ -242,9 +222,13 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
         rank_parameters(options["name"], shape, dims, pipeline_rank=end, stages_per_rank=n_stages)
         for end in {0, dims.pipeline - 1}
     )
-    each = 2 if run.get("trainer.precision") in ("bf16-true", "16-true") else 4  # bytes of a weight
+    precision, optimizer = run.get("trainer.precision"), run.get("optimizer._target_")
+    momentum = run.get("optimizer.momentum", 0.0) or 0.0
     trains, on_host = run.get("task") == "fit", kind == "cpu" or options.get("cpu_offload")
-    need = held * each * (2 + states if trains else 1) * (n_local if on_host else 1)
+    each = (
+        bytes_per_parameter(precision, optimizer, momentum) if trains else weight_bytes(precision)
+    )
+    need = held * each * (n_local if on_host else 1)
     have = _host_bytes() if on_host else _device_bytes(n_local)
     if have is not None and need > have:
         what = "weights, gradients and optimizer states" if trains else "weights"
@@ -256,12 +240,12 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
 
 def _host_bytes() -> int | None:
     """Memory of this machine, or what its control group leaves; None where neither is told."""
-    try:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except (OSError, ValueError):
-        return None
-    return min(found, int(limit)) if limit.isdigit() else found
+    sizes = []
+    with suppress(OSError, ValueError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with suppress(OSError, ValueError):
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=None)
 
 
 def _device_bytes(n_local: int) -> int | None:

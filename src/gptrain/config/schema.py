@@ -10,23 +10,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, StrictStr, ValidationError
 
 from gptrain.config import forms
-from gptrain.config.forms import (
-    BelowOne,
-    Count,
-    Flag,
-    Path,
-    Positive,
-    Target,
-    choice,
-    integer,
-    number,
-)
-from gptrain.config.suggest import find_alias, nearest_key
+from gptrain.config.forms import BelowOne, Count, Flag, Path, Positive, Target, integer, number
+from gptrain.config.suggest import find_alias, nearest, nearest_key
+from gptrain.plan.dims import STRATEGIES as STRATEGY_NAMES
 from gptrain.problems import Problem, show
 
 OF_HYDRA = {"_target_", "_args_", "_recursive_", "_convert_", "_partial_"}  # in any node
@@ -46,8 +37,8 @@ class Open(BaseModel, extra="allow"):
 
 
 class Model(Open):
-    compile: choice("none", "blocks", "model")
-    activation_checkpointing: choice("none", "selective", "full")
+    compile: Literal["none", "blocks", "model"]
+    activation_checkpointing: Literal["none", "selective", "full"]
 
 
 class SimpleGPT(Model, extra="forbid"):
@@ -57,7 +48,7 @@ class SimpleGPT(Model, extra="forbid"):
     n_layers: Count
     max_seq_len: Count
     dropout: BelowOne
-    activation: choice("gelu", "gelu_tanh")
+    activation: Literal["gelu", "gelu_tanh"]
 
 
 class Loss(Closed):
@@ -65,7 +56,7 @@ class Loss(Closed):
     z_loss: forms.NotNegative
 
 
-class LanguageModel(Closed):
+class LanguageModel(Open, extra="forbid"):
     loss: Loss
     metrics: forms.Node
 
@@ -73,7 +64,7 @@ class LanguageModel(Closed):
 class Optimizer(Open):
     lr: Positive | None
     weight_decay: forms.NotNegative | None
-    lr_scaling: choice("none", "linear", "sqrt")
+    lr_scaling: Literal["none", "linear", "sqrt"]
     reference_batch_size: Count
 
 
@@ -101,33 +92,7 @@ class Schedule(Scheduler, extra="forbid"):
 
 
 class StableDecay(Schedule):
-    decay_share: number("must be in (0, 1]", gt=0, le=1)
-
-
-class DummyText(Closed):
-    num_samples: Count
-    seq_len: integer(2)
-    vocab_size: Count
-    seed: int
-
-
-class FromCorpus(Closed):
-    split: choice("train", "val")
-    path: forms.Paths | None
-    pattern: forms.Name
-    tokenizer: Path
-    vocab_size: Count
-    seq_len: Count
-    val_fraction: number("must be in (0, 1)", gt=0, lt=1)
-    cache_dir: Path
-
-
-class Tokens(Closed):
-    path: forms.Paths
-    seq_len: Count
-    dtype: choice("uint16", "uint32") | None = None
-    vocab_size: Count | None = None
-    keep_tail: Flag = False
+    decay_fraction: number("must be in (0, 1]", gt=0, le=1)
 
 
 class SampleText(Closed):
@@ -139,15 +104,17 @@ class Logger(Open):
     save_dir: Path
 
 
+Precision = Literal[
+    "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto", "16-true", "64-true",
+    "transformer-engine", "transformer-engine-float16",
+]  # fmt: skip
+
+
 class Trainer(Open):
-    accelerator: choice("auto", "cpu", "gpu", "mps", "tpu", unlisted=("cuda",))
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
     devices: forms.Devices
     num_nodes: Count
-    precision: choice(
-        "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto",
-        unlisted=("16-true", "64-true", "transformer-engine", "transformer-engine-float16", "32",
-                  "64", "16", "bf16", 32, 64, 16),
-    )  # fmt: skip
+    precision: Precision | Literal["32", "64", "16", "bf16", 32, 64, 16]
     max_epochs: forms.MaxEpochs | None
     max_steps: forms.MaxSteps
     min_steps: integer(0) | None
@@ -162,13 +129,23 @@ class Trainer(Open):
     val_check_interval: forms.Interval
     check_val_every_n_epoch: Count | None
     num_sanity_val_steps: integer(-1) | None
-    log_every_n_steps: integer(1, words="must be >= 1; to log nothing: logger=none")
+    log_every_n_steps: Count  # to log nothing: logger=none
     enable_progress_bar: Flag | None
     enable_model_summary: Flag | None
     deterministic: forms.FlagOrWarn | None
     benchmark: Flag | None
     inference_mode: Flag
     detect_anomaly: Flag
+
+
+class LightningTrainer(Trainer, extra="forbid"):
+    """Of Lightning's other arguments those that no key of ours sets; typed with a +."""
+
+    min_epochs: integer(0) | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    limit_predict_batches: forms.Limit | None = None
+    reload_dataloaders_every_n_epochs: integer(0) = 0
+    sync_batchnorm: Flag = False
 
 
 GROUPS: dict[str, type[BaseModel]] = {
@@ -180,18 +157,13 @@ KNOWN: dict[str, type[BaseModel]] = {
     "gptrain.lit.LanguageModel": LanguageModel,
     "torch.optim.AdamW": AdamW,
     "gptrain.optim.Muon": Muon,
+    **{f"gptrain.optim.warmup_{name}": Schedule for name in ("constant", "cosine", "linear")},
     "gptrain.optim.constant": Schedule,
-    "gptrain.optim.warmup_constant": Schedule,
-    "gptrain.optim.warmup_cosine": Schedule,
-    "gptrain.optim.warmup_linear": Schedule,
     "gptrain.optim.warmup_stable_decay": StableDecay,
-    "gptrain.data.DummyTextDataset": DummyText,
-    "gptrain.data.TextDataset.from_corpus": FromCorpus,
-    "gptrain.data.TokenDataset": Tokens,
     "gptrain.lit.callbacks.SampleText": SampleText,
     "gptrain.lit.loggers.TensorBoardLogger": Logger,
     "gptrain.lit.loggers.CSVLogger": Logger,
-    "lightning.pytorch.Trainer": Trainer,
+    "lightning.pytorch.Trainer": LightningTrainer,
 }
 
 
@@ -199,28 +171,55 @@ KNOWN: dict[str, type[BaseModel]] = {
 
 
 class Data(Open):
-    """Of the data group itself; what else a yaml has there, its datasets refer to."""
+    """Of any data group; what else its yaml has, its datasets refer to."""
 
     batch_size: Count
     global_batch_size: Count | None
     num_workers: integer(0, WORKERS_MAX)
     train: Target
-    val: Target  # validated or not: trainer.limit_val_batches=0
+    val: Target
     test: Target | None = None
 
 
+class DummyText(Data):
+    num_samples: Count
+    seq_len: integer(2)
+
+
+class Text(Data):
+    seq_len: Count
+    path: forms.Paths | None
+    pattern: forms.Name
+    tokenizer: Path
+    val_fraction: number("must be in (0, 1)", gt=0, lt=1)
+
+
+class Tokens(Data):
+    seq_len: Count
+    train_path: forms.Paths
+    val_path: forms.Paths
+    dtype: Literal["uint16", "uint32"]
+
+
+DATA: dict[str, type[Data]] = {  # by the class of data.train
+    "gptrain.data.DummyTextDataset": DummyText,
+    "gptrain.data.TextDataset.from_corpus": Text,
+    "gptrain.data.TokenDataset": Tokens,
+}
+
+
 class Strategy(Closed):
-    name: StrictStr
-    timeout_s: forms.Seconds
-    backend: choice("nccl", "gloo", "mpi") | None
+    name: Literal[("auto", *STRATEGY_NAMES)]
+    timeout_s: Positive
+    backend: Literal["nccl", "gloo", "mpi"] | None
 
 
 class DDP(Strategy):
-    bucket_cap_mb: number("must be > 0", gt=0, le=forms.INT32_MAX)
+    bucket_cap_mb: Positive
     gradient_as_bucket_view: Flag
     static_graph: Flag
     find_unused_parameters: Flag
-    comm_hook: choice("none", "bf16", "fp16", "powersgd")
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"]
 
 
 class FSDP(Strategy):
@@ -240,7 +239,7 @@ class FSDPTensorParallel(FSDP, TensorParallel):
 class Pipeline(Strategy):
     pipeline_parallel_size: Count | None
     microbatches: Count | None
-    schedule: choice("gpipe", "1f1b", "interleaved_1f1b")
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
 
 
 STRATEGIES: dict[str, type[Strategy]] = {
@@ -256,17 +255,17 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 class Checkpoint(Closed):
-    name: choice("default", "every_n_steps", "none")
+    name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
-    keep: integer(2, words="must be >= 2, one file alone is one disk error from nothing")
+    keep: integer(2)  # one file alone is one disk error from nothing
     monitor: forms.Name  # any that is logged
-    mode: choice("min", "max")
+    mode: Literal["min", "max"]
     background: Flag
 
 
 class Launcher(Closed):
     max_restarts: integer(0)
-    timeout_s: forms.Seconds | None
+    timeout_s: Positive | None
 
 
 class Run(Closed):
@@ -280,10 +279,10 @@ class Run(Closed):
     runs_here: ClassVar[bool] = True
 
     name: forms.RunName
-    task: choice("fit", "validate", "test")
+    task: Literal["fit", "validate", "test"]
     seed: integer(0, SEED_MAX)
     max_tokens: number("must be >= 1", ge=1, le=2**63) | None
-    on_nonfinite: choice("stop", "skip")
+    on_nonfinite: Literal["stop", "skip"]
     objective: forms.Name
     output_dir: Path
     run_dir: Path
@@ -297,7 +296,7 @@ class Run(Closed):
     print_config: Flag
     model: Target
     module: Target
-    data: Data
+    data: forms.Node
     optimizer: Target
     scheduler: Target
     strategy: forms.Node
@@ -309,34 +308,36 @@ class Run(Closed):
     launcher: Launcher
 
 
-NATIVE = {  # pydantic's own kinds of error -> our words
-    "missing": "missing, the run needs it",
-    "model_type": "not a group of keys",
-    "dict_type": "not a group of keys",
-    "string_type": "not a text",
-    "int_type": "not an integer",
-}
-
-
 def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterator[Problem]:
     """Each value that is wrong by itself, each key that nothing reads or that is missing."""
     yield from _judge(schema, values, "", values)
-    strategy = values.get("strategy")
+    data, strategy = values.get("data"), values.get("strategy")
+    if isinstance(data, dict):
+        yield from _judge(data_model(values), data, "data", values)
     if isinstance(strategy, dict):
-        name = strategy.get("name")
-        if name in STRATEGIES:
-            yield from _judge(STRATEGIES[name], strategy, "strategy", values)
-        else:
-            yield Problem("strategy.name", show(name), "unknown", ", ".join(STRATEGIES))
+        model = STRATEGIES.get(str(strategy.get("name")), Strategy)
+        yield from _judge(model, strategy, "strategy", values)
     for place, node in targets(values):
-        target, key = node["_target_"], f"{place}._target_"
+        target = node["_target_"]
         if not isinstance(target, str) or not re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target):
-            yield Problem(key, show(target), "not a dotted name of a class")
-        elif target.split(".")[0] in sys.stdlib_module_names:
-            yield Problem(key, target, "of Python's own library, none of whose classes fits here")
-        elif model := KNOWN.get(target) or GROUPS.get(place):
-            own = {key: value for key, value in node.items() if key not in OF_HYDRA}
+            yield Problem(f"{place}._target_", show(target), "not a dotted name of a class")
+            continue
+        if target.split(".")[0] in sys.stdlib_module_names:
+            wrong = "of Python's own library, none of whose classes fits here"
+            yield Problem(f"{place}._target_", target, wrong)
+            continue
+        model, base = KNOWN.get(target), GROUPS.get(place)
+        if base and not (model and issubclass(model, base)):
+            model = base
+        own = {key: value for key, value in node.items() if key not in OF_HYDRA}
+        if model:
             yield from _judge(model, own, place, values)
+
+
+def data_model(values: dict[str, Any]) -> type[Data]:
+    """The model of a data group, by the class of its training set."""
+    train = values["data"].get("train")
+    return DATA.get(str(train.get("_target_")) if isinstance(train, dict) else "", Data)
 
 
 def targets(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -378,7 +379,7 @@ def known_keys() -> set[str]:
     places = [("", Run), ("data", Data), ("checkpoint", Checkpoint), ("launcher", Launcher)]
     places += [*GROUPS.items(), ("model", SimpleGPT), ("optimizer", Muon), ("optimizer", AdamW)]
     places += [("strategy", model) for model in STRATEGIES.values()]
-    places += [("data", DummyText), ("data", FromCorpus)]
+    places += [("data", model) for model in DATA.values()]
     return {f"{place}.{key}".lstrip(".") for place, model in places for key in model.model_fields}
 
 
@@ -390,13 +391,35 @@ def _judge(
         return
     except ValidationError as error:
         found = error.errors(include_url=False)
+    told = set()  # each member of a union has an error of its own
     for one in found:
-        parts = [part for part in (place, *one["loc"]) if isinstance(part, str) and part]
-        key, given, more = ".".join(parts), one["input"], one.get("ctx", {})
-        if one["type"] == "extra_forbidden":
+        (key, given), kind = _find(place, node, one["loc"], one["type"]), one["type"]
+        if key in told:
+            continue
+        told.add(key)
+        if kind == "extra_forbidden":
             yield unknown_key(key, given, values)
             continue
-        words = NATIVE.get(one["type"]) or more.get("words", one["msg"])
-        value = None if isinstance(given, dict) else show(given)
+        words, known = one["msg"].replace("Input should be", "must be"), []
+        if kind == "model_type":
+            words = "not a group of keys"
+        if kind == "missing":
+            words = "missing, the run needs it"
+        if kind == "literal_error":
+            known = re.findall(r"'([^']*)'", one["ctx"]["expected"])
+            near = nearest(str(given), known)
+            words = "unknown" + (f', did you mean "{near}"?' if near else "")
+        value = None if kind == "missing" else show(given)
         attempt = find_alias(key, show(given)) or ""
-        yield Problem(key, value, words, more.get("allowed", ""), attempt)
+        yield Problem(key, value, words, ", ".join(known), attempt)
+
+
+def _find(place: str, node: Any, loc: tuple, kind: str) -> tuple[str, Any]:
+    """Dotted key and value of pydantic's place, which names members of unions besides keys."""
+    keys = [place] if place else []
+    for part in loc:
+        if not isinstance(node, dict) or (part not in node and kind != "missing"):
+            break
+        keys.append(str(part))
+        node = node.get(part)
+    return ".".join(keys), node

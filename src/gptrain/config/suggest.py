@@ -49,6 +49,7 @@ HABITS = {
     "debug=profiler": "profiler=torch",
     "train=false": "task=test",
     "test=false": "task=fit",
+    "data.val=null": "trainer.limit_val_batches=0 with any data.val",
     "logger=many_loggers": "logger=[csv,tensorboard]",
     "callbacks=model_checkpoint": "checkpoint=default",
     "model.compile=true": "model.compile=model",

@@ -19,12 +19,18 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.compose import PROJECT, default_output_dir, first_line
+from gptrain.config.compose import PROJECT, REFUSALS, default_output_dir, first_line
 from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
+# Of these the modules whose classes neither fetch nor open what their arguments name.
+HOMES = (
+    r"torch\.(nn|optim|utils\.data\.dataset)|(lightning\.pytorch|pytorch_lightning)(?!\.demos)"
+    r"|torchmetrics\.(aggregation|classification|regression|text\.perplexity)"
+)
+WRITTEN = {"cache_dir", "default_root_dir", "dirpath", "save_dir"}  # keys that say where to write
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
@@ -37,6 +43,7 @@ KINDS = {
     "profiler": "lightning.pytorch.profilers.Profiler",
     "metrics": "torchmetrics.Metric",
 }
+REFERENCE = r"\$\{([\w.]+)\}"
 OURS = r"\$\{(?:[\w.]+\}|(?:plus|run_stamp|default_output_dir):)"  # plain, or a resolver of ours
 LONGEST = 10_000  # characters of a value; references can double it again and again
 
@@ -45,40 +52,62 @@ class NotFound(Exception):
     """Why a dotted name stands for nothing."""
 
 
-def check_targets(node: dict[str, Any], group: str, allowed: Sequence[str] = ()) -> list[Problem]:
+def check_targets(
+    node: dict[str, Any], group: str, allowed: Sequence[str] = (), run_dir: Path | None = None
+) -> list[Problem]:
     """What a stranger's group may not name, arguments included. Imports only trusted packages.
 
     Args:
         node: plain values.   group: where they stand: model, data, optimizer, ...
-        allowed: packages that the user trusts.
+        allowed: packages that the user trusts.   run_dir: the stranger's, whose code is not ours.
     """
     problems = []
     for place, found in targets(node, group):
         key, target = f"{place}._target_", found["_target_"]
+        for name in sorted(WRITTEN & found.keys()):
+            wrong = "where to write is not taken from somebody else's run"
+            problems.append(Problem(f"{place}.{name}", show(found[name]), wrong))
         kind = "metrics" if place.startswith("module.metrics.") else group
-        if reason := _reason(target, kind, allowed):
+        if reason := _reason(target, kind, allowed, run_dir):
             attempt = f"allowed_targets=[{str(target).split('.')[0]}], if you trust its code"
             problems.append(Problem(key, show(target), reason, attempt=attempt))
     return problems
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     """The values of a stranger's config, resolved once. Objects are built from exactly these.
 
-    Raises: ConfigError where a value would run a resolver, or still holds a reference.
+    Raises: ConfigError where a value would run a resolver, or does not end in a plain one.
     """
-    problems = [
-        Problem(key, show(value), "only plain references are read from somebody else's run")
-        for key, value in _texts(OmegaConf.to_container(cfg))
-        if not is_plain(value)
-    ]
-    if problems:
-        raise ConfigError(problems)
-    values = OmegaConf.to_container(cfg, resolve=True)
-    for key, value in _texts(values):
-        if "${" in value or len(value) > LONGEST:
-            raise ConfigError([Problem(key, show(value), "does not resolve to a plain value")])
-    return values
+    raw = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
+    try:
+        if problems := check_references(raw):
+            raise ConfigError(problems)
+        return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+    except REFUSALS as error:
+        raise ConfigError([Problem("", None, first_line(error))]) from None
+
+
+def check_references(raw: dict[str, Any]) -> list[Problem]:
+    """The first value of a stranger's that would run a resolver, or that references multiply."""
+    sizes: dict[str, int] = {}  # of a key, all that it refers to put in
+
+    def size(key: str) -> int:
+        if key not in sizes:
+            sizes[key] = LONGEST  # of what refers to itself
+            sizes[key] = sum(size_of(*found) for found in _texts(_select(raw, key), key))
+        return sizes[key]
+
+    def size_of(place: str, text: str) -> int:
+        return len(text) + sum(size(_absolute(key, place)) for key in re.findall(REFERENCE, text))
+
+    for place, text in _texts(raw):
+        if not is_plain(text):
+            wrong = "of somebody else's run only plain references are resolved"
+            return [Problem(place, show(text), wrong)]
+        if size_of(place, text) > LONGEST:
+            return [Problem(place, show(text), "does not resolve to a plain value")]
+    return []
 
 
 def is_plain(text: str) -> bool:
@@ -127,27 +156,33 @@ def wrong_kind(found: Any, group: str) -> str | None:
     return f"no {kind.rpartition('.')[2]}, as this place needs"
 
 
-def is_own(package: str) -> bool:
-    """Whether a top-level package is code of this checkout, not its outputs or its libraries."""
+def is_own(package: str, run_dir: Path | None = None) -> bool:
+    """Whether a top-level package is code of this checkout, not its outputs or its libraries.
+
+    Args:
+        run_dir: a stranger's run, which may lie in the checkout: code around or in it is not ours.
+    """
     try:
         spec = None if package in sys.stdlib_module_names else find_spec(package)
     except (ImportError, ValueError):
         return False
     found = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
     places = [Path(place).resolve() for place in found if place]
-    outputs = (PROJECT / "outputs", Path(default_output_dir()).resolve())
+    outputs = [PROJECT / "outputs", Path(default_output_dir()).resolve()]
+    theirs = [] if run_dir is None else [Path(run_dir).expanduser().resolve()]
     return bool(places) and all(
         place.is_relative_to(PROJECT)
-        and not any(place.is_relative_to(folder) for folder in outputs)
+        and not any(place.is_relative_to(folder) for folder in outputs + theirs)
+        and not any(folder.is_relative_to(place) for folder in theirs)
         and not re.search(r"/(\.|site-packages/)", str(place)[len(str(PROJECT)) :])
         for place in places
     )
 
 
-def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
+def _reason(target: Any, group: str, allowed: Sequence[str], run_dir: Path | None) -> str | None:
     if not isinstance(target, str) or not re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", target):
         return "not the name of a class"
-    if not _is_trusted(target, allowed):
+    if not _is_trusted(target, allowed, run_dir):
         return "somebody else's run may not name it"
     try:
         found = locate(target)
@@ -155,9 +190,10 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
         return str(error)
     owner = found.__self__ if inspect.ismethod(found) else found
     home = getattr(owner, "__module__", None) or ""
-    if not _is_trusted(home, allowed):
+    is_listed = any(home == one or home.startswith(f"{one}.") for one in allowed)
+    of_library = home.split(".")[0] in LIBRARIES and not is_listed
+    if not _is_trusted(home, allowed, run_dir) or (of_library and not re.match(HOMES, home)):
         return f"stands for {home}.{getattr(found, '__qualname__', '')}, which it may not name"
-    is_listed = home.split(".")[0] in allowed
     if inspect.isfunction(found) and not (home.startswith("gptrain.optim.") or is_listed):
         return "a function, not a class"
     if inspect.ismethod(found) and not (group == "data" and found.__name__.startswith("from_")):
@@ -165,10 +201,25 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
     return wrong_kind(found, group)
 
 
-def _is_trusted(name: str, allowed: Sequence[str]) -> bool:
+def _is_trusted(name: str, allowed: Sequence[str], run_dir: Path | None) -> bool:
     package = name.split(".")[0]
     listed = any(name == one or name.startswith(f"{one}.") for one in allowed)
-    return package in LIBRARIES or listed or is_own(package)
+    return package in LIBRARIES or listed or is_own(package, run_dir)
+
+
+def _absolute(key: str, place: str) -> str:
+    """A reference as a key of the whole config; one that begins with dots counts from its place."""
+    n_dots = len(key) - len(key.lstrip("."))
+    return ".".join([*place.split(".")[:-n_dots], key.lstrip(".")]) if n_dots else key
+
+
+def _select(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+        else:
+            raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

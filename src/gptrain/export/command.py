@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 from torch import nn
@@ -23,8 +23,8 @@ class ExportRun(Run):
     """A run's keys and the command's own."""
 
     from_run: forms.Path
-    format: forms.choice("safetensors", "hf")
-    dtype: forms.choice("fp32", "bf16")
+    format: Literal["safetensors", "hf"]
+    dtype: Literal["fp32", "bf16"]
 
 
 DEFAULTS = {"format": "safetensors", "dtype": "fp32"}

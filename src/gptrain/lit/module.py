@@ -88,6 +88,14 @@ class LanguageModel(pl.LightningModule):
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.evaluate(*batch)
 
+    def on_validation_epoch_end(self) -> None:
+        """In a Trainer of one's own; in a run of ours its StepLog has taken them already."""
+        self.log_dict(self.take_evaluation("val"))
+
+    def on_test_epoch_end(self) -> None:
+        """Likewise."""
+        self.log_dict(self.take_evaluation("test"))
+
     def evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end."""
         counted = targets != IGNORED  # (B, T)
@@ -164,8 +172,11 @@ class LanguageModel(pl.LightningModule):
         return compute(self.net, tokens, targets, reduction, options)
 
     def _strategy(self) -> NetStrategy | None:
-        """Who computes loss and norms: the strategy, unless it is one of Lightning's own."""
-        strategy = self.trainer.strategy
+        """Who computes loss and norms: the strategy, unless it is Lightning's own, or none."""
+        try:
+            strategy = self.trainer.strategy
+        except RuntimeError:  # attached to no trainer, as in a notebook
+            return None
         return strategy if isinstance(strategy, NetStrategy) else None
 
 

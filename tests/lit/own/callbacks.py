@@ -29,8 +29,9 @@ class SeesAll(Callback):
              lr=optimizer.param_groups[0]["lr"])  # fmt: skip
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        keys = sorted(outputs) if isinstance(outputs, dict) else str(type(outputs))
         note(trainer, hook="batch_end", step=trainer.global_step, metrics=values(trainer),
-             outputs=sorted(outputs) if isinstance(outputs, dict) else str(type(outputs)))  # fmt: skip
+             outputs=keys)  # fmt: skip
 
     def on_validation_epoch_end(self, trainer, module):
         note(trainer, hook="validation_epoch_end", metrics=values(trainer))

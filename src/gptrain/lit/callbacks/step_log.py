@@ -11,9 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Peak, find_peak, net_flops_per_token
+from gptrain.lit.strategies.base import check_optimization
 from gptrain.plan import Lengths
 
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
@@ -49,6 +51,7 @@ class StepLog(Callback):
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        check_optimization(module)  # again: hooks may have changed it
         here = trainer.global_step
         for logger in trainer.loggers:
             if hasattr(logger, "go_on_from"):
@@ -83,7 +86,11 @@ class StepLog(Callback):
             return
         strategy.check_finite.resolve_pending()
         if loss is not None:
-            module.log("train/loss", mean_over_ranks(loss), prog_bar=True)
+            loss, bar = mean_over_ranks(loss), trainer.progress_bar_callback
+            if isinstance(bar, ProgressBar):
+                bar.loss = loss  # Lightning would read it from the device at every micro-batch
+            theirs = bar is not None and not isinstance(bar, ProgressBar)
+            module.log("train/loss", loss, prog_bar=theirs)
         metrics = {"lr": self.lr, STEP: float(step)}
         if strategy.grad_norm is not None:
             metrics["grad_norm"] = strategy.grad_norm

@@ -42,11 +42,16 @@ class CSVLogger(Logger):
     @survives_trouble
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Adds to the row of this step, or a row; a name that is new adds a column."""
+        """Adds to the row of this step, or a row; a name that is new adds a column.
+
+        What comes with an earlier step belongs to the last row: some of Lightning's monitors call
+        the step whose validation is running by its index, counted from 0.
+        """
         if not metrics:
             return
         if not self._columns and self._path.exists():
             self._write(*self._read())
+        step = max(int(step or 0), int(self._last.get("step") or 0))
         row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
         if str(self._last.get("step")) == str(step):
             row = {**self._last, **row}

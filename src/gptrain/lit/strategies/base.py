@@ -85,7 +85,6 @@ class NetStrategy:
     # What Lightning's loop calls
 
     def setup_optimizers(self, trainer: Any) -> None:
-        check_optimization(self.lightning_module)  # hooks may have changed it
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:

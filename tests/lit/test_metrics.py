@@ -1,0 +1,77 @@
+"""Metrics by config: torchmetrics fed with logits, and any logged name as monitor and objective."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+from torchmetrics.classification import MulticlassAccuracy
+
+import gptrain
+from gptrain.data import DummyTextDataset
+
+ACCURACY = (
+    "+module.metrics.top5={_target_: torchmetrics.classification.MulticlassAccuracy,"
+    " num_classes: 256, top_k: 5, average: micro}"
+)
+
+
+def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
+    run = fit(ACCURACY, "trainer.val_check_interval=3", "optimizer.lr=0.01")
+    net = gptrain.load(run.folder, "last")
+    metric = MulticlassAccuracy(256, top_k=5, average="micro")
+    for tokens, targets in DummyTextDataset(8, 17, 256, 43):
+        with torch.no_grad():
+            metric.update(net(tokens[None])[0], targets)
+    assert run.metrics["val/top5"] == pytest.approx(float(metric.compute()), abs=1e-6)
+    assert run.column("val/top5")[-1] == run.metrics["val/top5"]
+    assert "val/top5 " in next(line for line in run.out.splitlines() if "result" in line)
+    tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
+    assert tested.metrics["test/top5"] == pytest.approx(run.metrics["val/top5"], abs=1e-6)
+
+
+def test_a_metric_is_alike_on_one_and_two_ranks(fit):
+    words = (ACCURACY, "data.global_batch_size=8", "model.n_layers=2", "optimizer.lr=0.01",
+             "data.val.num_samples=9", "trainer.max_steps=3")  # fmt: skip
+    one = fit(*words, name="one")
+    for strategy in ("ddp", "fsdp", "tensor_parallel", "pipeline"):
+        two = fit(*words, "trainer.devices=2", f"strategy={strategy}", name=strategy)
+        assert two.metrics["val/top5"] == pytest.approx(one.metrics["val/top5"], abs=1e-6), strategy
+        assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], abs=1e-5), strategy
+
+
+def test_a_metric_may_be_monitored_and_the_best_be_the_highest(fit):
+    run = fit(
+        ACCURACY, "checkpoint.monitor=val/top5", "checkpoint.mode=max", "checkpoint.keep=2",
+        "trainer.val_check_interval=1", "optimizer.lr=0.02",
+    )  # fmt: skip
+    values = run.column("val/top5")
+    best = max(range(6), key=values.__getitem__) + 1
+    manifest = json.loads((run.folder / "result.json").read_text())
+    assert manifest["checkpoint"].endswith(f"step-{best:08d}")
+    assert f"step-{best:08d}" in {p.name for p in (run.folder / "checkpoints").iterdir()}
+
+
+def test_a_metric_may_be_the_objective_of_a_sweep(fit, tmp_path):
+    run = fit(ACCURACY, "objective=val/top5", "checkpoint.mode=max", "-m", "seed=1,2", name="sweep")
+    assert run.code == 0
+
+
+def test_a_name_that_is_never_logged_is_told_once_with_those_that_are(fit):
+    run = fit("checkpoint.monitor=val/nowhere", "trainer.val_check_interval=2")
+    (line,) = [line for line in run.out.splitlines() if "val/nowhere" in line]
+    assert line.startswith("warning: ") and "val/loss" in line and "train/loss" in line
+
+
+def test_an_unknown_metric_is_one_line(refused):
+    assert "nothing of that name" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
+
+
+def test_metrics_of_training_may_be_monitored(fit):
+    run = fit("checkpoint.monitor=train/loss", "trainer.val_check_interval=2")
+    with open(run.folder / "metrics.csv", newline="") as file:
+        losses = {int(r["step"]): float(r["train/loss"]) for r in csv.DictReader(file)}
+    best = min((2, 4, 6), key=losses.__getitem__)
+    assert best in run.steps()

@@ -1,0 +1,114 @@
+"""A module of the user's own: under every strategy, or refused in one line that names it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lit.conftest import OWN, differences
+
+MODULES = f"module._target_={OWN}.modules"
+TWO = ("trainer.devices=2", "data.batch_size=4", "data.global_batch_size=8", "model.n_layers=2")
+ONE = ("data.batch_size=8", "model.n_layers=2")
+
+
+# One rank
+
+
+def test_a_subclass_gets_ours_and_the_other_keys_of_the_group(fit):
+    run = fit(f"{MODULES}.WithPenalty", "+module.weight=0.01")
+    plain = fit(name="plain")
+    penalty = [0.01 * value for value in run.column("train/penalty")]
+    assert run.column("train/loss")[0] == pytest.approx(plain.column("train/loss")[0] + penalty[0])
+    assert run.metrics["val/loss"] != plain.metrics["val/loss"]
+
+
+def test_a_key_that_the_module_does_not_take_is_one_line(refused):
+    assert "weigth" in refused(f"{MODULES}.WithPenalty", "+module.weigth=0.01")
+
+
+def test_what_lies_beside_the_net_is_saved_restored_and_trained(resumes):
+    run = resumes(f"{MODULES}.Beside", "optimizer.lr=0.1")
+    state = run.state(6)["state_dict"]
+    assert state["module.steps_seen"] == 6
+    assert state["module.mean_loss.mean_value"] > 0
+    assert (state["module.gain"] < 0.9).all()  # trained towards 0.5
+    assert run.column("gain")[-1] == pytest.approx(float(state["module.gain"].mean()))
+    assert "module.gain" in run.state(6)["optimizer_states"][0]["state"]
+
+
+@pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])
+def test_a_plain_lightning_module_resumes(resumes, fit, name):
+    run = resumes(f"{MODULES}.{name}", "+module.lr=0.02", stops=(2, 3))
+    assert run.column("lr") == pytest.approx([0.02] * 6)
+    losses = run.column("train/loss")
+    assert len(losses) == 6 and run.state(6)["optimizer_states"][0]["state"]
+    if name == "Plain":
+        assert run.column("mine") == pytest.approx(losses)
+
+
+def test_one_may_override_the_loss_and_smooth_labels(fit):
+    words = ("module.loss.label_smoothing=0.1",)
+    smooth, own = fit(*words, name="smooth"), fit(*words, f"{MODULES}.OwnLoss", name="own")
+    assert own.column("train/loss")[0] == pytest.approx(2 * smooth.column("train/loss")[0])
+    fit(f"{MODULES}.OwnLoss", *words, "task=validate", "ckpt_path=last", name="own")
+
+
+# Two ranks
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
+def test_what_lies_beside_the_net_is_trained_alike_on_two_ranks(fit, strategy):
+    words = (f"{MODULES}.Beside", "optimizer.lr=0.01", "trainer.max_steps=3")
+    one = fit(*ONE, *words, name="one")
+    two = fit(
+        *TWO, *words, f"strategy={strategy}", "trainer.val_check_interval=2",
+        "checkpoint.keep=9", name="two",
+    )  # fmt: skip
+    ours, theirs = one.state(3)["state_dict"], two.state(3)["state_dict"]
+    assert torch.allclose(ours["module.gain"], theirs["module.gain"], atol=1e-6)
+    assert theirs["module.steps_seen"] == (3 if "dp" in strategy else 6)  # micro-steps of a rank
+    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-4)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-3)
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-4)
+    back = two.copy_until(2, "back")
+    again = fit(
+        *TWO, *words, f"strategy={strategy}", "trainer.val_check_interval=2",
+        "checkpoint.keep=9", "ckpt_path=last", name=back.name,
+    )  # fmt: skip
+    assert not (wrong := differences(two.state(3), again.state(3))), wrong[:8]
+
+
+@pytest.mark.parametrize("name", ["Plain", "PlainOwnNet"])
+def test_a_plain_lightning_module_under_ddp(fit, name):
+    words = (f"{MODULES}.{name}", "trainer.val_check_interval=2", "checkpoint.keep=9")
+    one, two = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
+    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-4)
+    if name == "Plain":
+        back = two.copy_until(4, "back")
+        again = fit(*TWO, *words, "ckpt_path=last", name=back.name)
+        assert not (wrong := differences(two.state(6), again.state(6))), wrong[:8]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
+def test_a_plain_lightning_module_is_refused_under_others(refused, strategy):
+    line = refused(*TWO, f"strategy={strategy}", f"{MODULES}.Plain")
+    assert f"strategy={strategy}" in line and "single, ddp" in line
+
+
+@pytest.mark.parametrize(
+    "name, reason", [("OwnLoss", "`loss`"), ("CallsNet", "net"), ("Doubles", "multiplies")]
+)
+def test_what_a_pipeline_cannot_honour_is_refused_by_name(fit, name, reason):
+    line = fit(*TWO, "strategy=pipeline", f"{MODULES}.{name}", code=2).errors[0]
+    assert "pipeline" in line and reason in line
+
+
+def test_an_optimizer_that_calls_its_closure_twice_is_alike_on_two_ranks(fit):
+    gone = (f"~optimizer.{key}" for key in ("betas", "eps", "fused"))
+    words = (f"optimizer._target_={OWN}.nets.SAM", "optimizer.lr=0.1", *gone, "trainer.max_steps=3")
+    one, two = fit(*ONE, *words, name="one"), fit(*TWO, *words, name="two")
+    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-5)
+    ours, theirs = one.state(3)["state_dict"], two.state(3)["state_dict"]
+    for key in ours:
+        assert torch.allclose(ours[key], theirs[key], atol=1e-6), key

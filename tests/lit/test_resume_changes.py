@@ -1,0 +1,61 @@
+"""What allow_changes allows a resume to change of the optimizer has its effect, and is said."""
+
+from __future__ import annotations
+
+import pytest
+
+SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
+
+
+def groups(run, step) -> list[dict]:
+    return run.state(step)["optimizer_states"][0]["param_groups"]
+
+
+@pytest.mark.parametrize("scheduler", ["constant", "warmup_cosine"])
+def test_a_new_learning_rate_is_used_logged_and_saved(fit, scheduler):
+    words = (*SAVED, f"scheduler={scheduler}")
+    full = fit(*words, name="full")
+    fit(*words, "trainer.max_steps=3")
+    again = ("ckpt_path=last", "optimizer.lr=3e-5")
+    line = fit(*words, *again, code=2).errors[0]
+    assert "optimizer.lr" in line and "allow_changes=[optimizer.lr]" in line
+    run = fit(*words, *again, "allow_changes=[optimizer.lr]")
+    assert "optimizer.lr: 0.0003 before, 3e-05 now" in run.out
+    assert run.column("lr")[:3] == pytest.approx(full.column("lr")[:3])
+    assert run.column("lr")[3:] == pytest.approx([lr / 10 for lr in full.column("lr")[3:]])
+    for now, before in zip(groups(run, 6), groups(full, 6), strict=True):
+        assert now["lr"] == pytest.approx(before["lr"] / 10)
+    losses = run.column("train/loss"), full.column("train/loss")
+    assert losses[0][:4] == losses[1][:4] and losses[0][4:] != losses[1][4:]
+    further = fit(*words, *again, "trainer.max_steps=8")  # the new one is the run's own now
+    assert further.column("lr")[6] < 4e-5
+
+
+def test_a_new_weight_decay_is_used_and_saved(fit):
+    words = (*SAVED, "scheduler=constant", "optimizer.lr=0.01")
+    full = fit(*words, name="full")
+    fit(*words, "trainer.max_steps=3")
+    run = fit(*words, "ckpt_path=last", "optimizer.weight_decay=0.5", "allow_changes=[optimizer]")
+    assert "optimizer.weight_decay: 0.1 before, 0.5 now" in run.out
+    assert [g["weight_decay"] for g in groups(full, 6)] == [0.1, 0.0]
+    assert [g["weight_decay"] for g in groups(run, 6)] == [0.5, 0.0]
+    assert run.column("train/loss")[4:] != full.column("train/loss")[4:]
+
+
+def test_nothing_is_changed_that_was_not_typed(fit):
+    words = (*SAVED, "scheduler=constant")
+    full = fit(*words, name="full")
+    fit(*words, "trainer.max_steps=3")
+    run = fit(*words, "ckpt_path=last", "allow_changes=[optimizer]")
+    assert "before" not in run.out and groups(run, 6) == groups(full, 6)
+
+
+def test_on_two_ranks_too(fit):
+    words = (*SAVED, "scheduler=constant", "trainer.devices=2", "strategy=fsdp")
+    fit(*words, "trainer.max_steps=2")
+    run = fit(
+        *words, "ckpt_path=last", "optimizer.lr=3e-5", "allow_changes=[optimizer.lr]",
+        "trainer.max_steps=4",
+    )  # fmt: skip
+    assert run.column("lr") == pytest.approx([3e-4, 3e-4, 3e-5, 3e-5])
+    assert (run.folder / "train.log").read_text().count("0.0003 before, 3e-05 now") == 1

@@ -1,0 +1,144 @@
+"""What is in somebody else's run folder: data, never code."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from gptrain.config import trust
+from gptrain.config.cli import compose_command
+from gptrain.config.compose import PROJECT
+from gptrain.config.from_run import expand
+from gptrain.problems import ConfigError
+
+# (group, target) that a stranger's run may name.
+ALLOWED = [
+    ("model", "gptrain.models.SimpleGPT"),
+    ("model", "torch.nn.Linear"),
+    ("module", "gptrain.lit.LanguageModel"),
+    ("data", "gptrain.data.TextDataset.from_corpus"),
+    ("data", "gptrain.data.DummyTextDataset"),
+    ("optimizer", "torch.optim.SGD"),
+    ("scheduler", "gptrain.optim.warmup_cosine"),
+    ("callbacks", "lightning.pytorch.callbacks.EMAWeightAveraging"),
+]
+# ... and may not.
+REFUSED = [
+    ("model", "os.system"),
+    ("model", "torch.os.system"),
+    ("model", "torch.load"),
+    ("model", "torch.hub.load"),
+    ("model", "antigravity.fly"),
+    ("model", "torchmetrics.text.BERTScore"),
+    ("model", "gptrain.models.simple_gpt.math.sqrt"),
+    ("model", "gptrain.config.preflight.os.system"),
+    ("model", "torch.optim.SGD"),
+    ("model", "outputs.stranger.Net"),
+    ("model", 5),
+    ("model", "gptrain._private.Net"),
+    ("module", "gptrain.lit.LanguageModel.load_from_checkpoint"),
+    ("data", "gptrain.resilience.fileops.remove_tree"),
+    ("data", "distutils.spawn.spawn"),
+    ("data", "runpy.run_path"),
+    ("callbacks", "subprocess.Popen"),
+    ("callbacks", "gptrain.assemble.build"),
+    ("scheduler", "gptrain.resilience.fileops.remove_tree"),
+    ("optimizer", "torch.load"),
+]
+
+
+@pytest.mark.parametrize("group, target", ALLOWED)
+def test_a_class_of_its_groups_kind_from_here_or_torch_is_taken(group, target):
+    assert trust.check_targets({"_target_": target}, group) == []
+
+
+@pytest.mark.parametrize("group, target", REFUSED)
+def test_nothing_else_is_taken_wherever_it_stands(group, target):
+    assert trust.check_targets({"_target_": target}, group)
+    nested = {"_target_": "torch.nn.Identity", "x": [{"y": {"_target_": target}}]}
+    assert trust.check_targets(nested, group)
+
+
+def test_a_package_is_allowed_by_the_user_and_imported_only_then(tmp_path, monkeypatch):
+    code = "from torch import nn\nopen(__file__ + '.ran', 'w')\nclass Net(nn.Module): ..."
+    (tmp_path / "theirs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    node = {"_target_": "theirs.Net"}
+    (problem,) = trust.check_targets(node, "model")
+    assert "allowed_targets=[theirs]" in problem.line
+    assert not list(tmp_path.glob("*.ran"))
+    assert trust.check_targets(node, "model", ["theirs"]) == []
+    assert trust.is_own("gptrain") and not trust.is_own("theirs") and not trust.is_own("numpy")
+    assert trust.is_own("tests") and not trust.is_own("outputs")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.create:'{_target_: torch.load}'}", "\\${oc.create:'{_target_: torch.load}'}",
+        "${oc.env:HOME}", "${oc.decode:x}", "${${a}}", "${hydra:run.dir}", "${a",
+    ],
+)  # fmt: skip
+def test_a_value_that_would_run_a_resolver_is_refused(value):
+    with pytest.raises(ConfigError):
+        trust.plain({"a": "b", "model": {"x": [value]}})
+
+
+def test_references_to_one_another_are_resolved_once():
+    cfg = compose_command(["model=gpt_nano"])
+    values = trust.plain(cfg)
+    assert values["data"]["val"]["seed"] == 43 and "${" not in str(values)
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    """Expands a command that goes on from a run folder with these contents."""
+
+    def expanded(overrides: object, *typed: str) -> list[str]:
+        folder = tmp_path / "old" / ".hydra"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = overrides if isinstance(overrides, str) else yaml.safe_dump(overrides)
+        (folder / "overrides.yaml").write_text(text)
+        return expand([f"from_run={tmp_path / 'old'}", *typed])
+
+    return expanded
+
+
+def test_nothing_of_hydra_its_folders_and_its_rights_is_taken(stranger):
+    old = [
+        "hydra.job.env_set.PYTHONPATH=/evil", "hydra.run.dir=/elsewhere", "hydra/launcher=basic",
+        "+hydra.job_logging.handlers.file.filename=/victim", "output_dir=/x", "logger=csv",
+        "+logger.x={_target_: os.system}", "run_dir=/x", "allowed_targets=[antigravity]",
+        "hydra.searchpath=[file:///evil]", "+experiment@hydra.callbacks=quickstart", "seed=3",
+    ]  # fmt: skip
+    assert stranger(old)[:-1] == ["seed=3"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model._target_=os.system",
+        "data.train.seed=${oc.create:{_target_:torch.load}}",
+        r"data.train.seed='\${oc.create:x}'",
+        "data.test={_target_: gptrain.resilience.fileops.remove_tree, folder: /victim}",
+        "+callbacks.x={_target_: torch.nn.Identity, y: {_target_: torch.load}}",
+        "model=../../outputs/stranger/evil",
+        "+experiment=/tmp/evil",
+        "seed=1,2",
+    ],
+)
+def test_an_override_of_a_stranger_is_refused(stranger, override):
+    with pytest.raises(ConfigError) as caught:
+        stranger(["seed=3", override, "allowed_targets=[os]"])
+    assert caught.value.code in (2, 65)
+
+
+@pytest.mark.parametrize("text", ["a: b", "[1, 2]", "- [x", "&a [*a]", "!!python/name:os.system x"])
+def test_an_unreadable_record_is_refused_and_not_trained_as_the_default(stranger, text):
+    with pytest.raises(ConfigError) as caught:
+        stranger(text)
+    assert caught.value.code == 65
+
+
+def test_ones_own_files_are_in_this_checkout():
+    assert (PROJECT / "train.py").exists()
