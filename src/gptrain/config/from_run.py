@@ -89,8 +89,11 @@ def _find_refused(
             refused = True
             yield one.key_or_group, one.input_line, why
     if not refused:
-        for problem in compose_and_explain([one.input_line for one in old], place)[1]:
+        cfg, problems = compose_and_explain([one.input_line for one in old], place)
+        for problem in problems:
             yield problem.key, f"{problem.key}={problem.value}", problem.wrong
+        if trust.count_characters(OmegaConf.to_container(cfg)) > trust.MAX_CHARACTERS:
+            yield old[-1].key_or_group, "references", "they make it larger than a config is"
 
 
 def _find_distrust(one: Override, allowed: list[str]) -> Iterator[str]:

@@ -37,8 +37,9 @@ KINDS = {
     "profiler": "lightning.pytorch.profilers.Profiler",
     "metrics": "torchmetrics.Metric",
 }
-OURS = r"\$\{(?:[\w.]+\}|(?:plus|run_stamp|default_output_dir):)"  # plain, or a resolver of ours
-LONGEST = 10_000  # characters of a value; references can double it again and again
+REFERENCE = r"\$\{(\w[\w.]*)\}"
+OURS = rf"{REFERENCE}|\$\{{(?:plus|run_stamp|default_output_dir):"  # or a resolver of ours
+MAX_CHARACTERS = 10**6  # of a resolved config; references can double a value again and again
 
 
 class NotFound(Exception):
@@ -72,12 +73,14 @@ def plain(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
         if not is_plain(text):
             wrong = "of somebody else's run only plain references are resolved"
             raise ConfigError([Problem(key, show(text), wrong)])
+    if count_characters(raw) > MAX_CHARACTERS:
+        raise ConfigError([Problem("", None, "its references make it larger than a config is")])
     try:
         values = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
     except REFUSALS as error:
         raise ConfigError([Problem("", None, first_line(error))]) from None
     for key, text in _texts(values):
-        if "${" in text or len(text) > LONGEST:
+        if "${" in text:
             raise ConfigError([Problem(key, show(text), "does not resolve to a plain value")])
     return values
 
@@ -85,6 +88,26 @@ def plain(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
 def is_plain(text: str) -> bool:
     """Whether all that a text refers to are other keys, or resolvers of ours."""
     return text.count("${") == len(re.findall(OURS, text))
+
+
+def count_characters(raw: dict[str, Any]) -> int:
+    """Length of all texts once references are resolved, without resolving them."""
+    known: dict[str, int] = {}
+
+    def count(value: Any) -> int:
+        if isinstance(value, dict | list):
+            return sum(map(count, value.values() if isinstance(value, dict) else value))
+        return len(str(value)) + sum(map(look, re.findall(REFERENCE, str(value))))
+
+    def look(key: str) -> int:
+        if key not in known:
+            known[key], node = 0, raw  # 0 to a reference back here, which OmegaConf refuses
+            for part in key.split("."):
+                node = node.get(part) if isinstance(node, dict) else None
+            known[key] = count(node)
+        return known[key]
+
+    return count(raw)
 
 
 def locate(target: str) -> Any:
