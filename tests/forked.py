@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from gptrain.launch import supervisor
 
-PRELOAD = [
+PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothing else
     "gptrain.assemble",
     "gptrain.config.cli",
     "gptrain.launch.supervisor",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from command_line import accepted, answer, refused
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.config.preflight import check_visible
+from tests.command_line import accepted, answer, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 

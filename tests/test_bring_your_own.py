@@ -11,10 +11,10 @@ import torch
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.assemble.parts import build_optimizer, build_schedule, check_vocabulary, peak_lr
-from gptrain.config.cli import compose_command, register
+from gptrain.assemble.parts import build_optimizer, build_schedule, check_sample, peak_lr
+from gptrain.config.cli import compose_command
 from gptrain.lit import LanguageModel
-from gptrain.plan import BatchPlan
+from gptrain.plan import BatchPlan, Lengths
 from gptrain.problems import ConfigError
 
 EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
@@ -93,7 +93,6 @@ def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
 
 def as_if_from_a_yaml(**group) -> OmegaConf:
     """A config whose optimizer group is one yaml with these keys."""
-    register()
     cfg = compose_command(["model=gpt_nano"])
     OmegaConf.set_struct(cfg, False)
     cfg.optimizer = {"lr_scaling": "linear", "reference_batch_size": 2, **group}
@@ -131,14 +130,20 @@ def test_a_decay_that_an_optimizer_does_not_know_is_an_error_and_not_silence():
     assert peak_lr(cfg, BatchPlan(4, 1, 1)) == 0.02
 
 
+def factor(cfg, n_steps: int, step: int) -> float:
+    """What the schedule of a run of so many steps multiplies the learning rate with."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    made = build_schedule(cfg, Lengths(BatchPlan(1, 1, 1), 1, n_steps, n_steps, n_steps), optimizer)
+    return made["scheduler"].lr_lambdas[0](step)
+
+
 def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
-    register()
     cfg = compose_command(["model=gpt_nano"])
     OmegaConf.set_struct(cfg, False)
     cfg.scheduler._target_ = "lab.halving"
-    assert [build_schedule(cfg, 10)(step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
+    assert [factor(cfg, 10, step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
     cfg.scheduler = {**cfg.scheduler, "_target_": "lab.to_the_end", "power": 2.0}
-    assert [build_schedule(cfg, 4)(step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
+    assert [factor(cfg, 4, step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
 
 
 def test_lbfgs_finds_the_minimum_of_a_net_of_matrices():
@@ -197,7 +202,7 @@ def test_an_lstm_and_an_optimizer_of_ones_own_go_on_exactly_over_two_ranks(train
         tiny=False, name="checked",
     )  # fmt: skip
     assert checked.metrics["val/loss"] == pytest.approx(again.metrics["val/loss"], rel=1e-6)
-    net = gptrain.load(again.folder, "last")
+    net = gptrain.load(again.folder, "last", ["lab"])
     assert type(net).__name__ == "LSTM" and not net.training
 
 
@@ -262,9 +267,10 @@ def test_an_optimizer_that_needs_real_weights_to_begin_with_is_given_them(train,
 
 def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():
     cfg = OmegaConf.create({"model": {"vocab_size": 5}})
-    check_vocabulary(cfg, torch.tensor([1, 4]), torch.tensor([4, -100]))
+    assert check_sample(cfg, (torch.tensor([1, 4]), torch.tensor([4, -100]))) == 2
+    assert check_sample(cfg, {"targets": torch.tensor([4, -100, 0])}) == 3
     with pytest.raises(ConfigError, match=r"model\.vocab_size=5: data\.train has token 7") as error:
-        check_vocabulary(cfg, torch.tensor([1, 7]), torch.tensor([4, 2]))
+        check_sample(cfg, (torch.tensor([1, 7]), torch.tensor([4, 2])))
     assert error.value.code == 65
 
 
@@ -273,7 +279,7 @@ def test_a_net_of_another_contract_is_told_by_its_shapes():
         def forward(self, tokens):
             return super().forward(tokens).mean(1)
 
-    module = LanguageModel(Mean(9, 9), None, None)
+    module = LanguageModel(Mean(9, 9), None)
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"Mean made \(2, 9\) of tokens \(2, 3\); .* \(B, T, V\)"):
         module.loss(tokens, tokens)

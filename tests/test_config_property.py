@@ -7,11 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
-from command_line import answer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gptrain.config.schema import known_keys
+from tests.command_line import answer
 
 VALID = [
     ["model=gpt_nano"],

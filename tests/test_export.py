@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from gptrain.assemble.weights import load_weights
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
-from gptrain.export.command import Dtype, ExportConfig, Format, export, write_net
+from gptrain.export.command import DEFAULTS, ExportRun, export, write_net
 from gptrain.export.files import byte_level_tokenizer, write_json
 from gptrain.models import SimpleGPT
 from gptrain.problems import ConfigError
@@ -55,7 +55,7 @@ def export_run(capfd, tmp_path):
 
     def run(*overrides: str, name: str = "export") -> tuple:
         folder = tmp_path / name
-        code = run_command(export, [f"run_dir={folder}", *overrides], schema=ExportConfig)
+        code = run_command(export, [f"run_dir={folder}", *overrides], ExportRun, DEFAULTS)
         out, err = capfd.readouterr()
         return code, folder, out + err
 
@@ -79,7 +79,7 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
     net, back, tokens = ours(*size, activation), ours(*size, activation), tokens_for(size)
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    write_net(net, tmp_path, Format.hf, Dtype.fp32)
+    write_net(net, tmp_path, "hf", "fp32")
     gpt2 = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(gpt2(tokens).logits, net(tokens), rtol=1e-5, atol=1e-5)
     load_weights(back, tmp_path)
@@ -212,6 +212,6 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
 def test_a_net_that_is_no_gpt2_says_which_format_works(tmp_path):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"no `to_gpt2`.*try: format=safetensors"):
-        write_net(net, tmp_path, Format.hf, Dtype.fp32)
-    write_net(net, tmp_path, Format.safetensors, Dtype.fp32)
+        write_net(net, tmp_path, "hf", "fp32")
+    write_net(net, tmp_path, "safetensors", "fp32")
     assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptrain.lit import LanguageModel, finite
+from gptrain.lit import LanguageModel
+from gptrain.lit.callbacks import finite
 
 BAD_STEP = 2
 
@@ -25,7 +26,6 @@ def poison(monkeypatch):
         loss = training_step(self, batch, batch_idx)
         if self.trainer.global_step == BAD_STEP:
             loss = loss * float("nan")
-            self.step_losses[-1] = loss.detach()
         return loss
 
     monkeypatch.setattr(LanguageModel, "training_step", poisoned)
@@ -34,7 +34,7 @@ def poison(monkeypatch):
 @pytest.fixture
 def caught(monkeypatch):
     """Weights and optimizer state, by the names of a checkpoint, when the end is told."""
-    found, leave_out = {}, finite.FiniteCheck.leave_out
+    found, skip_or_stop = {}, finite.FiniteCheck.skip_or_stop
 
     def looked(self, trainer, step, losses):
         names = {p: name for name, p in trainer.lightning_module.net.named_parameters()}
@@ -44,9 +44,9 @@ def caught(monkeypatch):
             for p, state in trainer.optimizers[0].state.items()
             for key, value in state.items()
         }
-        return leave_out(self, trainer, step, losses)
+        return skip_or_stop(self, trainer, step, losses)
 
-    monkeypatch.setattr(finite.FiniteCheck, "leave_out", looked)
+    monkeypatch.setattr(finite.FiniteCheck, "skip_or_stop", looked)
     return found
 
 

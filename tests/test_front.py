@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import refused
 from omegaconf import DictConfig
 
 from gptrain.config import ConfigError, check, compose_command, forms
 from gptrain.config.cli import run_command
 from gptrain.config.schema import Run
 from gptrain.problems import JobFailed, Problem
+from tests.command_line import refused
 
 ROOT = Path(__file__).parents[1]
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")

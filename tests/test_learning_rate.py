@@ -28,7 +28,7 @@ def expected(name: str, step: int) -> float:
     return PEAK * after_warmup(name, step)
 
 
-def rates(folder) -> list[float]:
+def learning_rates(folder) -> list[float]:
     with open(folder / "metrics.csv", newline="") as file:
         return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
 
@@ -42,11 +42,13 @@ def test_a_schedule_counts_optimizer_steps_whatever_the_accumulation(train, name
     )  # fmt: skip
     assert run.code == 0, run.err
     # steps 0, 1, warmup-1, warmup, middle, last and all between
-    assert rates(run.folder) == pytest.approx([expected(name, step) for step in range(STEPS)])
+    assert learning_rates(run.folder) == pytest.approx(
+        [expected(name, step) for step in range(STEPS)]
+    )
 
 
 @pytest.mark.parametrize("rule, factor", [("linear", 2.0), ("sqrt", math.sqrt(2))])
-def test_the_rate_grows_with_the_global_batch(train, rule, factor):
+def test_the_learning_rate_grows_with_the_global_batch(train, rule, factor):
     run = train(
         "scheduler=constant", f"optimizer.lr={PEAK}", f"optimizer.lr_scaling={rule}", "logger=csv",
         "optimizer.reference_batch_size=4", "data.global_batch_size=8",

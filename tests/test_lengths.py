@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
 from torch.utils.data import DataLoader
 
-from gptrain.config.cli import compose_command, register
+from gptrain.config.cli import compose_command
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
 from gptrain.plan import token_steps, warmup_steps
+from tests.conftest import ROOT, TINY
 
 TOKENS_PER_STEP = 4 * 16  # of TINY: sequences x positions
 
@@ -107,7 +107,7 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
             tmp_path / name, 8, "uint16", vocab_size, True, np.full(vocab_size, width)
         )
         module = LanguageModel(
-            Uniform(vocab_size), lambda net: None, lambda step: 1.0,
+            Uniform(vocab_size), lambda net: None,
             token_bytes=torch.as_tensor(data.token_bytes),
         )  # fmt: skip
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,
@@ -129,7 +129,6 @@ def test_each_of_seven_sequences_counts_once_also_where_three_ranks_share_them(t
 
 
 def test_output_goes_where_it_is_asked_to_and_from_any_folder(command, tmp_path, monkeypatch):
-    register()
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", "/scratch/me")
     cfg = compose_command(["run_dir=x"])
     assert cfg.output_dir == "/scratch/me"

@@ -20,6 +20,7 @@ from gptrain.data import (
     collate,
 )
 from gptrain.lit import TextDataModule
+from gptrain.plan.batch import BatchPlan, Lengths
 
 
 def epoch_of(n_samples, seed=0, epoch=0):
@@ -210,9 +211,8 @@ def test_the_samples_of_any_step_can_be_named():
 
 def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     data = [(torch.zeros(2), torch.zeros(2))] * 40
-    module = TextDataModule(
-        data, data, batch_size=2, epoch_steps=5, sample_tokens=2, world_size=2, ranks_per_sample=2
-    )
+    lengths = Lengths(BatchPlan(2, 2, 1), 2, epoch_steps=5, n_steps=5, validate_every=5)
+    module = TextDataModule(data, data, None, lengths, seed=0, world_size=2, ranks_per_sample=2)
     first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
     assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
 

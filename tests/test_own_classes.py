@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from command_line import accepted, refused
+
+from tests.command_line import accepted, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 MINE = """

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+
+from tests.conftest import ROOT, TINY
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 from omegaconf import DictConfig
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
-from gptrain.config import register
 from gptrain.config.cli import compose_command
 from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError
@@ -24,7 +24,6 @@ RUN = "a" * 32
 
 @cache
 def composed() -> DictConfig:
-    register()  # another test of this process may have registered the schema of an export
     return compose_command(["model=gpt_nano", "trainer=cpu"])
 
 
@@ -41,6 +40,7 @@ def compose(tmp_path):
 
 
 def save(cfg, step: int, batch: int = 32, **facts) -> CheckpointStore:
+    Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
     facts = identity(cfg, batch) | facts
     with store.writing(step, config=facts) as draft, draft.open("state.ckpt") as file:

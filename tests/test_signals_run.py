@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY
-from processes import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 
 from gptrain.resilience.status import read_status
+from tests.conftest import ROOT, TINY
+from tests.processes import LOOPBACK, family, is_alive, listeners, wait_for, wait_until
 
 LONG = (*TINY, "trainer.max_steps=100000", "trainer.max_epochs=-1", "logger=none",
         "checkpoint=every_n_steps", "checkpoint.every_n_steps=20")  # fmt: skip

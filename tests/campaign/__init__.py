@@ -1,8 +1,5 @@
-"""python -m tests.campaign [--quick]: real faults in real runs, held against an undisturbed run.
+"""Real faults in real runs, held against an undisturbed run: python -m tests.campaign [--quick].
 
-scenarios  the table: what is done to a run, how it must end, how it must go on
-trial      one try of a scenario
-lab        runs of real ranks, forked from a process that has imported everything
-faults     the callback that brings a fault into a rank, and what it does there
-truth      what of a run must be equal, bit for bit, whatever befell it
+`scenarios` is the table, `trial` one try of a row, `lab` starts the runs, `faults` is what happens
+in a rank, `truth` what of a run must be equal, bit for bit, whatever befell it.
 """

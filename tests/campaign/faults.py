@@ -8,152 +8,79 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import multiprocessing
 import os
 import re
 import resource
 import signal
+import subprocess
 import time
 from collections.abc import Callable
-from multiprocessing import active_children
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
-from gptrain.data import DummyTextDataset
-
 HOOKS = {  # phase -> the hook of a callback in which the fault happens
-    "setup": "setup",
-    "start": "on_train_start",
-    "forward": "on_train_batch_start",
-    "backward": "on_before_backward",
-    "clip": "on_before_optimizer_step",
-    "log": "on_train_batch_end",
-    "validation": "on_validation_batch_start",
-    "save": "on_save_checkpoint",
-    "end": "on_train_end",
-    "teardown": "teardown",
-}
+    "setup": "setup", "start": "on_train_start", "forward": "on_train_batch_start",
+    "backward": "on_before_backward", "clip": "on_before_optimizer_step",
+    "log": "on_train_batch_end", "validation": "on_validation_batch_start",
+    "save": "on_save_checkpoint", "end": "on_train_end", "teardown": "teardown",
+}  # fmt: skip
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # of `os`, by which a save is made
-WITNESS = "witness-{rank}.txt"
-
-
-class Planted(Exception):
-    """The exception of a fault."""
+NAN, INF = float("nan"), float("inf")
 
 
 class Fault(Callback):
-    """One fault in one rank, once in the life of a run folder.
-
-    Args:
-        act: a signal's name, an errno's name, or a key of ACTS.
-        phase: a key of HOOKS.   rank: -1: all ranks.
-        step: not before this many optimizer steps are done.
-        target: of a signal: rank (this one), launcher, group (all processes of the run).
-        operation: instead of at once, at the so-manieth file operation of saves from then on.
-        always: at every such moment, in every start.
-    """
+    """One fault in one rank, once in the life of a run folder. Options: see trial.Scenario."""
 
     def __init__(
-        self,
-        act: str,
-        phase: str,
-        rank: int = 0,
-        step: int = 0,
-        target: str = "rank",
-        operation: int = 0,
-        always: bool = False,
+        self, act: str, phase: str, rank: int, step: int, target: str, operation: int, always: bool
     ):
         self.act, self.phase, self.rank, self.step = act, phase, rank, step
         self.target, self.operation, self.always = target, operation, always
 
-    def enter(self, phase: str, trainer: Trainer, details: tuple[Any, ...]) -> None:
+    def enter(self, phase: str, trainer: Trainer, *details: Any) -> None:
         """Called by each hook."""
-        here = phase == self.phase and self.rank in (-1, trainer.global_rank)
-        if not here or trainer.global_step < self.step:
-            return
-        marker = Path(trainer.default_root_dir) / f"planted-{trainer.global_rank}"
-        if marker.exists() and not self.always:
+        here = phase == self.phase and self.rank == trainer.global_rank
+        marker = Path(trainer.default_root_dir) / "planted"
+        if not here or trainer.global_step < self.step or (marker.exists() and not self.always):
             return
         marker.touch()
-        act = lambda: perform(self.act, self.target, trainer, details)  # noqa: E731
         if self.operation:
-            break_operation(self.operation, act)
+            break_operation(self.operation, lambda: self.perform(trainer, *details))
         else:
-            act()
+            self.perform(trainer, *details)
+
+    def perform(self, trainer: Trainer, *details: Any) -> None:
+        if self.act.startswith("SIG"):
+            if self.target == "group":  # from a stranger: a data worker obeys its rank
+                return outside(f"kill -{self.act[3:]} -- -{os.getpgid(0)}")
+            pid = os.getpid() if self.target == "rank" else os.getppid()
+            os.kill(pid, signal.Signals[self.act])
+        elif self.act.startswith("E"):
+            raise OSError(number := getattr(errno, self.act), os.strerror(number))
+        else:
+            ACTS[self.act](trainer, *details)
 
 
 def hook(phase: str) -> Callable:
-    def call(self, trainer, module, *details, **_):
-        self.enter(phase, trainer, details)
-
-    return call
+    return lambda self, trainer, _, *details, **__: self.enter(phase, trainer, *details)
 
 
 for phase, name in HOOKS.items():
     setattr(Fault, name, hook(phase))
 
 
-def perform(act: str, target: str, trainer: Trainer, details: tuple[Any, ...]) -> None:
-    """What a fault does."""
-    if act.startswith("SIG"):
-        send(signal.Signals[act], target, os.getpid(), os.getppid())
-    elif act.startswith("E"):
-        raise OSError(number := getattr(errno, act), os.strerror(number))
-    else:
-        ACTS[act](trainer, *details)
-
-
-def send(number: int, target: str, rank_pid: int, launcher_pid: int) -> None:
-    """A signal to a rank, to the parent of the ranks, or to all processes of a run."""
-    if target == "group":
-        os.killpg(launcher_pid, number)
-    else:
-        os.kill(rank_pid if target == "rank" else launcher_pid, number)
-
-
-def from_outside(work: Callable[[], Any]) -> None:
-    """Does it in a process of its own, which outlives this one."""
-    if os.fork() == 0:
-        work()
-        os._exit(0)
+def outside(script: str) -> None:
+    """A shell, which goes on while this process cannot."""
+    subprocess.Popen(["sh", "-c", script])
 
 
 def fail(*_: Any) -> None:
-    raise Planted("on purpose")
-
-
-def pause(*_: Any) -> None:
-    """Stopped for two seconds."""
-    pid = os.getpid()
-    from_outside(lambda: (time.sleep(2.0), os.kill(pid, signal.SIGCONT)))
-    os.kill(pid, signal.SIGSTOP)
-
-
-def interrupt_twice(*_: Any) -> None:
-    """The launcher gets SIGINT twice while a rank is busy."""
-    pid = os.getppid()
-    twice = lambda: (os.kill(pid, 2), time.sleep(0.6), os.kill(pid, 2))  # noqa: E731
-    from_outside(twice)
-    time.sleep(5.0)
-
-
-def poison(trainer: Trainer, loss: torch.Tensor) -> None:
-    """A loss that is not a number, and its gradients with it."""
-    loss.data.fill_(float("nan"))
-    loss.register_hook(lambda gradient: gradient * float("nan"))
-
-
-def poison_gradient(trainer: Trainer, loss: torch.Tensor) -> None:
-    loss.register_hook(lambda gradient: gradient * float("inf"))
-
-
-def exhaust_memory(*_: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.RLIM_INFINITY))
-    torch.empty(1 << 36)
+    raise AssertionError("planted")
 
 
 def fill_log(trainer: Trainer, *_: Any) -> None:
@@ -165,15 +92,19 @@ def fill_log(trainer: Trainer, *_: Any) -> None:
 
 ACTS: dict[str, Callable[..., Any]] = {
     "fail": fail,
-    "pause": pause,
-    "interrupt_twice": interrupt_twice,
-    "poison": poison,
-    "poison_gradient": poison_gradient,
-    "exhaust_memory": exhaust_memory,
     "fill_log": fill_log,
-    "kill_worker": lambda *_: os.kill(active_children()[0].pid, signal.SIGKILL),
+    "pause": lambda *_: outside("kill -STOP $PPID; sleep 2; kill -CONT $PPID"),
+    "interrupt_twice": lambda *_: (
+        outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}"),
+        time.sleep(5.0),
+    ),
+    "nan": lambda _, loss: (loss.data.fill_(NAN), loss.register_hook(lambda g: g * NAN)),
+    "inf": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
+    "exhaust_memory": lambda *_: torch.empty(1 << 50),
+    "break_data": lambda trainer, *_: setattr(type(trainer.datamodule.train), "__getitems__", fail),
+    "kill_worker": lambda *_: multiprocessing.active_children()[0].kill(),
     "limit_files": lambda *_: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, -1)),
-    "no_room": lambda *_: setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=1)),
+    "no_room": lambda *_: setattr(os, "statvfs", lambda _: os.statvfs_result([1] * 10)),
     "lag": lambda *_: time.sleep(0.3),
     "sleep": lambda *_: time.sleep(600.0),
     "call_alone": lambda *_: dist.all_reduce(torch.ones(3)),
@@ -182,13 +113,14 @@ ACTS: dict[str, Callable[..., Any]] = {
 
 
 def break_operation(count: int, act: Callable[[], None]) -> None:
-    """Does the act instead of the count-th operation of this process in a folder `checkpoints`."""
+    """Does the act before the count-th operation of this process in a folder `checkpoints`."""
     seen = itertools.count(1)
 
     def breaking(name: str, operation: Callable) -> Callable:
         def call(place: Any, *args: Any, **options: Any) -> Any:
+            path = os.path.realpath(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
             reads = name == "open" and not args[0] & os.O_CREAT
-            if not reads and "/checkpoints" in path_of(place) and next(seen) == count:
+            if not reads and "/checkpoints" in path and next(seen) == count:
                 act()
             return operation(place, *args, **options)
 
@@ -198,37 +130,11 @@ def break_operation(count: int, act: Callable[[], None]) -> None:
         setattr(os, name, breaking(name, getattr(os, name)))
 
 
-def path_of(place: Any) -> str:
-    """The path that an operation is about, by its name or by its descriptor."""
-    if not isinstance(place, int):
-        return os.fsdecode(place)
-    try:
-        return os.readlink(f"/proc/self/fd/{place}")
-    except OSError:
-        return ""
-
-
 class Witness(Callback):
     """Writes down, for each micro-step of each rank, the batch that it saw and its loss."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        seen = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest()[:16]
-        step, loss = trainer.global_step, float(outputs["loss"])
-        path = Path(trainer.default_root_dir) / WITNESS.format(rank=trainer.global_rank)
+        seen, loss = hashlib.sha256(batch[0].numpy().tobytes()).hexdigest(), float(outputs["loss"])
+        path = Path(trainer.default_root_dir) / f"witness-{trainer.global_rank}.txt"
         with path.open("a") as file:
-            file.write(f"{trainer.current_epoch}.{batch_idx} {step} {seen} {loss.hex()}\n")
-
-
-class BrokenData(DummyTextDataset):
-    """One read of rank 1 raises, once in the life of a run folder."""
-
-    def __init__(self, folder: str, read: int, **options: Any):
-        super().__init__(**options)
-        self.marker, self.left = Path(folder) / "planted-1", read
-
-    def __getitems__(self, indices):
-        self.left -= 1
-        if os.environ.get("RANK") == "1" and self.left < 0 and not self.marker.exists():
-            self.marker.touch()
-            fail()
-        return super().__getitems__(indices)
+            file.write(f"{trainer.global_step}.{batch_idx} {seen} {loss.hex()}\n")

@@ -1,8 +1,7 @@
 """Runs of real ranks, started in a fraction of the time that importing torch would take.
 
 One process has imported everything and computed nothing, so it has no threads; a run is a fork of
-it in a session of its own, which does what `python train.py <words>` does. Launcher, ranks and data
-workers are processes of their own.
+it in a session of its own. Launcher, ranks and data workers are processes of their own.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from gptrain.resilience.status import read_status
 from tests.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
-LEAVING_S = 10.0  # what processes may take to leave after their run has ended
-WARM = ["tests.campaign.warm"]
+WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.launch.supervisor",
+        "gptrain.lit.loggers", "gptrain.lit.strategies.pipeline", "gptrain.parallel.tensor",
+        "gptrain.resilience.sharded", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
 _polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
@@ -36,7 +35,7 @@ TINY = (
     "data.seq_len=33 data.batch_size=4 data.num_samples=96 trainer.val_check_interval=10 "
     "trainer.limit_val_batches=2 trainer.log_every_n_steps=1 trainer.enable_progress_bar=false "
     f"logger=csv checkpoint=every_n_steps checkpoint.every_n_steps={EVERY} strategy.timeout_s=60 "
-    "callbacks=none +callbacks.witness._target_=tests.campaign.faults.Witness"
+    "callbacks=none +callbacks.witness._target_=tests.campaign.faults.Witness ckpt_path=last"
 ).split()
 
 
@@ -54,52 +53,32 @@ class Attempt:
         with _polling:
             return self.process.exitcode
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 120.0) -> int:
         """Its exit code; at the timeout all of it is killed."""
         give_up_s = time.monotonic() + timeout_s
         while self.code is None:
             if time.monotonic() > give_up_s:
-                with self.log.open("a") as log:
-                    print("killed at the timeout:", *session(self.process.pid), sep="\n", file=log)
                 os.killpg(self.process.pid, signal.SIGKILL)
             time.sleep(0.02)
         return self.code
 
-    def ranks(self) -> list[int]:
-        """Process numbers of its ranks, in order, as far as they have been started."""
-        pid = self.process.pid
-        try:
-            return [
-                int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            ]
-        except OSError:
-            return []
-
     def text(self) -> str:
-        """What it printed."""
-        return self.log.read_text(errors="replace")
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def status(self) -> dict:
-        """What status.json says."""
-        return read_status(self.run_dir) or {}
-
-    def orphans(self) -> list[str]:
-        """Processes of its session that are still there after LEAVING_S."""
-        give_up_s = time.monotonic() + LEAVING_S
-        while (left := list(session(self.process.pid))) and time.monotonic() < give_up_s:
-            time.sleep(0.05)
-        return left
+    def left(self) -> list[str]:
+        """Its processes that live: number, name and state, from proc(5)."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it is gone
+                name, _, rest = path.read_text().rpartition(")")
+                state, _, _, session, *_ = rest.split()
+                if int(session) == self.process.pid and state not in "ZX":
+                    found.append(f"{name}) {state}")
+        return found
 
 
 class Lab:
-    """Starts runs in folders below one.
-
-    Attributes:
-        run_s: about what a run takes.
-
-    Args:
-        n_steps: of a run.
-    """
+    """Starts runs in folders below one; of `n_steps`, unless their words say otherwise."""
 
     def __init__(self, folder: Path, n_steps: int):
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -111,13 +90,12 @@ class Lab:
         self.context.set_forkserver_preload(WARM)
 
     def reference(self, *words: str) -> tuple[Path, dict]:
-        """Folder and record of an undisturbed run with these words; all its checkpoints are kept."""
+        """Folder and record of an undisturbed run with these words; it keeps all checkpoints."""
         with self.making[words]:
             if words not in self.references:
                 attempt = self.start(self.new("reference"), "checkpoint.keep=99", *words)
                 started_s = time.monotonic()
-                if code := attempt.wait(300.0):
-                    raise RuntimeError(f"the reference ended with {code}:\n{attempt.text()}")
+                assert attempt.wait(300.0) == 0, f"the reference failed: {attempt.text()}"
                 self.run_s = self.run_s or time.monotonic() - started_s
                 self.references[words] = attempt.run_dir, record(attempt.run_dir)
         return self.references[words]
@@ -129,36 +107,30 @@ class Lab:
         for path in (run_dir / "checkpoints").glob("step-*"):
             if int(path.name.removeprefix("step-")) > step:
                 shutil.rmtree(path)
-        for name in ("result.json", "status.json"):
-            (run_dir / name).unlink()
+        (run_dir / "result.json").unlink()
         return run_dir
 
     def new(self, name: str) -> Path:
         """A run folder that does not exist yet."""
         return self.folder / f"{next(self.numbers):04d}-{name}"
 
-    def start(self, run_dir: Path, *words: str, env: dict[str, str] | None = None) -> Attempt:
-        """`python train.py <words>` in a process of its own."""
+    def start(self, run_dir: Path, *words: str) -> Attempt:
+        """`python train.py <words>` in a process of its own; it goes on with what is there."""
         log = self.folder / f"{run_dir.name}-{next(self.numbers):04d}.log"
         words = (*TINY, f"trainer.max_steps={self.n_steps}", f"run_dir={run_dir}", *words)
-        process = self.context.Process(target=become_run, args=(list(words), log, env or {}))
+        process = self.context.Process(target=become_run, args=(list(words), log))
         with _polling:
             process.start()
         return Attempt(process, run_dir, log)
 
-    def resume(self, run_dir: Path, *words: str) -> Attempt:
-        """The next start of a run."""
-        return self.start(run_dir, "ckpt_path=last", *words)
 
-
-def become_run(words: list[str], log: Path, env: dict[str, str]) -> None:
-    """In the child: the command, its output in a file."""
+def become_run(words: list[str], log: Path) -> None:
+    """In the child: the command, its output in a file; TMPDIR=... as last word is obeyed."""
     os.setsid()
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(env)
-    tempfile.tempdir = None  # TMPDIR is read anew
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    if words[-1].startswith("TMPDIR="):
+        os.environ["TMPDIR"], tempfile.tempdir = words.pop().removeprefix("TMPDIR="), None
     import train
     from gptrain.config import cli
     from gptrain.launch import supervisor
@@ -168,16 +140,3 @@ def become_run(words: list[str], log: Path, env: dict[str, str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def session(leader: int) -> Iterator[str]:
-    """Live processes of a session: number, name, state and what each waits for in the kernel."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            try:
-                name, _, rest = Path(entry.path, "stat").read_text().rpartition(")")
-                fields, waits = rest.split(), Path(entry.path, "wchan").read_text()
-            except OSError:
-                continue
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                yield f"{name}) {fields[0]} {waits}"

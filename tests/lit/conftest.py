@@ -16,7 +16,7 @@ import torch
 import gptrain
 import train
 from gptrain.config import cli
-from gptrain.launch import supervisor
+from tests.forked import forked_ranks
 
 OWN = "tests.lit.own"
 TINY = (
@@ -81,23 +81,23 @@ Fit = Callable[..., Ended]
 
 
 @pytest.fixture
-def fit(tmp_path, capfd, monkeypatch) -> Fit:
+def fit(tmp_path, capfd) -> Fit:
     """`python train.py` with TINY and these words.
 
     Expects this exit code; what is refused is said in one line, before anything is logged.
     """
-    monkeypatch.setattr(supervisor, "START_METHOD", "forkserver")
-    monkeypatch.setattr(supervisor, "PRELOAD", ["train", "gptrain.assemble"])
 
     def run(*words: str, name: str = "run", code: int = 0, begun: bool = False) -> Ended:
         folder = tmp_path / name
         before = folder.exists()
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY
-        found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
+        ranks = tmp_path / f"{name}.txt"  # what ranks say
+        with forked_ranks(ranks, ranks):
+            found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])
         said = "".join(capfd.readouterr())
-        status = folder / "status.json"
-        if "error: " not in said and status.exists():  # of ranks, which print elsewhere
-            said += f"\n{json.loads(status.read_text())['message']}"
+        if ranks.exists():
+            said += ranks.read_text()
+            ranks.unlink()
         ended = Ended(found, said, folder)
         assert found == code, ended.out
         if code == 2:

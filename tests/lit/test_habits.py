@@ -266,6 +266,14 @@ def test_gradient_accumulation_scheduler_is_refused(refused):
     assert "GradientAccumulationScheduler" in line and "accumulate_grad_batches" in line
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor_parallel", "pipeline"])
+def test_averages_of_a_partitioned_net_are_refused(fit, strategy):
+    words = ("callbacks=ema", f"strategy={strategy}", "trainer.devices=2", "model.n_layers=2")
+    run = fit(*words, code=2)
+    assert f"strategy={strategy}" in run.errors[0] and "single, ddp" in run.errors[0]
+    assert not run.folder.exists()
+
+
 def test_callbacks_keep_their_state(resumes):
     run = resumes(f"+callbacks.mine._target_={CALLBACKS}.Stateful", stops=(2, 3))
     assert run.seen[-1]["count"] == 6

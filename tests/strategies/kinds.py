@@ -15,7 +15,6 @@ from gptrain.models import SimpleGPT
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.slices import build_partitioned, whole_of
 from gptrain.parallel.state import (
     load_whole_net_state,
@@ -24,8 +23,6 @@ from gptrain.parallel.state import (
     whole_net_state,
     whole_optimizer_state,
 )
-from gptrain.parallel.tensor import apply_tensor_parallel, partial_parameters
-from gptrain.parallel.vocab_loss import vocab_parallel_loss
 
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
 N_STEPS = 3
@@ -122,6 +119,8 @@ class Sharded(OneProcess):
 
         def partition(net):
             if self.is_tensor:
+                from gptrain.parallel.tensor import apply_tensor_parallel
+
                 apply_tensor_parallel(net, self.mesh)
             prepare(net)
             if self.is_fsdp:
@@ -133,6 +132,8 @@ class Sharded(OneProcess):
     def loss(self, tokens, targets):
         hidden = self.net.hidden(tokens)
         if self.is_tensor:
+            from gptrain.parallel.vocab_loss import vocab_parallel_loss
+
             return vocab_parallel_loss(hidden, self.net.head.weight, targets, chunk_tokens=50)
         return chunked_next_token_loss(hidden, self.net.head.weight, targets, chunk_tokens=50)
 
@@ -149,6 +150,8 @@ class Sharded(OneProcess):
             total += loss.detach() / ACCUMULATE / self.n_data
         dist.all_reduce(total, group=self.mesh["data"].get_group())
         if self.is_tensor:
+            from gptrain.parallel.tensor import partial_parameters
+
             sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
         return total.item(), clip_grad_norm(self.net.parameters(), MAX_NORM).item()
 
@@ -174,6 +177,8 @@ class Piped(OneProcess):
     """Pipeline parallelism, with data parallelism on what is left of the world."""
 
     def __init__(self, schedule="1f1b", data=1, seed=0):
+        from gptrain.parallel.pipeline import Pipeline
+
         torch.manual_seed(seed)
         self.mesh = build_mesh("cpu", data=data, pipeline=2)
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()

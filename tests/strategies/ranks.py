@@ -20,6 +20,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from forked import PRELOAD
 
 COLLECTIVE_S = 60  # a rank that failed leaves the others waiting
 CASE_S = 300
@@ -43,8 +44,7 @@ class Ranks:
 
     def __init__(self, world_size, module, folder):
         context = multiprocessing.get_context("forkserver")
-        # Imported once for all ranks; only what is installed is found there before Python 3.13.
-        context.set_forkserver_preload(["gptrain.lit.strategies", "gptrain.data"])
+        context.set_forkserver_preload(PRELOAD)  # there is one server for all tests of a process
         self.folder, self.pipes, self.processes = folder, [], []
         store = folder / f"store-{world_size}-{os.urandom(4).hex()}"
         for rank in range(world_size):

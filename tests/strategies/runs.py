@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -175,7 +176,11 @@ def run_train(words: list[str], said: Path) -> int:
     with open(said, "a", buffering=1) as file:
         print("python train.py", *words, file=file)
         with redirect_stdout(file), redirect_stderr(file), forked_ranks(said, said):
-            return cli.run_command(train.main, words)
+            try:
+                return cli.run_command(train.main, words)
+            finally:
+                if dist.is_initialized():  # a group of this process alone
+                    dist.destroy_process_group()
 
 
 def read_shards(path: Path) -> dict:

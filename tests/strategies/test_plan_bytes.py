@@ -4,14 +4,14 @@ from functools import partial
 
 import torch.distributed as dist
 from count_bytes import CountBytes
-from gptrain.plan.communication import step_bytes
 from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
 from ranks import on_ranks
 
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan import ParallelDims
-from gptrain.plan.memory import state_bytes
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters
 from gptrain.plan.shape import GPTShape
+from tests.communication import step_bytes
 
 SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
@@ -37,8 +37,9 @@ def check_sent(name, kind, dims, *, recomputes="none", **where):
 def check_held(name, kind, dims, **where):
     kind.step(0)
     kind.optimizer.step()
-    held = training_bytes(kind)
-    assert abs(held / state_bytes(name, SHAPE, dims, **where) - 1) < 0.05, name
+    expected = rank_parameters(name, SHAPE, dims, **where)
+    expected *= bytes_per_parameter("32-true", "torch.optim.AdamW")
+    assert abs(training_bytes(kind) / expected - 1) < 0.05, name
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(runs):
     claims.check_resumes_exactly(runs, "single")
 
 
-@pytest.mark.parametrize("source", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
+@pytest.mark.parametrize("source", [name for name in claims.PLACES if name != "single"])
 def test_it_reads_checkpoints_of(source, runs):
     claims.check_reads_checkpoints_of(runs, "single", source)
 

@@ -31,7 +31,7 @@ from gptrain.assemble.parts import (
     unfit_is_told,
 )
 from gptrain.assemble.resume import check_data, find_checkpoint
-from gptrain.assemble.trainer import build_report, build_trainer, resolve_precision
+from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from
 from gptrain.launch.devices import find_machine, set_threads
 from gptrain.launch.process import this_process
@@ -94,6 +94,7 @@ def check(cfg: DictConfig) -> None:
     may_refuse = cfg.task == "fit" and cfg.optimizer._target_ != ADAMW
     with unfit_is_told(cfg):
         check_module(module_class(cfg), name)
+        check_callbacks(cfg, name)
         if needs_more or may_refuse:
             with torch.device("meta"):
                 net = build_net(cfg)

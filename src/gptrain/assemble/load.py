@@ -38,29 +38,33 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
         allowed_targets: packages from which this run may take classes.
 
     Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint; ConfigError for a class that
-        may not be imported, or a config that cannot be read.
+        may not be imported, or a config that cannot be read; ValueError for weights of another net.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
     source = Path(source).expanduser()
     config = _find_config(source)
+    run_dir = source.parent if config is None else config.parent.parent
     found: str | Path | Checkpoint = source
     if config is None:
-        cfg = {"model": read_state(source).get("model")} if source.is_file() else {}
+        content = {"model": read_state(source).get("model")} if source.is_file() else {}
+        cfg = trust.plain(content)
     else:
         cfg = _read_config(config)
-    if not isinstance(cfg.get("model"), dict):
+    if not isinstance(cfg.get("model"), dict) or "_target_" not in cfg["model"]:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
-    if config is not None and source == config.parent.parent:
-        checkpoint = cfg.get("checkpoint") or {}
-        monitor, mode = checkpoint.get("monitor", "val/loss"), checkpoint.get("mode", "min")
-        found = choose_checkpoint(source, which, monitor, mode)
+    if problems := trust.check_targets(cfg["model"], "model", allowed_targets, run_dir):
+        raise ConfigError(problems)
+    if config is not None and source == run_dir:
+        found = choose_checkpoint(source, which, *_monitor(cfg))
     elif (source / MANIFEST_NAME).exists():
         found = CheckpointStore(source.parent).verify(source)
-    if problems := trust.check_targets(cfg["model"], "model", allowed_targets):
-        raise ConfigError(problems)
-    with torch.random.fork_rng(devices=[]):
-        net = build_net(OmegaConf.create({"model": cfg["model"]}))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            net = build_net(OmegaConf.create({"model": cfg["model"]}))
+    except (TypeError, ValueError, RuntimeError) as error:  # of arguments that do not fit
+        wrong = f"cannot be made: {str(error).splitlines()[0]}"
+        raise ConfigError.of("model", cfg["model"]["_target_"], wrong, code=BAD_DATA) from error
     load_weights(net, found)
     return net.eval()
 
@@ -85,5 +89,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     except UnreadableFile as error:
         raise ConfigError.of("", None, str(error), code=BAD_DATA) from error
     register_resolvers()
-    kept = {key: value for key, value in content.items() if key not in NOT_READ}
-    return trust.plain(kept)
+    return trust.plain({key: value for key, value in content.items() if key not in NOT_READ})
+
+
+def _monitor(cfg: dict[str, Any]) -> tuple[str, str]:
+    """What tells the best checkpoint of a run, and whether its lowest or its highest is best."""
+    match cfg.get("checkpoint"):
+        case {"monitor": str(monitor), "mode": "min" | "max" as mode}:
+            return monitor, mode
+        case {"monitor": str(monitor)}:
+            return monitor, "min"
+    return "val/loss", "min"

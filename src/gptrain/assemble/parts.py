@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Subset
 
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel, lambda_schedule
+from gptrain.lit.strategies.base import named_beside_net
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
@@ -156,21 +157,25 @@ def build_module(
     node = OmegaConf.to_container(cfg.module, resolve=True)
     loss, metrics = node.get("loss") or {}, node.get("metrics") or {}
     options = {k: v for k, v in node.items() if k not in ("_target_", "loss", "metrics")}
-    if not issubclass(made, LanguageModel):
+    if issubclass(made, LanguageModel):
+        options |= {
+            "net": net,
+            "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
+            "make_schedule": partial(build_schedule, cfg, lengths),
+            "loss": LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
+            "metrics": {name: build_target(metrics[name]) for name in metrics},
+            "token_bytes": bytes_of_tokens(val),
+        }
+    else:
         named = inspect.signature(made).parameters
         offered = {"net": net, "loss": loss, "metrics": metrics}
-        return made(
-            **{k: v for k, v in offered.items() if k in named and (v or k == "net")}, **options
-        )
-    return made(
-        net=net,
-        make_optimizer=partial(build_optimizer, cfg, lengths.batch),
-        make_schedule=partial(build_schedule, cfg, lengths),
-        loss=LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
-        metrics={name: build_target(metrics[name]) for name in metrics},
-        token_bytes=bytes_of_tokens(val),
-        **options,
-    )
+        options |= {k: v for k, v in offered.items() if k in named and (v or k == "net")}
+    try:
+        return made(**options)
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
+        raise Unfit("module._target_", str(error)) from error
 
 
 def bytes_of_tokens(dataset: Dataset) -> Tensor | None:
@@ -199,7 +204,10 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
         if target == MUON:
             net = module.net if isinstance(module, LanguageModel) else module
             return make(muon_groups(net, decay, module.named_parameters()), **options)
-        return make(decay_groups(module, decay), **options)
+        beside = named_beside_net(module)  # in groups of their own: they are never sharded
+        of_net = [(name, p) for name, p in module.named_parameters() if name not in beside]
+        groups = decay_groups(of_net, decay) + decay_groups(beside.items(), decay)
+        return make(groups, **options)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -63,7 +64,7 @@ def build_trainer(
     make = get_method(options.pop("_target_"))
     process, fast = this_process(), bool(cfg.trainer.fast_dev_run)
     loggers = [] if fast else [build_target(node) for node in cfg.logger.values()]
-    callbacks = build_callbacks(cfg, lengths, guard, train, strategy)
+    callbacks = build_callbacks(cfg, lengths, guard, train)
     trainer = make(
         **options,
         accelerator=machine.accelerator,
@@ -107,15 +108,10 @@ def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
 
 
 def build_callbacks(
-    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset, strategy: Strategy
+    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset
 ) -> list[pl.Callback]:
-    """Those of the callbacks group, between what every run needs before and after them.
-
-    Raises: Unfit for a callback that a run, or its strategy, cannot have.
-    """
+    """Those of the callbacks group, between what every run needs before and after them."""
     theirs = [build_target(node) for node in cfg.callbacks.values() if node]
-    for callback in theirs:
-        check_callback(callback, strategy)
     model = OmegaConf.to_container(cfg.model, resolve=True)
     log = StepLog(cfg.trainer.log_every_n_steps, lengths, model)
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
@@ -129,27 +125,30 @@ def build_callbacks(
     return [log, FiniteCheck(cfg.on_nonfinite), *theirs, *(part for part in ours if part)]
 
 
-def check_callback(callback: pl.Callback, strategy: Strategy) -> None:
-    """Raises: Unfit."""
-    name = type(callback).__name__
-    if isinstance(callback, GradientAccumulationScheduler):
-        raise Unfit(
-            "callbacks",
-            f"{name} changes the steps of a run while it goes on, which are counted before it "
-            "starts; try: trainer.accumulate_grad_batches, or data.global_batch_size",
-        )
-    if isinstance(callback, StochasticWeightAveraging):
-        raise Unfit(
-            "callbacks",
-            f"{name} takes the schedule over at an epoch's start, which no resume within an epoch "
-            "repeats; try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
-        )
-    if isinstance(callback, WeightAveraging) and strategy.partitions:
-        raise Unfit(
-            "callbacks",
-            f"{name} copies a whole net, and strategy={strategy.info.name} partitions it; "
-            "strategies that work: single, ddp",
-        )
+def check_callbacks(cfg: DictConfig, strategy: str) -> None:
+    """Raises: Unfit for a callback that a run, or its strategy, cannot have."""
+    for name, node in cfg.callbacks.items():
+        made = get_method(node._target_) if node else None
+        if not inspect.isclass(made):  # a function that makes one is not looked into
+            continue
+        wrong = ""
+        if issubclass(made, GradientAccumulationScheduler):
+            wrong = (
+                "changes the steps of a run while it goes on, which are counted before it starts; "
+                "try: trainer.accumulate_grad_batches, or data.global_batch_size"
+            )
+        if issubclass(made, StochasticWeightAveraging):
+            wrong = (
+                "takes the schedule over at an epoch's start, which no resume within an epoch "
+                "repeats; try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema"
+            )
+        if issubclass(made, WeightAveraging) and strategy not in ("single", "ddp"):
+            wrong = (
+                f"copies a whole net, and strategy={strategy} partitions it; strategies that work: "
+                "single, ddp"
+            )
+        if wrong:
+            raise Unfit(f"callbacks.{name}._target_", wrong)
 
 
 def build_checkpoints(

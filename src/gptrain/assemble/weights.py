@@ -32,7 +32,7 @@ from gptrain.resilience.manifest import (
 from gptrain.resilience.safe_load import SafeFileSystemReader, UnsafeCheckpoint, load_file
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
-from gptrain.small_files import UnreadableFile, read_json
+from gptrain.small_files import MAX_JSON_BYTES, UnreadableFile, open_regular, read_json
 
 log = logging.getLogger(__name__)
 SHOWN = 24  # names of tensors in a warning
@@ -154,12 +154,13 @@ def net_tensors(net: nn.Module, content: dict[str, Any], path: Path) -> dict[str
     Lightning's WeightAveraging puts the averages where the weights are, StochasticWeightAveraging
     keeps them in its own state. A module that calls its net otherwise has its name in front.
     """
-    state = content.get("state_dict", content)
-    for name, callback in content.get("callbacks", {}).items():
+    state, callbacks = content.get("state_dict", content), content.get("callbacks")
+    for name, callback in callbacks.items() if isinstance(callbacks, dict) else ():
         averaged = isinstance(callback, dict) and callback.get("average_model_state")
-        if name.startswith("StochasticWeightAveraging") and averaged:
+        if str(name).startswith("StochasticWeightAveraging") and averaged:
             state = averaged
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+    pairs = state.items() if isinstance(state, dict) else [(None, None)]
+    if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in pairs):
         raise DamagedCheckpoint(path, "holds no state dict")
     wanted = list(net.state_dict())
     for prefix in ("", NET, *_prefixes(state, wanted[0] if wanted else "")):
@@ -181,8 +182,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
     if path.name == INDEX:
         return {k: v for part in _indexed(path) for k, v in read_safetensors(part).items()}
-    if not path.is_file():
-        raise DamagedCheckpoint(path, "not a regular file")
+    with open_regular(path) as file:
+        n_bytes = int.from_bytes(file.read(8), "little")  # of its header, JSON
+    if n_bytes > MAX_JSON_BYTES:
+        raise DamagedCheckpoint(path, f"not a safetensors file (a header of {n_bytes} bytes)")
     try:
         return load_safetensors(path)
     except SafetensorError as error:
@@ -190,16 +193,17 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(index, f"not an index of safetensors files ({error})") from error
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise DamagedCheckpoint(index, f"names {name}, which is no file beside it")
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise DamagedCheckpoint(index, "not an index of safetensors files: it has no weight_map")
+    parts = sorted(set(map(str, names.values())))
+    for name in parts:
+        if Path(name).name != name or not name.endswith(".safetensors"):  # nor an index again
+            raise DamagedCheckpoint(index, f"names {name}, which is no safetensors file beside it")
         if not (index.parent / name).is_file():
             raise DamagedCheckpoint(index, f"names {name}, which is not there")
-    return [index.parent / name for name in names]
+    return [index.parent / name for name in parts]
 
 
 def _read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:

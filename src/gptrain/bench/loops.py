@@ -144,7 +144,8 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))
     for tokens, targets in batches:
         optimizer.zero_grad()
-        backward(loss_of(tokens, targets))
+        loss = loss_of(tokens, targets)  # lives on to the next step, as in most such loops
+        backward(loss)
         clip()
         optimizer.step()
         scheduler.step()

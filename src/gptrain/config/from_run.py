@@ -39,12 +39,13 @@ def expand(typed: list[str], place: Place = ANYWHERE) -> list[str]:
         return typed
     settled = {one.key_or_group for one in now}
     settled |= {"init_from"} if "ckpt_path" in settled else set()  # it goes on, past its beginning
+    run_dir = Path(folders[-1])
     every = [one for one in read_overrides(folders[-1]) if not _is_left_out(one)]
     old = [one for one in every if one.key_or_group not in settled]
     allowed = [one.input_line for one in now if one.key_or_group == "allowed_targets"]
     problems = [
         Problem("from_run", folders[-1], f"was started with {line}: {why}", attempt=f"'~{key}'")
-        for key, line, why in _find_refused(old, allowed, place)
+        for key, line, why in _find_refused(old, allowed, place, run_dir)
     ]
     if problems:
         raise ConfigError(problems)
@@ -76,27 +77,29 @@ def read_overrides(run_dir: str) -> list[Override]:
 
 def _is_left_out(one: Override) -> bool:
     names = (one.key_or_group, one.package or "")
-    return any(name.replace("/", ".").split(".")[0] in NOT_TAKEN for name in names)
+    parts = [name.replace("/", ".").split(".") for name in names]
+    return any(part[0] in NOT_TAKEN or part[-1] in trust.WRITTEN for part in parts)
 
 
 def _find_refused(
-    old: list[Override], allowed: list[str], place: Place
+    old: list[Override], allowed: list[str], place: Place, run_dir: Path
 ) -> Iterator[tuple[str, str, str]]:
     """(key, override, why) of old overrides that `trust` or today's schema refuses."""
     allowed_now, refused = compose_config(allowed, place).allowed_targets, False
     for one in old:
-        for why in _find_distrust(one, allowed_now):
+        for why in _find_distrust(one, allowed_now, run_dir):
             refused = True
             yield one.key_or_group, one.input_line, why
     if not refused:
         cfg, problems = compose_and_explain([one.input_line for one in old], place)
-        for problem in problems:
+        values = OmegaConf.to_container(
+            OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"])
+        )
+        for problem in problems or trust.check_references(values):
             yield problem.key, f"{problem.key}={problem.value}", problem.wrong
-        if trust.count_characters(OmegaConf.to_container(cfg)) > trust.MAX_CHARACTERS:
-            yield old[-1].key_or_group, "references", "they make it larger than a config is"
 
 
-def _find_distrust(one: Override, allowed: list[str]) -> Iterator[str]:
+def _find_distrust(one: Override, allowed: list[str], run_dir: Path) -> Iterator[str]:
     value = one.input_line.partition("=")[2]
     if one.is_sweep_override() or not trust.is_plain(one.input_line):
         yield "not a plain value"
@@ -107,7 +110,7 @@ def _find_distrust(one: Override, allowed: list[str]) -> Iterator[str]:
         node = OmegaConf.to_container(OmegaConf.create({"at": one.value()}))["at"]
         for part in reversed(rest):
             node = {part: node}
-        for problem in trust.check_targets(node, group, allowed):
+        for problem in trust.check_targets(node, group, allowed, run_dir):
             yield f"{problem.wrong}{f'; {problem.attempt}' * bool(problem.attempt)}"
 
 

@@ -27,15 +27,14 @@ from gptrain.config.suggest import nearest
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.launch.process import this_process
 from gptrain.plan import parallel_dims
-from gptrain.plan.memory import rank_parameters
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters, weight_bytes
 from gptrain.plan.shape import GPTShape
 from gptrain.problems import BAD_CONFIG, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, show
 
 GIB = 2**30
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
-STATES = {"torch.optim.AdamW": 2, "gptrain.optim.Muon": 1}  # per parameter, at least
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
-SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 3}
+SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
 OURS["module"] = {"loss", "metrics"}
 
@@ -213,9 +212,8 @@ def _check_keywords(
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
-    states = STATES.get(run.get("optimizer._target_"))
-    if run.get("model._target_") != SIMPLE_GPT or states is None:
-        return  # only of these the sizes are known without making them
+    if run.get("model._target_") != SIMPLE_GPT:
+        return  # only its size is known without making it
     options = run.values["strategy"]
     sizes = (options.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline"))
     dims = parallel_dims(options["name"], world_size, *sizes)
@@ -224,9 +222,13 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
         rank_parameters(options["name"], shape, dims, pipeline_rank=end, stages_per_rank=n_stages)
         for end in {0, dims.pipeline - 1}
     )
-    each = 2 if run.get("trainer.precision") in ("bf16-true", "16-true") else 4  # bytes of a weight
+    precision, optimizer = run.get("trainer.precision"), run.get("optimizer._target_")
+    momentum = run.get("optimizer.momentum", 0.0) or 0.0
     trains, on_host = run.get("task") == "fit", kind == "cpu" or options.get("cpu_offload")
-    need = held * each * (2 + states if trains else 1) * (n_local if on_host else 1)
+    each = (
+        bytes_per_parameter(precision, optimizer, momentum) if trains else weight_bytes(precision)
+    )
+    need = held * each * (n_local if on_host else 1)
     have = _host_bytes() if on_host else _device_bytes(n_local)
     if have is not None and need > have:
         what = "weights, gradients and optimizer states" if trains else "weights"

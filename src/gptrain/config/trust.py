@@ -24,7 +24,13 @@ from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
 from gptrain.problems import ConfigError, Problem, show
 
-LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
+# Of these the modules whose classes neither fetch nor open what their arguments name.
+HOMES = (
+    r"torch\.(nn|optim|utils\.data\.dataset)|(lightning\.pytorch|pytorch_lightning)(?!\.demos)"
+    r"|torchmetrics\.(aggregation|classification|regression|text\.perplexity)"
+)
+WRITTEN = {"cache_dir", "default_root_dir", "dirpath", "save_dir"}  # keys that say where to write
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
@@ -37,27 +43,32 @@ KINDS = {
     "profiler": "lightning.pytorch.profilers.Profiler",
     "metrics": "torchmetrics.Metric",
 }
-REFERENCE = r"\$\{(\w[\w.]*)\}"
-OURS = rf"{REFERENCE}|\$\{{(?:plus|run_stamp|default_output_dir):"  # or a resolver of ours
-MAX_CHARACTERS = 10**6  # of a resolved config; references can double a value again and again
+REFERENCE = r"\$\{([\w.]+)\}"
+OURS = r"\$\{(?:[\w.]+\}|(?:plus|run_stamp|default_output_dir):)"  # plain, or a resolver of ours
+LONGEST = 10_000  # characters of a value; references can double it again and again
 
 
 class NotFound(Exception):
     """Why a dotted name stands for nothing."""
 
 
-def check_targets(node: dict[str, Any], group: str, allowed: Sequence[str] = ()) -> list[Problem]:
+def check_targets(
+    node: dict[str, Any], group: str, allowed: Sequence[str] = (), run_dir: Path | None = None
+) -> list[Problem]:
     """What a stranger's group may not name, arguments included. Imports only trusted packages.
 
     Args:
         node: plain values.   group: where they stand: model, data, optimizer, ...
-        allowed: packages that the user trusts.
+        allowed: packages that the user trusts.   run_dir: the stranger's, whose code is not ours.
     """
     problems = []
     for place, found in targets(node, group):
         key, target = f"{place}._target_", found["_target_"]
+        for name in sorted(WRITTEN & found.keys()):
+            wrong = "where to write is not taken from somebody else's run"
+            problems.append(Problem(f"{place}.{name}", show(found[name]), wrong))
         kind = "metrics" if place.startswith("module.metrics.") else group
-        if reason := _reason(target, kind, allowed):
+        if reason := _reason(target, kind, allowed, run_dir):
             attempt = f"allowed_targets=[{str(target).split('.')[0]}], if you trust its code"
             problems.append(Problem(key, show(target), reason, attempt=attempt))
     return problems
@@ -69,45 +80,39 @@ def plain(cfg: DictConfig | dict[str, Any]) -> dict[str, Any]:
     Raises: ConfigError where a value would run a resolver, or does not end in a plain one.
     """
     raw = OmegaConf.to_container(cfg) if OmegaConf.is_config(cfg) else cfg
-    for key, text in _texts(raw):
-        if not is_plain(text):
-            wrong = "of somebody else's run only plain references are resolved"
-            raise ConfigError([Problem(key, show(text), wrong)])
-    if count_characters(raw) > MAX_CHARACTERS:
-        raise ConfigError([Problem("", None, "its references make it larger than a config is")])
     try:
-        values = OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+        if problems := check_references(raw):
+            raise ConfigError(problems)
+        return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
     except REFUSALS as error:
         raise ConfigError([Problem("", None, first_line(error))]) from None
-    for key, text in _texts(values):
-        if "${" in text:
-            raise ConfigError([Problem(key, show(text), "does not resolve to a plain value")])
-    return values
+
+
+def check_references(raw: dict[str, Any]) -> list[Problem]:
+    """The first value of a stranger's that would run a resolver, or that references multiply."""
+    sizes: dict[str, int] = {}  # of a key, all that it refers to put in
+
+    def size(key: str) -> int:
+        if key not in sizes:
+            sizes[key] = LONGEST  # of what refers to itself
+            sizes[key] = sum(size_of(*found) for found in _texts(_select(raw, key), key))
+        return sizes[key]
+
+    def size_of(place: str, text: str) -> int:
+        return len(text) + sum(size(_absolute(key, place)) for key in re.findall(REFERENCE, text))
+
+    for place, text in _texts(raw):
+        if not is_plain(text):
+            wrong = "of somebody else's run only plain references are resolved"
+            return [Problem(place, show(text), wrong)]
+        if size_of(place, text) > LONGEST:
+            return [Problem(place, show(text), "does not resolve to a plain value")]
+    return []
 
 
 def is_plain(text: str) -> bool:
     """Whether all that a text refers to are other keys, or resolvers of ours."""
     return text.count("${") == len(re.findall(OURS, text))
-
-
-def count_characters(raw: dict[str, Any]) -> int:
-    """Length of all texts once references are resolved, without resolving them."""
-    known: dict[str, int] = {}
-
-    def count(value: Any) -> int:
-        if isinstance(value, dict | list):
-            return sum(map(count, value.values() if isinstance(value, dict) else value))
-        return len(str(value)) + sum(map(look, re.findall(REFERENCE, str(value))))
-
-    def look(key: str) -> int:
-        if key not in known:
-            known[key], node = 0, raw  # 0 to a reference back here, which OmegaConf refuses
-            for part in key.split("."):
-                node = node.get(part) if isinstance(node, dict) else None
-            known[key] = count(node)
-        return known[key]
-
-    return count(raw)
 
 
 def locate(target: str) -> Any:
@@ -151,27 +156,33 @@ def wrong_kind(found: Any, group: str) -> str | None:
     return f"no {kind.rpartition('.')[2]}, as this place needs"
 
 
-def is_own(package: str) -> bool:
-    """Whether a top-level package is code of this checkout, not its outputs or its libraries."""
+def is_own(package: str, run_dir: Path | None = None) -> bool:
+    """Whether a top-level package is code of this checkout, not its outputs or its libraries.
+
+    Args:
+        run_dir: a stranger's run, which may lie in the checkout: code around or in it is not ours.
+    """
     try:
         spec = None if package in sys.stdlib_module_names else find_spec(package)
     except (ImportError, ValueError):
         return False
     found = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
     places = [Path(place).resolve() for place in found if place]
-    outputs = (PROJECT / "outputs", Path(default_output_dir()).resolve())
+    outputs = [PROJECT / "outputs", Path(default_output_dir()).resolve()]
+    theirs = [] if run_dir is None else [Path(run_dir).expanduser().resolve()]
     return bool(places) and all(
         place.is_relative_to(PROJECT)
-        and not any(place.is_relative_to(folder) for folder in outputs)
+        and not any(place.is_relative_to(folder) for folder in outputs + theirs)
+        and not any(folder.is_relative_to(place) for folder in theirs)
         and not re.search(r"/(\.|site-packages/)", str(place)[len(str(PROJECT)) :])
         for place in places
     )
 
 
-def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
+def _reason(target: Any, group: str, allowed: Sequence[str], run_dir: Path | None) -> str | None:
     if not isinstance(target, str) or not re.fullmatch(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+", target):
         return "not the name of a class"
-    if not _is_trusted(target, group, allowed):
+    if not _is_trusted(target, allowed, run_dir):
         return "somebody else's run may not name it"
     try:
         found = locate(target)
@@ -179,9 +190,10 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
         return str(error)
     owner = found.__self__ if inspect.ismethod(found) else found
     home = getattr(owner, "__module__", None) or ""
-    if not _is_trusted(home, group, allowed):
+    is_listed = any(home == one or home.startswith(f"{one}.") for one in allowed)
+    of_library = home.split(".")[0] in LIBRARIES and not is_listed
+    if not _is_trusted(home, allowed, run_dir) or (of_library and not re.match(HOMES, home)):
         return f"stands for {home}.{getattr(found, '__qualname__', '')}, which it may not name"
-    is_listed = home.split(".")[0] in allowed
     if inspect.isfunction(found) and not (home.startswith("gptrain.optim.") or is_listed):
         return "a function, not a class"
     if inspect.ismethod(found) and not (group == "data" and found.__name__.startswith("from_")):
@@ -189,10 +201,25 @@ def _reason(target: Any, group: str, allowed: Sequence[str]) -> str | None:
     return wrong_kind(found, group)
 
 
-def _is_trusted(name: str, group: str, allowed: Sequence[str]) -> bool:
+def _is_trusted(name: str, allowed: Sequence[str], run_dir: Path | None) -> bool:
     package = name.split(".")[0]
-    known = (*LIBRARIES, *allowed, *(["torchmetrics"] if group == "metrics" else []))
-    return package in known or is_own(package)
+    listed = any(name == one or name.startswith(f"{one}.") for one in allowed)
+    return package in LIBRARIES or listed or is_own(package, run_dir)
+
+
+def _absolute(key: str, place: str) -> str:
+    """A reference as a key of the whole config; one that begins with dots counts from its place."""
+    n_dots = len(key) - len(key.lstrip("."))
+    return ".".join([*place.split(".")[:-n_dots], key.lstrip(".")]) if n_dots else key
+
+
+def _select(raw: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(raw, list) and part.isdigit() and int(part) < len(raw):
+            raw = raw[int(part)]
+        else:
+            raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
 
 
 def _texts(node: Any, key: str = "") -> Iterator[tuple[str, str]]:

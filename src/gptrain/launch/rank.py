@@ -81,7 +81,7 @@ def classify(error: BaseException, doing: str = "") -> Ending:
         case NoSpace():
             return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {said}")
         case SaveFailed():
-            return Ending(code_of(error), "disk", f"error: {said}")
+            return Ending(code_of(error), "disk", f"error: {said}", rank=error.rank)
         case OSError() if error.errno in DISK:
             return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
         case KeyboardInterrupt():

@@ -30,6 +30,7 @@ NOISE = (
     "GPU available but not used",
     "`srun` command is available on your system but is not used",  # our supervisor starts ranks
     "You called `self.log('step'",  # the x axis of all loggers: see callbacks.step_log
+    "but loading a checkpoint outside the 'fit' stage",  # WeightAveraging: averages are loaded
     "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
 )
 

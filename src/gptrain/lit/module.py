@@ -164,8 +164,11 @@ class LanguageModel(pl.LightningModule):
         return compute(self.net, tokens, targets, reduction, options)
 
     def _strategy(self) -> NetStrategy | None:
-        """Who computes loss and norms: the strategy, unless it is one of Lightning's own."""
-        strategy = self.trainer.strategy
+        """Who computes loss and norms: the strategy, unless it is Lightning's own, or none."""
+        try:
+            strategy = self.trainer.strategy
+        except RuntimeError:  # attached to no trainer, as in a notebook
+            return None
         return strategy if isinstance(strategy, NetStrategy) else None
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -175,7 +176,7 @@ def load_sharded_net(
     shapes = {
         key.removeprefix("net."): tuple(entry.size)
         for key, entry in stored.items()
-        if key.startswith("net.")
+        if key.startswith("net.") and isinstance(entry, TensorStorageMetadata)
     }
     fitting, unmatched = _match(net, shapes, strict, aliases, stages)
     _read({f"net.{name}": tensor.detach() for name, tensor in fitting.items()}, reader)
@@ -338,4 +339,7 @@ def _keeps(stages: Group) -> bool:
 def _read(state: State, reader: dcp.StorageReader) -> None:
     with warnings.catch_warnings():  # loading in one process alone is intended
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # the same on all ranks; the first failure says why
+            raise next(failure for failure, _ in error.failures.values()) from error

@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer state that a rank holds, by strategy."""
+"""Parameters that a rank holds, by strategy, and what each takes for its states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from gptrain.plan.shape import GPTShape
 
 # States per parameter of torch's optimizers and of our Muon; of all others two, as Adam has.
 _STATES = {"SGD": 0, "Adafactor": 0, "Muon": 1, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
-_VALUE_BYTES = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}  # else 4, also autocast's
 
 
 def bytes_per_parameter(precision: str, optimizer_target: str, momentum: float = 0.0) -> int:
@@ -23,7 +22,12 @@ def bytes_per_parameter(precision: str, optimizer_target: str, momentum: float =
     """
     name = optimizer_target.rpartition(".")[2]
     n_states = 1 if name == "SGD" and momentum else _STATES.get(name, 2)
-    return (1 + 1 + n_states) * _VALUE_BYTES.get(str(precision), 4)
+    return (1 + 1 + n_states) * weight_bytes(precision)
+
+
+def weight_bytes(precision: str) -> int:
+    """Bytes of a weight, which its gradient and its states have too."""
+    return {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(str(precision), 4)
 
 
 def rank_parameters(
@@ -44,20 +48,3 @@ def rank_parameters(
         return shape.stage_parameters(range(pipeline_rank, n_stages, dims.pipeline), n_stages)
     held = sum(shape.tensor_parallel_parameters(dims.tensor))
     return held / dims.data if "fsdp" in name else held
-
-
-def state_bytes(
-    name: str,
-    shape: GPTShape,
-    dims: ParallelDims,
-    *,
-    precision: str = "32-true",
-    optimizer: str = "torch.optim.AdamW",
-    pipeline_rank: int = 0,
-    stages_per_rank: int = 1,
-) -> float:
-    """Bytes of weights, gradients and optimizer states on one rank; arguments as above."""
-    held = rank_parameters(
-        name, shape, dims, pipeline_rank=pipeline_rank, stages_per_rank=stages_per_rank
-    )
-    return held * bytes_per_parameter(precision, optimizer)

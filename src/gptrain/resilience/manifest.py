@@ -19,7 +19,6 @@ from pathlib import Path
 
 from gptrain.resilience.status import to_json
 from gptrain.small_files import (
-    MAX_JSON_BYTES,
     UnreadableFile,
     open_regular,
     parse_json,
@@ -28,6 +27,7 @@ from gptrain.small_files import (
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
+MAX_BYTES = 2**22  # 120 a file: tens of thousands of ranks
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
 _KINDS = {
     "format": int, "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict,
@@ -80,7 +80,7 @@ def read_manifest(path: Path) -> dict:
     Raises: DamagedCheckpoint.
     """
     try:
-        text = read_bytes(path / MANIFEST_NAME, MAX_JSON_BYTES)
+        text = read_bytes(path / MANIFEST_NAME, MAX_BYTES)
         manifest = parse_json(text, path / MANIFEST_NAME)
         # The text is compared, not the values: JSON has many spellings of one value.
         is_sealed = isinstance(manifest, dict) and seal(manifest) == text
@@ -113,6 +113,8 @@ def verify(
         raise DamagedCheckpoint(path, f"of another run ({manifest['run_id']}, this is {run_id})")
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
+    if missing := sorted(manifest["files"].keys() - set(os.listdir(path))):
+        raise DamagedCheckpoint(path, f"{missing[0]} is missing")
 
     def check(name: str) -> str | None:
         return difference(path / name, manifest["files"][name], progress)
@@ -164,6 +166,8 @@ def _wrong_entry(manifest: dict) -> str | None:
         return f"format {manifest['format']}, this version reads {FORMAT}"
     if not 0 <= manifest["step"] < 2**63:
         return "step"
+    if manifest["kind"] not in ("full", "sharded"):
+        return "kind"
     for name, value in manifest["metrics"].items():
         if not isinstance(value, int | float | None):
             return f"metrics.{name}"

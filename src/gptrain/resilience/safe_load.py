@@ -21,7 +21,11 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.futures import Future
 
 from gptrain.resilience.manifest import DamagedCheckpoint, is_file_name
@@ -42,6 +46,7 @@ _METADATA_NAMES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }  # fmt: skip
+_ENTRIES = (BytesStorageMetadata, TensorStorageMetadata)
 # What unpickling of arbitrary bytes raises.
 _GARBAGE = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, ArithmeticError, AssertionError,
@@ -102,13 +107,17 @@ class SafeFileSystemReader(FileSystemReader):
             for entry in metadata.storage_data.values():
                 if not is_file_name(entry.relative_path):
                     raise _unsafe(path.parent, f"the path {entry.relative_path}")
+            for name, entry in metadata.state_dict_metadata.items():
+                if not isinstance(name, str) or type(entry) not in _ENTRIES:
+                    raise ValueError(f"its index has an entry of another kind: {name!s:.80}")
             metadata.storage_meta = metadata.storage_meta or StorageMeta()
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills the plan's tensors and values."""
-        return super().read_data(plan, _PlainValues(planner, Path(self.path)))
+        with one_line_refusals(self.path):
+            return super().read_data(plan, _PlainValues(planner, Path(self.path)))
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -59,8 +59,8 @@ class Tied(nn.Module):
 class SAM(torch.optim.Optimizer):
     """Steps with the gradients at a worse point nearby: it calls the closure twice."""
 
-    def __init__(self, params, lr=0.01, rho=0.05):
-        super().__init__(params, {"lr": lr, "rho": rho})
+    def __init__(self, params, lr=0.01, rho=0.05, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "rho": rho, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure):

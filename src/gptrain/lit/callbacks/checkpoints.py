@@ -130,6 +130,7 @@ class Checkpoints(Checkpoint):
 
     def _apply_changes(self, trainer: Trainer) -> None:
         """Gives the optimizer the new value of each option that was allowed to change."""
+        said: dict[str, None] = {}  # groups have most options alike
         for group, fresh in zip(
             trainer.optimizers[0].param_groups, trainer.strategy.fresh_options or [], strict=True
         ):
@@ -141,8 +142,9 @@ class Checkpoints(Checkpoint):
                 group[name] = now
                 if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
                     group["lr"] *= now / before if before else 1.0
-                if trainer.is_global_zero:
-                    log.info("%-9s optimizer.%s: %s before, %s now", "resume", key, before, now)
+                said[f"optimizer.{key}: {before} before, {now} now"] = None
+        for line in said if trainer.is_global_zero else ():
+            log.info("%-9s %s", "resume", line)
 
     def _follow_schedule(self, trainer: Trainer) -> None:
         """The next step's learning rate by the schedule of today: it follows the run's length."""

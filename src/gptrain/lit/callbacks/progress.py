@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
 from tqdm import tqdm
 
 LINES_IN_A_FILE = 20  # of the bar, where the output is no terminal
@@ -17,7 +18,12 @@ class ProgressBar(TQDMProgressBar):
 
     Args:
         epoch_batches: micro-batches of an epoch.
+
+    Attributes:
+        loss: of the last step that was logged; read from its device once.
     """
+
+    loss: Tensor | float | None = None
 
     def __init__(self, epoch_batches: int):
         rate = 1 if sys.stderr.isatty() else max(1, epoch_batches // LINES_IN_A_FILE)
@@ -32,4 +38,7 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer, pl_module) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        return metrics
+        if self.loss is None:
+            return metrics
+        self.loss = float(self.loss)
+        return {"train/loss": self.loss, **metrics}

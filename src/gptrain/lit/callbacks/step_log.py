@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Peak, find_peak, net_flops_per_token
@@ -85,7 +86,11 @@ class StepLog(Callback):
             return
         strategy.check_finite.resolve_pending()
         if loss is not None:
-            module.log("train/loss", mean_over_ranks(loss), prog_bar=True)
+            loss, bar = mean_over_ranks(loss), trainer.progress_bar_callback
+            if isinstance(bar, ProgressBar):
+                bar.loss = loss  # Lightning would read it from the device at every micro-batch
+            theirs = bar is not None and not isinstance(bar, ProgressBar)
+            module.log("train/loss", loss, prog_bar=theirs)
         metrics = {"lr": self.lr, STEP: float(step)}
         if strategy.grad_norm is not None:
             metrics["grad_norm"] = strategy.grad_norm

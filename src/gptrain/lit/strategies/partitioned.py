@@ -80,6 +80,14 @@ class Sharded(MeshStrategy):
         self.mesh, self.syncs_each = mesh, syncs_each
         self.data_group = mesh["data"].get_group()
 
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """One kernel over a whole group takes DTensors or tensors, not both."""
+        super().setup_optimizers(trainer)
+        beside = set(named_beside_net(self.lightning_module).values())
+        for group in self.optimizers[0].param_groups:
+            if 0 < sum(parameter in beside for parameter in group["params"]) < len(group["params"]):
+                group |= {key: False for key in ("foreach", "fused") if key in group}
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients are added up locally until an optimizer step's last micro-step."""

@@ -8,8 +8,8 @@ import shlex
 import sys
 from collections.abc import Callable
 
-import pytest
-from conftest import ROOT
+from tests.conftest import ROOT
+from tests.house.copies import copy_checkout, python
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -58,10 +58,6 @@ def exit_code(run: Callable[[], object]) -> int:
     return 0
 
 
-def test_the_readme_fits_on_two_hundred_lines():
-    assert len(README.splitlines()) <= 200
-
-
 def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     """In the order of the README: some go on with the run of the one before."""
     monkeypatch.chdir(tmp_path)
@@ -77,22 +73,23 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     assert exit_code(lambda: runpy.run_module(export[2], run_name="__main__")) == 0
 
 
-@pytest.fixture
-def own_files():
-    """The README's files in their places; taken away again."""
+def test_what_a_user_adds_runs_and_fails_no_test_but_those_of_this_folder(tmp_path):
+    """The four files as shown, a Makefile, and a README of one's own, in a copy."""
+    copy = copy_checkout(tmp_path / "copy")
     shown = re.findall(r"`((?:src|conf)/\S+\.(?:py|yaml))`\n```\w+\n(.*?)```", README, re.DOTALL)
     assert len(shown) == 4
     for name, text in shown:
-        assert not (ROOT / name).exists()
-        (ROOT / name).write_text(text)
-    yield
-    for name, _ in shown:
-        (ROOT / name).unlink()
-
-
-def test_a_model_and_a_dataset_of_ones_own_run_as_shown(own_files, monkeypatch, capfd):
+        assert not (copy / name).exists()
+        (copy / name).write_text(text)
+    (copy / "Makefile").write_text("train:\n\tpython train.py\n")
+    (copy / "README.md").write_text("# My project\n")
     (command,) = [command for command in TRAIN if "my_lstm" in command]
-    assert run_train(shlex.split(command)[2:], monkeypatch) == 0, capfd.readouterr()
+    run = python(copy, *small(shlex.split(command)[1:]))
+    assert run.returncode == 0, run.stderr
+    looking = ["tests/test_choices.py", "tests/test_front.py", "tests/test_own_classes.py"]
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "-k", "choice or help or ones_own"]
+    found = python(copy, "-m", "pytest", *looking, *options)
+    assert found.returncode == 0, found.stdout[-3000:]
 
 
 def test_every_other_command_is_known():

@@ -1,0 +1,130 @@
+"""What attacks have in common: a victim, payloads, the time that an answer may take."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from gptrain.config import ConfigError
+from gptrain.data import DataError
+from gptrain.models import SimpleGPT
+from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, read_manifest, seal
+from gptrain.resilience.store import CheckpointStore
+
+REFUSALS = (
+    ConfigError, DamagedCheckpoint, NoGoodCheckpoint, DataError, FileNotFoundError, ValueError
+)  # fmt: skip
+IN_TIME_S, RUN_S = 10, 120  # an answer; a run of a few steps on a loaded machine
+SIZES = {"vocab_size": 256, "d_model": 4, "n_heads": 1, "n_layers": 1, "max_seq_len": 32,
+         "dropout": 0.0, "activation": "gelu"}  # fmt: skip
+MODEL = {"_target_": "gptrain.models.SimpleGPT", **SIZES}
+DEEP = 100_000
+
+
+class Payload:
+    """Leaves a mark when it is unpickled freely."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {os.environ['MARK']}",)
+
+
+class Hung(BaseException):
+    """No answer in time; no Exception, which somebody could catch."""
+
+
+@contextmanager
+def in_time(seconds: int = IN_TIME_S) -> Iterator[None]:
+    """Raises Hung where the block takes longer."""
+
+    def ring(*_):
+        raise Hung(f"no answer in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def hashes(folder: Path) -> dict[str, tuple]:
+    return {
+        str(path): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in [folder, *sorted(folder.rglob("*"))]
+    }
+
+
+@contextmanager
+def victim_and_payloads(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """A folder with a victim's files and armed payloads; afterwards nothing has run or changed."""
+    mark, victim = tmp_path / "ran", tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    monkeypatch.setenv("MARK", str(mark))
+    torch.save(Payload(), tmp_path / "evil.pt")
+    code = "import os\nos.system('touch $MARK')\nfrom torch import nn\nclass Net(nn.Module): ...\n"
+    for name in ("evilpkg.py", "hubconf.py", "sitecustomize.py", "old/__init__.py", "old/evil.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("BROWSER", "touch $MARK %s")
+    before = hashes(victim)
+    yield tmp_path
+    assert not mark.exists() and hashes(victim) == before
+
+
+def refused(call: Callable[[], object]) -> str:
+    """The one line of a refusal that came in time."""
+    with in_time(), pytest.raises(REFUSALS) as caught:
+        call()
+    if type(caught.value) is ValueError:
+        assert "does not fit the net" in str(caught.value)
+    lines = str(caught.value).splitlines()
+    assert len(lines) <= 3 and all(len(line) < 1000 for line in lines), lines
+    return lines[0]
+
+
+def plant(folder: Path, state: object = None, **changes: object) -> Path:
+    """A sealed checkpoint whose file holds a state (or these bytes); entries of its manifest."""
+    store = CheckpointStore(folder / "checkpoints", "run")
+    folder.mkdir(exist_ok=True)
+    with store.writing(1) as draft, draft.open("state.ckpt") as file:
+        if isinstance(state, bytes):
+            file.write(state)
+        else:
+            torch.save({"state_dict": SimpleGPT(**SIZES).state_dict()} if state is None else state,
+                       file)  # fmt: skip
+    path = store.newest()
+    (path / "manifest.json").write_bytes(seal(read_manifest(path) | changes))
+    return path
+
+
+def config(folder: Path, content: object) -> Path:
+    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
+    text = content if isinstance(content, str) else yaml.safe_dump(content)
+    (folder / ".hydra" / "config.yaml").write_text(text)
+    return folder
+
+
+def fill(folder: Path, files: dict[str, bytes | str]) -> Path:
+    """A folder with these files; a text: a pipe, or a link to that device."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        content = content() if callable(content) else content
+        if content == "pipe":
+            os.mkfifo(folder / name)
+        elif isinstance(content, str):
+            (folder / name).symlink_to(content)
+        else:
+            (folder / name).write_bytes(content)
+    return folder

@@ -1,0 +1,32 @@
+"""Strategies of several ranks, tried on one: they start, and compute what a single device does."""
+
+import pytest
+import runs as claims
+import torch
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+ALL = ["single", "fsdp", "tensor_parallel", "pipeline"]
+
+
+def on_one(runs, name, accelerator, *words):
+    return runs(f"strategy={name}", f"trainer.accelerator={accelerator}", *words)
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("name", ALL)
+def test_one_rank_computes_what_a_single_device_does(name, accelerator, runs):
+    run, truth = on_one(runs, name, accelerator), claims.plain(runs, "single")
+    rtol = claims.RTOL if accelerator == "cpu" else 1e-4  # other kernels, other sums
+    claims.check_close(run.column("train/loss"), truth.column("train/loss"), rtol)
+    claims.check_close(run.column("val/loss"), truth.column("val/loss"), rtol)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("compile", ["none", "blocks"])
+@pytest.mark.parametrize("name", ALL)
+def test_bf16_on_a_gpu_trains_close_to_fp32(name, compile, runs):
+    words = ("trainer.precision=bf16-mixed", f"model.compile={compile}")
+    run, truth = on_one(runs, name, "cuda", *words), claims.plain(runs, "single")
+    # 8 bits of mantissa
+    claims.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-2)

@@ -1,0 +1,307 @@
+"""Somebody else's run folder: nothing of it runs, nothing outside is changed, nothing hangs.
+
+Each attack goes in where a user would let it in, and is answered in time by one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import yaml
+
+import gptrain
+from gptrain.models import SimpleGPT
+from tests.strangers import (
+    DEEP,
+    MODEL,
+    RUN_S,
+    config,
+    fill,
+    in_time,
+    plant,
+    refused,
+    victim_and_payloads,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path, monkeypatch):
+    with victim_and_payloads(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+def test_the_payloads_are_armed(world):
+    torch.load(world / "evil.pt", weights_only=False)
+    (world / "ran").unlink()
+
+
+# A. An old run's overrides, through from_run
+
+EVAL = r"'\${oc.create:\"{_target_: torch.load, weights_only: false, f: evil.pt}\"}'"
+HUB = r"'\${oc.create:\"{_target_: torch.hub.load, source: local, repo_or_dir: ., model: x}\"}'"
+PIPES = "{_target_: torch.utils.data.datapipes.iter.FileOpener, datapipe: [pipe]}"
+OVERRIDES = {
+    "e01": [f"data.train.seed={EVAL}"],
+    "e02": [f"data.train.seed={HUB}"],
+    "unescaped": [f"data.train.seed={EVAL}".replace("\\$", "$")],
+    "d01": ["+callbacks.x={_target_: os.system, command: touch $MARK}"],
+    "d02": ["+callbacks.x={_target_: torch.os.system, command: touch $MARK}"],
+    "e03": ["model={_target_: torch.load, f: evil.pt, weights_only: false}"],
+    "g01b": ["allowed_targets=[distutils]", "+data.test={_target_: distutils.spawn.spawn}"],
+    "g10": ["allowed_targets=[antigravity]", "model._target_=antigravity.fly"],
+    "f06": ["allowed_targets=[evilpkg]", "model._target_=evilpkg.Net"],
+    "own": ["model._target_=old.evil.Net"],
+    "g06": ["+data.test={_target_: gptrain.resilience.fileops.remove_tree, path: victim}"],
+    "write": ["+data.test={_target_: gptrain.export.files.write_json, path: victim/kept}"],
+    "g05": ["model=evil", "hydra.searchpath=[file://.]"],
+    "file": ["+experiment=../../old/evil"],
+    "web": ["+data.test={_target_: lightning.pytorch.demos.transformer.WikiText2}"],
+    "datapipe": [f"+data.test={{_target_: torch.utils.data.ConcatDataset, datasets: {PIPES}}}"],
+    "dirpath": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "
+                "dirpath: victim, every_n_train_steps: 1}"],
+    "nested": ["+callbacks.x={_target_: torch.nn.Identity, y: {_target_: torch.load}}"],
+    "indirect": ["+model.y={_target_: os.system}", "data.test=${model.y}"],
+    "sweep": ["seed=1,2"],
+    "doubling": ["+data.a0=xxxxxxxxxx", *(f"+data.a{i}=${{data.a{i - 1}}}${{data.a{i - 1}}}"
+                                          for i in range(1, 40))],
+    "key": ["+data.train.${oc.env:HOME}=1"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def old(world) -> Callable[[object], str]:
+    """Writes .hydra/overrides.yaml of a stranger's run; the word that takes it up."""
+
+    def write(content: object) -> str:
+        (world / "old" / ".hydra").mkdir()
+        path = world / "old" / ".hydra" / "overrides.yaml"
+        if content == "pipe":
+            os.mkfifo(path)
+        elif str(content).startswith("/dev"):
+            path.symlink_to(content)
+        else:
+            path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        return f"from_run={world / 'old'}"
+
+    return write
+
+
+@pytest.mark.parametrize("attack", OVERRIDES)
+def test_an_old_runs_overrides_are_data(attack, old, train):
+    word = old(OVERRIDES[attack])
+    with in_time(RUN_S):
+        run = train(word, "trainer.fast_dev_run=true", tiny=False)
+    assert run.code in (2, 65) and "Traceback" not in run.err, run.err
+    assert run.err.startswith("error: ") and not run.folder.exists()
+
+
+UNREADABLE = {
+    "pipe": "pipe", "device": "/dev/zero", "mapping": "a: b", "numbers": "[1, 2]", "torn": "- [x",
+    "deep": "[" * DEEP, "aliases": "- &a [x]\n- [*a, *a]", "tag": "!!python/object/apply:os.getcwd",
+    "bytes": "\x00\x01", "many": "- seed=1\n" * 200_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", UNREADABLE)
+def test_overrides_that_cannot_be_read_are_refused_and_not_trained_as_the_default(
+    attack, old, train
+):
+    word = old(UNREADABLE[attack])
+    with in_time():
+        run = train(word, "trainer.fast_dev_run=true")
+    assert run.code == 65 and run.err.count("\n") == 1, run.err
+    assert not run.folder.exists()
+
+
+def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, train):
+    victim = world / "victim"
+    word = old([
+        f"hydra.job.env_set.PYTHONPATH={world}", f"hydra.run.dir={victim}/run",
+        f"hydra.job_logging.handlers.file.filename={victim}/kept", f"output_dir={victim}",
+        "+hydra.callbacks.x={_target_: os.system}", "+logger.x={_target_: os.system}",
+        "profiler={_target_: os.system}", f"run_dir={victim}/x", "hydra/launcher=submitit_slurm",
+        f"+data.cache_dir={victim}/cache",
+        "hydra.mode=MULTIRUN", "seed=7",
+    ])  # fmt: skip
+    with in_time(RUN_S):
+        run = train(word, "trainer.fast_dev_run=true")
+    assert run.code == 0, run.err
+    assert "PYTHONPATH" not in os.environ or str(world) not in os.environ["PYTHONPATH"]
+    assert "seed: 7" in (run.folder / ".hydra" / "config.yaml").read_text()
+
+
+def test_an_export_takes_no_right_from_the_old_run(old, monkeypatch, capfd):
+    from gptrain.export.command import main
+
+    word = old(["allowed_targets=[antigravity]", "model._target_=antigravity.fly"])
+    monkeypatch.setattr("sys.argv", ["export", word])
+    with in_time(), pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2 and capfd.readouterr().err.startswith("error: from_run=")
+
+
+# B. gptrain.load of a folder
+
+
+def create(target: str) -> str:
+    return "${oc.create:'" + target + "'}"
+
+
+EVIL = "{_target_: torch.load, weights_only: false, f: evil.pt}"
+IDENTITY = "torch.nn.Identity"
+CONFIGS = {
+    "f01": {"model": {"_target_": "os.system", "command": "touch $MARK"}},
+    "f02": {"model": {"_target_": IDENTITY, "x": {"_target_": "torch.load", "f": "evil.pt"}}},
+    "f03": {"model": {"_target_": IDENTITY, "x": create(EVIL)}},
+    "f04": {"model": {"_target_": IDENTITY, "x": "${oc.decode:${s}}"}, "s": EVIL},
+    "f04b": {"model": {"_target_": IDENTITY, "x": "${oc.create:${s}}"}, "s": EVIL},
+    "f05": {"model": "${evil}", "evil": {"_target_": "os.system", "command": "touch $MARK"}},
+    "f05b": {"model": {"_target_": "${s}", "f": "evil.pt", "weights_only": False},
+             "s": "torch.load"},
+    "f06": {"model": {"_target_": "evilpkg.Net"}, "allowed_targets": ["evilpkg"]},
+    "f07": {"model": {"_target_": "antigravity.fly"}, "allowed_targets": ["antigravity"]},
+    "f08": {"model": {"_target_": "torchmetrics.image.fid.FrechetInceptionDistance"}},
+    "f09": {"model": {"_target_": "torchmetrics.text.BERTScore", "model_name_or_path": "x/y"}},
+    "f14": {"model": {"_target_": IDENTITY, "x": "${oc.env:HOME}"}},
+    "own": {"model": {"_target_": "old.evil.Net"}},
+    "method": {"model": {"_target_": "gptrain.models.SimpleGPT.__init__"}},
+    "loader": {"model": {"_target_": "lightning.pytorch.LightningModule.load_from_checkpoint"}},
+    "list": [1, 2], "no model": {"seed": 1}, "model is a list": {"model": [1]},
+    "no target": {"model": {"d_model": 4}},
+    "f10": {"model": MODEL | {"d_model": 10**9}},
+    "huge": {"model": MODEL | {"d_model": 10**30}},
+    "wrong": {"model": MODEL | {"d_model": "many"}},
+    "argument": {"model": MODEL | {"nosuch": 1}},
+    "monitor": {"model": MODEL, "checkpoint": {"monitor": [1], "mode": "sideways"}} | {
+        "seed": create(EVIL)},
+    "f12": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
+        for a, b in zip("abcdefghi", "bcdefghij", strict=True)) + "model: {_target_: x, y: *j}\n",
+    "f13": "model: !!python/object/apply:os.system ['touch $MARK']\n",
+    "f15": "model: " + "[" * DEEP,
+    "f15b": "model: {_target_: torch.nn.Identity, x: " + "[" * 150 + "]" * 150 + "}",
+    "doubling": "a0: xxxxxxxxxx\n" + "".join(f"a{i}: ${{a{i - 1}}}${{a{i - 1}}}\n"
+                for i in range(1, 40)) + "model: {_target_: torch.nn.Identity, x: '${a39}'}\n",
+    "relative": "a0: {v: xxxxxxxxxx}\n" + "".join(
+        f"a{i}: {{v: ['${{..a{i - 1}.v}}', '${{..a{i - 1}.v}}']}}\n" for i in range(1, 40))
+        + "model: {_target_: torch.nn.Identity, x: '${a39}'}\n",
+    "loop": {"model": {"_target_": IDENTITY, "x": "${model.y}", "y": "${model.x}"}},
+}  # fmt: skip
+
+
+def test_a_run_as_it_should_be_loads(world):
+    plant(world / "old")
+    assert isinstance(gptrain.load(config(world / "old", {"model": MODEL})), SimpleGPT)
+
+
+@pytest.mark.parametrize("attack", CONFIGS)
+def test_the_config_of_a_folder_is_data(attack, world):
+    plant(world / "old")
+    folder = config(world / "old", CONFIGS[attack])
+    refused(lambda: gptrain.load(folder))
+
+
+@pytest.mark.parametrize("attack", ["f01", "f02", "f03", "f06", "f14", "f15b", "wrong"])
+def test_so_is_the_model_in_a_file_that_lightning_saved(attack, world):
+    content = CONFIGS[attack]
+    model = (yaml.safe_load(content) if isinstance(content, str) else content)["model"]
+    torch.save({"state_dict": {}, "model": model}, world / "x.ckpt")
+    refused(lambda: gptrain.load(world / "x.ckpt"))
+
+
+@pytest.mark.parametrize("content", ["pipe", "/dev/zero"])
+def test_a_config_that_is_no_file_is_not_waited_for(content, world, old):
+    plant(world / "old")
+    old([])
+    path = world / "old" / ".hydra" / "config.yaml"
+    os.mkfifo(path) if content == "pipe" else path.symlink_to(content)
+    refused(lambda: gptrain.load(world / "old"))
+
+
+def test_code_that_came_with_a_run_into_the_checkout_is_not_ours(world, old, train, monkeypatch):
+    from gptrain.config import trust
+
+    plant(world / "old")
+    monkeypatch.setattr(trust, "PROJECT", world)
+    assert trust.is_own("old") and not trust.is_own("old", world / "old")
+    assert train(old(["model._target_=old.evil.Net"]), tiny=False).code == 2
+    refused(lambda: gptrain.load(config(world / "old", CONFIGS["own"])))
+
+
+# E. Run folders
+
+
+FOLDERS = {name: {name: "../victim/kept"} for name in (".lock", "train.log", "status.json")}
+FOLDERS |= {f"{name} pipe": {name: "pipe"} for name in (".lock", "train.log", "status.json")}
+FOLDERS |= {
+    "r03": {".hydra/config.yaml": "../../victim/kept"}, "hydra": {".hydra": "../victim"},
+    "beats": {".beats": "../victim"}, "result": {"result.json": "../victim/kept"},
+    "r08": {".lock": b"[1]", "status.json": b"[1]", ".restarts": b"[1]"},
+    "r07": {".lock": b'{"run_id": 5}', ".restarts": b"{"}, "deep": {".lock": b"[" * DEEP},
+    "r13": {f"checkpoints/.{kind}-step-00000001": "../../victim" for kind in ("trash", "draft")},
+    "r05": {"checkpoints/.old-step-00000001": "../../victim"},
+    "events": {"tensorboard": "../victim", "metrics.csv": "../victim/kept"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", FOLDERS)
+def test_a_run_writes_and_removes_nothing_through_a_link(attack, world, train):
+    for name in FOLDERS[attack]:
+        (world / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+    fill(world / "run", FOLDERS[attack])
+    with in_time(RUN_S):
+        run = train("trainer.max_steps=1", "ckpt_path=last", "logger=csv", "callbacks=none")
+    assert run.code in (0, 65, 73) and "Traceback" not in run.err, run.err
+    assert run.err.count("error: ") == bool(run.code), run.err
+
+
+# One's own
+
+
+MINE = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, vocab_size, width):
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens))
+"""
+
+
+@pytest.mark.parametrize("home", ["checkout", "elsewhere"])
+def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, capfd):
+    from gptrain.config import trust
+    from gptrain.export.command import main
+
+    (world / "lab.py").write_text(MINE)
+    (world / "conf" / "model").mkdir(parents=True)
+    (world / "conf" / "model" / "lab.yaml").write_text(
+        "_target_: lab.Net\nvocab_size: 256\nwidth: 4\n"
+    )
+    if home == "checkout":
+        monkeypatch.setattr(trust, "PROJECT", world)
+    allowed = ["lab"] if home == "elsewhere" else []
+    typed = ["--config-dir", "conf", *(f"allowed_targets=[{name}]" for name in allowed)]
+    small = ["model=lab", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
+             "trainer.max_steps=1", "trainer.limit_val_batches=1", "logger=none"]  # fmt: skip
+    with in_time(RUN_S):
+        first = train(*typed, *small, tiny=False)
+        assert first.code == 0 and not first.err, first.err
+        old = f"from_run={first.folder}"
+        assert train(*typed, old, "task=test", name="test", tiny=False).code == 0
+        more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
+        assert more.code == 0 and "warning" not in more.err, more.err
+        assert type(gptrain.load(first.folder, allowed_targets=allowed)).__name__ == "Net"
+        monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code, capfd.readouterr().err
+    if home == "elsewhere":
+        refused(lambda: gptrain.load(first.folder))

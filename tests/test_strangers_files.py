@@ -1,0 +1,331 @@
+"""Somebody else's checkpoints, weights, tokens: only tensors and plain values are taken of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import gptrain
+from gptrain.assemble.weights import load_weights
+from gptrain.data import TextDataset, TokenDataset
+from gptrain.data.cache import PreparedText
+from gptrain.data.tokenizers import load_tokenizer
+from gptrain.models import SimpleGPT
+from gptrain.resilience.manifest import read_manifest, seal
+from tests.strangers import (
+    DEEP,
+    MODEL,
+    RUN_S,
+    SIZES,
+    Payload,
+    config,
+    fill,
+    in_time,
+    plant,
+    refused,
+    victim_and_payloads,
+)  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(autouse=True)
+def world(tmp_path, monkeypatch):
+    with victim_and_payloads(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+# C. Checkpoints
+
+
+def archive(**members: bytes) -> bytes:
+    """What torch.save writes, with these members."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as file:
+        for name, content in {"data.pkl": b"\x80\x02}.", "version": b"3\n", **members}.items():
+            file.writestr(f"x/{name}", content)
+    return buffer.getvalue()
+
+
+def saved(state: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def bomb() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        with file.open("x/data.pkl", "w") as member:
+            for _ in range(64):
+                member.write(bytes(2**20))
+        file.writestr("x/version", "3\n")
+    return buffer.getvalue()
+
+
+def expanded() -> dict:
+    state = SimpleGPT(**SIZES).state_dict()
+    return {name: torch.zeros(1).expand(2**40) for name in state}
+
+
+FILES = {
+    "k01": lambda: saved({"state_dict": Payload()}),
+    "k05": lambda: pickle.dumps(Payload(), protocol=2),
+    "legacy": lambda: pickle.dumps([Payload()], protocol=4),
+    "k06": bomb,
+    "z03": lambda: b"\x80\x02" + b"(" * 60_000_000 + b".",
+    "z03b": lambda: archive(**{"data.pkl": b"\x80\x02" + b"(" * 60_000_000 + b"."}),
+    "z04": lambda: archive(**{"data.pkl": b"\x80\x02]" + b"U\x01xa" * 5_000_000 + b"."}),
+    "k09": lambda: saved({"state_dict": expanded()}),
+    "empty": lambda: b"",
+    "list": lambda: saved([1, 2]),
+    "no tensors": lambda: saved({"state_dict": {"a": "b"}, "callbacks": 5}),
+    "callbacks": lambda: saved({"state_dict": 5, "callbacks": [1]}),
+    "deep": lambda: archive(**{"data.pkl": b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", FILES)
+def test_a_sealed_checkpoint_and_a_bare_file_hold_tensors_or_are_refused(attack, world):
+    content = FILES[attack]()
+    plant(world / "old", content)
+    (world / "x.ckpt").write_bytes(content)
+    folder = config(world / "old", {"model": MODEL})
+    refused(lambda: gptrain.load(folder))
+    for source in (world / "old", world / "x.ckpt"):
+        refused(lambda source=source: load_weights(SimpleGPT(**SIZES), source))
+
+
+MANIFESTS = {
+    "k11": {"files": {"../../../proc/self/mem": {"bytes": 1, "sha256": ""}}},
+    "k12": {"files": {f"f{i}": {"bytes": 1, "sha256": ""} for i in range(150_000)}},
+    "k13": {"step": "1"}, "k13b": {"run_id": 5}, "k14": {"files": [1]}, "k16": {"files": {"f": {}}},
+    "k17": {"step": 2**70}, "kind": {"kind": "other"}, "metrics": {"metrics": {"val/loss": [1]}},
+    "sharded": {"kind": "sharded"}, "step": {"step": 2}, "format": {"format": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", MANIFESTS)
+def test_a_manifest_of_any_content_is_judged(attack, world):
+    path = plant(world / "old", **MANIFESTS[attack])
+    folder = config(world / "old", {"model": MODEL})
+    refused(lambda: gptrain.load(folder))
+    refused(lambda: gptrain.load(path))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.ckpt"])
+@pytest.mark.parametrize("attack", ["pipe", "/dev/zero", "/proc/self/mem", "deep"])
+def test_a_file_of_a_checkpoint_is_a_regular_one(attack, name, world):
+    file = plant(world / "old") / name
+    file.unlink()
+    if attack == "pipe":
+        os.mkfifo(file)
+    elif attack == "deep":
+        file.write_bytes(b"[" * DEEP)
+    else:
+        file.symlink_to(attack)
+    folder = config(world / "old", {"model": MODEL})
+    refused(lambda: gptrain.load(folder))
+
+
+@pytest.mark.parametrize("attack", ["k01", "z03", "k09", "callbacks", "k13", "k16", "pipe"])
+def test_a_run_that_goes_on_from_them_ends_in_one_line(attack, world, train):
+    folder = world / "run"
+    path = plant(folder, FILES[attack]() if attack in FILES else None, **MANIFESTS.get(attack, {}))
+    if attack == "pipe":
+        (path / "manifest.json").unlink()
+        os.mkfifo(path / "manifest.json")
+    with in_time(RUN_S):
+        run = train("ckpt_path=last", "allow_changes=[model,data,seed,module,optimizer,scheduler]")
+    assert run.code == 65 and "Traceback" not in run.err and "error: " in run.err, run.err
+
+
+def sharded(folder: Path, change: Callable[[Path], None]) -> Path:
+    """A sealed folder of torch.distributed.checkpoint, changed."""
+    draft = folder / "draft"
+    dcp.save({"net": SimpleGPT(**SIZES).state_dict()}, checkpoint_id=draft)
+    change(draft)
+    path = plant(folder, kind="sharded")
+    (path / "state.ckpt").unlink()
+    entries = {}
+    for file in sorted(draft.iterdir()):
+        content = file.read_bytes()
+        (path / file.name).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        entries[file.name] = {"bytes": len(content), "sha256": digest}
+    (path / "manifest.json").write_bytes(seal(read_manifest(path) | {"files": entries}))
+    return path
+
+
+def index(change: Callable[[object], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        (folder / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata))
+
+    return apply
+
+
+def everywhere(**changes: object) -> Callable[[Path], None]:
+    def change(metadata: object) -> None:
+        for entry in metadata.storage_data.values():
+            for key, value in changes.items():
+                object.__setattr__(entry, key, value)
+
+    return index(change)
+
+
+def raw_index(content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / ".metadata").write_bytes(content) and None
+
+
+def as_bytes(metadata: object) -> None:
+    for name in metadata.state_dict_metadata:
+        metadata.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
+    metadata.storage_data = {dcp.metadata.MetadataIndex(i.fqn): e
+                             for i, e in metadata.storage_data.items()}  # fmt: skip
+
+
+def evil_shards(folder: Path) -> None:
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(saved(Payload()))
+    everywhere(offset=0, length=10_000)(folder)
+
+
+def evil_values(folder: Path) -> None:
+    evil_shards(folder)
+    index(as_bytes)(folder)
+
+
+DOTTED = b"_get_layout.__globals__.__class__"
+DOTTED = b"\x80\x04\x8c\x13torch.serialization\x8c" + bytes([len(DOTTED)]) + DOTTED + b"\x93."
+SHARDS = {
+    "dcp01": index(lambda _: Payload()),
+    "dcp02": raw_index(DOTTED),
+    "dcp03": raw_index(b"cos\nsystem\n(S'touch $MARK'\ntR."),
+    "dcp04": index(lambda _: Path("victim/kept")),
+    "dcp05": evil_values,
+    "dcp06": evil_shards,
+    "dcp07": everywhere(transform_descriptors=["zstd"]),
+    "dcp08": everywhere(relative_path="../../../victim/kept"),
+    "dcp09": everywhere(relative_path=".."),
+    "dcp10": everywhere(relative_path=5),
+    "dcp11": index(lambda metadata: setattr(metadata, "storage_data", [1, 2])),
+    "offset": everywhere(offset=-5, length="x"),
+    "state": index(lambda metadata: setattr(metadata, "state_dict_metadata", None)),
+    "empty": raw_index(b""),
+    "deep": raw_index(b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."),
+}
+
+
+@pytest.mark.parametrize("attack", SHARDS)
+def test_shards_are_tensors_and_their_index_is_data(attack, world):
+    sharded(world / "old", SHARDS[attack])
+    folder = config(world / "old", {"model": MODEL})
+    refused(lambda: gptrain.load(folder))
+
+
+def test_shards_as_they_should_be_load(world):
+    sharded(world / "old", lambda _: None)
+    assert isinstance(gptrain.load(config(world / "old", {"model": MODEL})), SimpleGPT)
+
+
+# D. Weights in the layout of Hugging Face, tokens, tokenizers
+
+
+def header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
+
+
+def tensor_header(n: int, shape: str) -> bytes:
+    entry = b'{"dtype":"F32","shape":%s,"data_offsets":[0,0]}' % shape.encode()
+    return header(b"{" + b",".join(b'"t%d":%s' % (i, entry) for i in range(n)) + b"}")
+
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = {
+    "h01": {"model.safetensors": (2**60).to_bytes(8, "little")},
+    "h03": {"model.safetensors": lambda: tensor_header(1_200_000, "[0]")},
+    "h04": {"model.safetensors": tensor_header(1, f"[{2**40}, {2**40}]")},
+    "h05": {INDEX: b'{"weight_map": {"a": "../../../etc/hostname"}}'},
+    "h05b": {INDEX: b'{"weight_map": {"a": "/etc/hostname.safetensors"}}'},
+    "h06": {INDEX: json.dumps({"weight_map": {"a": INDEX}}).encode()},
+    "h07": {INDEX: b"[" * DEEP},
+    "types": {INDEX: b'{"weight_map": {"a": 5, "b": [1]}}'},
+    "h08": {"model.safetensors": "pipe"}, "h09": {INDEX: "pipe"},
+    "h09b": {INDEX: b'{"weight_map": {"a": "p.safetensors"}}', "p.safetensors": "pipe"},
+    "zero": {"model.safetensors": "/dev/zero"}, "index": {INDEX: "/dev/zero"},
+}  # fmt: skip
+CONFIG_JSON = {
+    "h10": b"[1]", "h10b": b'{"n_layer": "x", "n_head": []}', "h10c": b"[" * DEEP,
+    "h10d": "/dev/zero", "h10e": "pipe", "h10f": b'{"n_layer": 1e400}',
+}  # fmt: skip
+WEIGHTS |= {
+    name: {"model.safetensors": header(b"{}"), "config.json": content}
+    for name, content in CONFIG_JSON.items()
+}
+
+
+@pytest.mark.parametrize("attack", WEIGHTS)
+def test_a_folder_of_weights_is_data(attack, world):
+    folder = fill(world / "hf", WEIGHTS[attack])
+    refused(lambda: load_weights(SimpleGPT(**SIZES), folder))
+
+
+def prepared(**changes: object) -> bytes:
+    entry = {"size_bytes": 4, "mtime_ns": 1, "sha256": hashlib.sha256(b"kept").hexdigest()}
+    files = {"train.bin": entry, "val.bin": entry}
+    return json.dumps({"vocab_size": 256, "dtype": "uint16", "files": files} | changes).encode()
+
+
+KEPT = "../victim/kept"
+CACHES = {
+    "t07": {"manifest.json": b"{}"}, "t07b": {"manifest.json": b"[]"},
+    "deep": {"manifest.json": b"[" * DEEP}, "fifo": {"manifest.json": "pipe"},
+    "t08": {"manifest.json": prepared(), "train.bin": "/dev/zero", "val.bin": "/dev/zero"},
+    "t08b": {"manifest.json": prepared(), "train.bin": "pipe", "val.bin": "pipe"},
+    "t09": {"manifest.json": prepared(), "train.bin": KEPT, "val.bin": KEPT},
+    "t09b": {"manifest.json": prepared(files={"/etc/hostname": {}, "../victim/kept": {}})},
+    "none": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", CACHES)
+def test_prepared_text_of_a_stranger_stays_in_its_folder(attack, world):
+    folder = fill(world / "cache", CACHES[attack])
+    refused(lambda: PreparedText.load(folder))
+    refused(lambda: TextDataset(PreparedText(folder, 256, "uint16"), "train", 8))
+    refused(lambda: TokenDataset(folder / "train.bin", 8, "uint16"))
+
+
+TOKENS = {
+    "t01": (20240520, 1, 2**31 - 1), "t02": (20240520, 1, -5), "version": (20240520, 9, 1),
+    "magic": (5, 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", [*TOKENS, "pipe", "/dev/zero"])
+def test_token_files_of_a_stranger_are_data(attack, world):
+    content: bytes | str = attack
+    if attack in TOKENS:
+        words = [*TOKENS[attack], *[0] * 253]
+        content = b"".join(word.to_bytes(4, "little", signed=True) for word in words) + bytes(64)
+    file = fill(world / "tokens", {"x.bin": content}) / "x.bin"
+    refused(lambda: TokenDataset(file, 8, vocab_size=256))
+
+
+@pytest.mark.parametrize("content", [b"[" * DEEP, b"{}", b'{"model": {"vocab": 5}}', "pipe",
+                                     "/dev/zero", b'{"type": "bytes"'])  # fmt: skip
+def test_a_tokenizer_of_a_stranger_is_data(content, world):
+    folder = fill(world / "tok", {"tokenizer.json": content})
+    refused(lambda: load_tokenizer(folder))
+    refused(lambda: load_tokenizer(folder / "tokenizer.json"))
