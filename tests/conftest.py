@@ -55,10 +55,11 @@ EXTRAS = ("hypothesis", "safetensors", "transformers", "wandb")
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Three files at a time where pytest-xdist is there and nothing else was typed."""
-    if config.pluginmanager.has_plugin("xdist") and config.option.numprocesses is None:
-        if not config.option.usepdb and not config.option.collectonly:
-            config.option.numprocesses, config.option.dist = 3, "loadgroup"
-            config.option.loadscopereorder = False
+    option = config.option
+    if not config.pluginmanager.has_plugin("xdist") or option.numprocesses is not None:
+        return
+    if not option.usepdb and not option.collectonly:
+        option.numprocesses, option.dist, option.loadscopereorder = 3, "loadgroup", False
 
 
 class NeedsExtra(pytest.Module):
