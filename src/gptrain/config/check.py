@@ -72,22 +72,16 @@ def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
     try:
         run = Config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), schema)
     except (OmegaConfBaseException, RecursionError) as error:
-        key, wrong = getattr(error, "full_key", None) or "", "cannot be resolved"
-        if isinstance(error, MissingMandatoryValue):
-            return Config(
-                {}, schema, [Problem(key, None, "required and not set", "", f"{key}=...")]
-            )
-        return Config({}, schema, [Problem(key, None, f"{wrong}: {str(error).splitlines()[0]}")])
-    for rule in (find_wrong, check_sizes, check_batch, check_length, check_strategy, check_start):
+        key, wrong = getattr(error, "full_key", None) or "", str(error).splitlines()[0]
+        is_unset = isinstance(error, MissingMandatoryValue)
+        wrong = "required and not set" if is_unset else f"cannot be resolved: {wrong}"
+        return Config({}, schema, [Problem(key, None, wrong)])
+    run.add(find_wrong_values(run.values, schema))
+    for rule in (check_sizes, check_batch, check_length, check_strategy, check_start):
         run.add(rule(run))
     if (world_size := find_world_size(run)) is not None:
         run.add(check_world(run, world_size))
     return run
-
-
-def find_wrong(run: Config) -> Iterator[Problem]:
-    """Each value by itself."""
-    return find_wrong_values(run.values, run.schema)
 
 
 def count_devices(value: Any) -> int | None:

@@ -189,23 +189,17 @@ def compose_command(overrides: list[str]) -> DictConfig:
 
 def help_text(usage: str) -> str:
     """What to type, every choice of every group, and where the keys are."""
-    groups = sorted(path for path in Path(CONF).iterdir() if list(path.glob("*.yaml")))
-    choices = [
-        f"  {group.name:17}{' '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
-        for group in groups
-    ]
-    return "\n".join(
-        [
-            usage.strip(),
-            "",
-            *choices,
-            "  hydra/launcher   basic submitit_local submitit_slurm",
-            "",
-            "  --cfg job        shows the composed config         -m           runs a sweep",
-            "  --info defaults  shows how it was composed         debug=true   shows tracebacks",
-            "  conf/            every key with its default, types in src/gptrain/config/schema.py",
-        ]
-    )
+    choices = ""
+    for group in sorted({file.parent for file in Path(CONF).glob("*/*.yaml")}):
+        names = " ".join(sorted(file.stem for file in group.glob("*.yaml")))
+        choices += f"  {group.name:17}{names}\n"
+    return f"""{usage.strip()}
+
+{choices}  hydra/launcher   basic submitit_local submitit_slurm
+
+  --cfg job        shows the composed config         -m           runs a sweep
+  --info defaults  shows how it was composed         debug=true   shows tracebacks
+  conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
 
 
 def table(outcomes: list[Outcome]) -> list[str]:

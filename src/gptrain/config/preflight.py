@@ -187,12 +187,9 @@ def _check_keywords(
         parameters = list(inspect.signature(found).parameters.values())
     except (ValueError, TypeError):
         return  # written in C, without one
-    named = {
-        one.name: one
-        for one in parameters
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    }
-    named = dict(list(named.items())[SUPPLIED.get(place, 0) :])
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ours = SUPPLIED.get(place, 0)
+    named = {one.name: one for one in [p for p in parameters if p.kind in kinds][ours:]}
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     unknown = given.keys() - OURS.get(place, set()) - named.keys()
     for key in sorted(unknown) if not takes_any else ():
@@ -204,10 +201,8 @@ def _check_keywords(
         return
     for name, one in named.items():
         if one.default is one.empty and name not in given:
-            attempt = f"+{place}.{name}=<value>"
-            yield Problem(
-                f"{place}.{name}", None, f"{found.__qualname__} needs it", attempt=attempt
-            )
+            wrong, key = f"{found.__qualname__} needs it", f"{place}.{name}"
+            yield Problem(key, None, wrong, attempt=f"+{key}=<value>")
 
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
