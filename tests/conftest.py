@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,40 @@ with suppress(ImportError):  # an extra
     # No deadlines: a busy machine is no fault. No folder of examples in the checkout.
     hypothesis.settings.register_profile("suite", deadline=None, database=None)
     hypothesis.settings.load_profile("suite")
+
+
+# Packages of the extra `dev` that files of tests import at their head.
+EXTRAS = ("hypothesis", "safetensors", "transformers", "wandb")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Three files at a time where pytest-xdist is there and nothing else was typed."""
+    option = config.option
+    if not config.pluginmanager.has_plugin("xdist") or option.numprocesses is not None:
+        return
+    if not option.usepdb and not option.collectonly:
+        option.numprocesses, option.dist, option.loadscopereorder = 3, "loadgroup", False
+
+
+class NeedsExtra(pytest.Module):
+    """A file of tests that is skipped for want of a package."""
+
+    missing = ""
+
+    def collect(self) -> list:
+        pytest.skip(f"needs {self.missing}: pip install -e '.[dev]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> object:
+    text = module_path.read_text()
+    imported = (name for name in EXTRAS if f"\nimport {name}" in text or f"\nfrom {name}" in text)
+    missing = [name for name in imported if find_spec(name) is None]
+    if not missing:
+        return None
+    found = NeedsExtra.from_parent(parent, path=module_path)
+    found.missing = ", ".join(missing)
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -84,6 +84,17 @@ def test_a_value_that_would_run_a_resolver_is_refused(value):
         trust.plain({"a": "b", "model": {"x": [value]}})
 
 
+def test_references_that_double_again_and_again_are_refused_before_they_do(stranger):
+    bomb = {f"k{i}": f"${{k{i + 1}}}${{k{i + 1}}}" for i in range(60)} | {"k60": "x"}
+    typed = [f"+data.{k}={v.replace('{k', '{data.k')}" for k, v in bomb.items()]
+    nodes = {f"k{i}": {"a": f"${{k{i + 1}}}", "b": f"${{k{i + 1}}}"} for i in range(60)}
+    for raw in (bomb, nodes):
+        with pytest.raises(ConfigError):
+            trust.plain(raw)
+    with pytest.raises(ConfigError):
+        stranger(typed)
+
+
 def test_references_to_one_another_are_resolved_once():
     cfg = compose_command(["model=gpt_nano"])
     values = trust.plain(cfg)

@@ -1,7 +1,5 @@
 """python -m tests.campaign [--quick] [--only F01,F08] [--tries N] [--keep FOLDER]"""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -12,33 +10,24 @@ from pathlib import Path
 from tests.campaign.lab import Lab
 from tests.campaign.scenarios import SCENARIOS
 
-
-def main() -> None:
-    """Runs the campaign, prints the table, and exits with 1 where anything did not hold."""
-    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a sample, about a minute")
-    parser.add_argument("--only", default="F", help="numbers of faults: F01,F08")
-    parser.add_argument("--tries", type=int, help="of each scenario, whatever the table says")
-    parser.add_argument("--keep", type=Path, help="keep all runs and their output in this folder")
-    asked, begun_s, n_tries, n_failed = parser.parse_args(), time.monotonic(), 0, 0
-    rows = [row for row in SCENARIOS if row.fault.startswith(tuple(asked.only.split(",")))]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        lab = Lab((asked.keep or Path(folder)).resolve(), n_steps=20 if asked.quick else 60)
-        lab.folder.mkdir(parents=True, exist_ok=True)
-        futures = [
-            (row, [pool.submit(row.attempt, lab, number) for number in range(n)])
-            for row in rows
-            if (n := min(row.quick if asked.quick else row.full, asked.tries or sys.maxsize))
-        ]
-        for row, tries in futures:
-            problems = [problem for one in tries if (problem := one.result())]
-            held = len(tries) - len(problems)
-            print(f"{row.fault}  {row.what:38}{held:5} of {len(tries)}", flush=True)
-            print(*(f"     {problem}\n" for problem in problems), sep="", end="", flush=True)
-            n_tries, n_failed = n_tries + len(tries), n_failed + len(problems)
-    print(f"{n_tries - n_failed} of {n_tries} held, {time.monotonic() - begun_s:.0f} s")
-    sys.exit(n_failed > 0)
-
-
-if __name__ == "__main__":
-    main()
+parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
+parser.add_argument("--quick", action="store_true", help="a sample, about a minute")
+parser.add_argument("--only", default="F", help="numbers of faults: F01,F08")
+parser.add_argument("--tries", type=int, default=sys.maxsize, help="of each scenario at most")
+parser.add_argument("--keep", type=Path, help="keep all runs and their output in this folder")
+asked, begun_s, n_tries, n_failed = parser.parse_args(), time.monotonic(), 0, 0
+rows = [row for row in SCENARIOS if row.fault.startswith(tuple(asked.only.split(",")))]
+counts = {row: min(row.quick if asked.quick else row.full, asked.tries) for row in rows}
+rows = [row for row in rows if counts[row]]
+with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    lab = Lab((asked.keep or Path(folder)).resolve(), n_steps=20 if asked.quick else 60)
+    lab.folder.mkdir(parents=True, exist_ok=True)
+    tries = {row: [pool.submit(row.attempt, lab, i) for i in range(counts[row])] for row in rows}
+    for row, futures in tries.items():
+        problems = [problem for one in futures if (problem := one.result())]
+        held = len(futures) - len(problems)
+        print(f"{row.fault}  {row.what:38}{held:5} of {len(futures)}", flush=True)
+        print(*(f"     {problem}\n" for problem in problems), sep="", end="", flush=True)
+        n_tries, n_failed = n_tries + len(futures), n_failed + len(problems)
+print(f"{n_tries - n_failed} of {n_tries} held, {time.monotonic() - begun_s:.0f} s")
+sys.exit(n_failed > 0)

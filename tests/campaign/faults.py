@@ -1,13 +1,11 @@
-"""How a fault gets into a rank: a callback of the campaign, and what it does there.
-
-A run reaches this file only by typing its name, `+callbacks.fault._target_=tests.campaign...`.
-"""
+"""How a fault gets into a rank: by a callback of the campaign, whose name must be typed."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -16,6 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +29,23 @@ HOOKS = {  # phase -> the hook of a callback in which the fault happens
     "save": "on_save_checkpoint", "end": "on_train_end", "teardown": "teardown",
 }  # fmt: skip
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename")  # of `os`, by which a save is made
-NAN, INF = float("nan"), float("inf")
 
 
 class Fault(Callback):
     """One fault in one rank, once in the life of a run folder. Options: see trial.Scenario."""
 
-    def __init__(
-        self, act: str, phase: str, rank: int, step: int, target: str, operation: int, always: bool
-    ):
-        self.act, self.phase, self.rank, self.step = act, phase, rank, step
-        self.target, self.operation, self.always = target, operation, always
+    def __init__(self, **options: Any):
+        vars(self).update(options)
 
-    def enter(self, phase: str, trainer: Trainer, *details: Any) -> None:
+    def enter(self, phase: str, trainer: Trainer, module: Any, *details: Any, **_: Any) -> None:
         """Called by each hook."""
         here = phase == self.phase and self.rank == trainer.global_rank
         marker = Path(trainer.default_root_dir) / "planted"
         if not here or trainer.global_step < self.step or (marker.exists() and not self.always):
             return
         marker.touch()
-        if self.operation:
-            break_operation(self.operation, lambda: self.perform(trainer, *details))
-        else:
-            self.perform(trainer, *details)
+        act = partial(self.perform, trainer, *details)
+        break_operation(self.operation, act) if self.operation else act()
 
     def perform(self, trainer: Trainer, *details: Any) -> None:
         if self.act.startswith("SIG"):
@@ -66,12 +59,8 @@ class Fault(Callback):
             ACTS[self.act](trainer, *details)
 
 
-def hook(phase: str) -> Callable:
-    return lambda self, trainer, _, *details, **__: self.enter(phase, trainer, *details)
-
-
 for phase, name in HOOKS.items():
-    setattr(Fault, name, hook(phase))
+    setattr(Fault, name, partialmethod(Fault.enter, phase))
 
 
 def outside(script: str) -> None:
@@ -98,8 +87,8 @@ ACTS: dict[str, Callable[..., Any]] = {
         outside(f"kill -INT {os.getppid()}; sleep 0.6; kill -INT {os.getppid()}"),
         time.sleep(5.0),
     ),
-    "nan": lambda _, loss: (loss.data.fill_(NAN), loss.register_hook(lambda g: g * NAN)),
-    "inf": lambda _, loss: loss.register_hook(lambda gradient: gradient * INF),
+    "poison": lambda _, loss: loss.register_hook(loss.data.fill_(math.nan).mul),
+    "overflow": lambda _, loss: loss.register_hook(lambda gradient: gradient * math.inf),
     "exhaust_memory": lambda *_: torch.empty(1 << 50),
     "break_data": lambda trainer, *_: setattr(type(trainer.datamodule.train), "__getitems__", fail),
     "kill_worker": lambda *_: multiprocessing.active_children()[0].kill(),
@@ -116,18 +105,15 @@ def break_operation(count: int, act: Callable[[], None]) -> None:
     """Does the act before the count-th operation of this process in a folder `checkpoints`."""
     seen = itertools.count(1)
 
-    def breaking(name: str, operation: Callable) -> Callable:
-        def call(place: Any, *args: Any, **options: Any) -> Any:
-            path = os.path.realpath(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
-            reads = name == "open" and not args[0] & os.O_CREAT
-            if not reads and "/checkpoints" in path and next(seen) == count:
-                act()
-            return operation(place, *args, **options)
-
-        return call
+    def call(name: str, operation: Callable, place: Any, *args: Any, **options: Any) -> Any:
+        path = os.path.realpath(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
+        reads = name == "open" and not args[0] & os.O_CREAT
+        if not reads and "/checkpoints" in path and next(seen) == count:
+            act()
+        return operation(place, *args, **options)
 
     for name in OPERATIONS:
-        setattr(os, name, breaking(name, getattr(os, name)))
+        setattr(os, name, partial(call, name, getattr(os, name)))
 
 
 class Witness(Callback):

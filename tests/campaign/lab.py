@@ -138,5 +138,4 @@ def become_run(words: list[str], log: Path) -> None:
     supervisor.START_METHOD = "fork"
     code = cli.run_command(train.main, words)
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
 import signal
@@ -12,13 +11,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from gptrain.resilience.status import read_status
 from tests.campaign.faults import HOOKS
 from tests.campaign.lab import EVERY, Attempt, Lab
 from tests.campaign.truth import difference, record, repeated
 
-YEAR_2099_S = 4_070_908_800
 CHANGES = "seed=7 model.d_model=64 data.num_samples=61 data.global_batch_size=16 optimizer=muon"
 
 
@@ -41,27 +40,26 @@ class Scenario:
     blames: bool = False  # status.json names the rank
     says: str = ""  # a pattern in the output
     within_s: float = 12.0  # from the fault to the end
-    harm: Callable[[Path, random.Random], None] | None = None  # done to the newest checkpoint
+    harm: Callable[[Path, Random], None] | None = None  # done to the newest checkpoint
     again: int | None = 0  # exit code; None: no resume
     redo: int = EVERY  # micro-steps that may be done twice
     twice: bool = False  # the run that is done is started once more, and does nothing
-    # Words of the command line: of all starts and the reference, of the first start alone.
-    reference: tuple[str, ...] = ()
-    first: tuple[str, ...] = ()
+    reference: tuple[str, ...] = ()  # words of all starts, and of the reference
+    first: tuple[str, ...] = ()  # words of the first start alone
     quick: int = 0  # tries
     full: int = 10
-    one_try: Callable[[Scenario, Lab, random.Random], str | None] | None = None  # of another shape
+    one_try: Callable[[Scenario, Lab, Random], str | None] | None = None  # of another shape
 
     def attempt(self, lab: Lab, number: int, seed: int = 0) -> str | None:
         """The try of this number; an exception of the campaign itself is a failure, too."""
-        draw = random.Random(f"{seed} {self.fault} {self.what} {number}")
+        draw = Random(f"{seed} {self.fault} {self.what} {number}")
         try:
             return (self.one_try or try_fault)(self, lab, draw)
         except (OSError, ValueError, LookupError, AssertionError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
 
 
-def try_fault(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
+def try_fault(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """The fault, the end, the harm, the resume, and the comparison with the reference."""
     _, reference = lab.reference(*row.reference)
     if row.acts:
@@ -71,7 +69,7 @@ def try_fault(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
         run_dir = attempt.run_dir
     else:
         run_dir = lab.cut_back(lab.n_steps - EVERY, *row.reference)
-    if row.harm is not None:
+    if row.harm:
         row.harm(max((run_dir / "checkpoints").glob("step-????????")), draw)
     if row.again is None:
         return None
@@ -86,18 +84,15 @@ def try_fault(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
     return None if row.again else difference(run_dir, reference)
 
 
-def befall(
-    row: Scenario, lab: Lab, draw: random.Random, run_dir: Path | None = None
-) -> tuple[Attempt, str | None]:
+def befall(row: Scenario, lab: Lab, draw: Random, run_dir: Path | None = None) -> tuple:
     """A run with the fault, and whether it ended as it should."""
     act, phase = draw.choice(row.acts), draw.choice(row.phases)
     rank = draw.randrange(2) if row.rank is None else row.rank
     step = draw.randrange(1, lab.n_steps - 4) if row.step is None else row.step
     step = 0 if phase in ("setup", "start") else lab.n_steps if step == -1 else step
-    words, operation = [*row.reference, *row.first], draw.randint(*row.operation)
-    if phase in HOOKS:
-        fault = fault_words(act, phase, rank, step, row.target, operation, row.always)
-        words = [*fault, *words]
+    fault = {"act": act, "phase": phase, "rank": rank, "step": step, "target": row.target}
+    fault |= {"operation": draw.randint(*row.operation), "always": row.always}
+    words = (*(fault_words(**fault) if phase in HOOKS else ()), *row.reference, *row.first)
     attempt = lab.start(run_dir or lab.new(f"{row.fault}-{phase}"), *words)
     if phase == "time":
         strike(attempt, act, row.target, rank, draw.uniform(0, lab.run_s))
@@ -123,11 +118,10 @@ def befall(
     return attempt, about if broken else None
 
 
-def fault_words(*values: object) -> list[str]:
+def fault_words(**options: object) -> list[str]:
     """What to type for a fault in a rank."""
-    keys = ("act", "phase", "rank", "step", "target", "operation", "always")
-    typed = {"_target_": "tests.campaign.faults.Fault", **dict(zip(keys, values, strict=True))}
-    return [f"+callbacks.fault.{key}={value}" for key, value in typed.items()]
+    options["_target_"] = "tests.campaign.faults.Fault"
+    return [f"+callbacks.fault.{key}={value}" for key, value in options.items()]
 
 
 def strike(attempt: Attempt, act: str, target: str, rank: int, after_s: float) -> None:
@@ -142,10 +136,7 @@ def strike(attempt: Attempt, act: str, target: str, rank: int, after_s: float) -
         time.sleep(0.01)
 
 
-# Harm: done to the newest checkpoint of a run before a resume
-
-
-def flip(folder: Path, draw: random.Random) -> None:
+def flip(folder: Path, draw: Random) -> None:
     """One bit of any file."""
     path = draw.choice(sorted(folder.iterdir()))
     content = bytearray(path.read_bytes())
@@ -153,46 +144,38 @@ def flip(folder: Path, draw: random.Random) -> None:
     path.write_bytes(content)
 
 
-def truncate(folder: Path, draw: random.Random) -> None:
+def truncate(folder: Path, draw: Random) -> None:
     """Any file ends anywhere, also after 0 bytes or 1."""
     path = draw.choice(sorted(folder.iterdir()))
     os.truncate(path, draw.choice((0, 1, draw.randrange(path.stat().st_size))))
 
 
-def mix_up(folder: Path, draw: random.Random) -> None:
+def mix_up(folder: Path, draw: Random) -> None:
     """A file is gone, or the manifest is of another step."""
     older = min(folder.parent.glob("step-*")) / "manifest.json"
     path = draw.choice(sorted(folder.iterdir()))
     path.unlink() if draw.random() < 0.5 else shutil.copy(older, folder)
 
 
-def age(folder: Path, draw: random.Random) -> None:
-    for path in set(folder.parent.iterdir()) - {folder}:
-        os.utime(path, (YEAR_2099_S, YEAR_2099_S))
-
-
-def reuse_pid(folder: Path, draw: random.Random) -> None:
+def reuse_pid(folder: Path, draw: Random) -> None:
     """The lock of a dead run names a process that lives."""
     lock = folder.parents[1] / ".lock"
     lock.write_text(re.sub(r'"pid": \d+', f'"pid": {os.getpid()}', lock.read_text()))
 
 
-# Tries of another shape
-
-
-def storm(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
+def storm(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """One fault after another until the run is done: at least 20."""
     run_dir, (_, reference) = lab.new("storm"), lab.reference(*row.reference)
     for n_faults in range(200):
         attempt, found = befall(row, lab, draw, run_dir)
-        if not found and attempt.code == 0 and n_faults < 20:
-            return f"done after {n_faults} faults"
-        if found or attempt.code == 0:
-            return found or difference(run_dir, reference)
+        if found or (attempt.code == 0 and n_faults < 20):
+            return found or f"done after {n_faults} faults"
+        if attempt.code == 0:
+            return difference(run_dir, reference)
     return "never done"
 
 
-def crowd(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
+def crowd(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """Three starts in one folder: one runs, the others are refused and name it."""
     run_dir, give_up_s = lab.new("crowd"), time.monotonic() + 60
     attempts = [lab.start(run_dir, "trainer.max_steps=1000000") for _ in range(3)]
@@ -209,10 +192,11 @@ def crowd(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
     return None if right else f"{codes}, {repeated(run_dir)} steps twice: {attempts[0].text()}"
 
 
-def other_ranks(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
+def other_ranks(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """Saved on two ranks, resumed on one or four at the same global batch."""
     run_dir, n_ranks = lab.cut_back(10, *row.reference), draw.choice((1, 4))
-    (run_dir / "witness-0.txt").unlink()  # other micro-steps
+    for path in run_dir.glob("witness-*"):  # of other micro-steps
+        path.unlink()
     resumed = lab.start(run_dir, *row.reference, f"trainer.devices={n_ranks}", "data.batch_size=2")
     if resumed.wait() or f"resumed on {n_ranks} ranks" not in resumed.text():
         return f"exit {resumed.code}, or it is not said: {resumed.text()[-1500:]}"
@@ -223,19 +207,20 @@ def other_ranks(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
     return None if worst < 1e-4 else f"losses differ by {worst}"
 
 
-def changed(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
+def changed(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """Resumed as another run: refused by name, before a rank starts."""
     run_dir, change = lab.cut_back(10), draw.choice(CHANGES.split())
     attempt = lab.start(run_dir, change)
     right = attempt.wait() == 2 and f"error: {change.partition('=')[0]}" in attempt.text()
-    trained = repeated(run_dir)
-    return None if right and not trained else f"{change}: {attempt.code}: {attempt.text()}"
+    return (
+        None if right and not repeated(run_dir) else f"{change}: {attempt.code}: {attempt.text()}"
+    )
 
 
-def sweep(row: Scenario, lab: Lab, draw: random.Random) -> str | None:
+def sweep(row: Scenario, lab: Lab, draw: Random) -> str | None:
     """Of a sweep of three jobs the second is killed: the others are done, the table says it."""
-    fault = fault_words("SIGKILL", "log", 1, "999,7,999", "rank", 0, False)
-    attempt = lab.start(lab.new("sweep"), "-m", *fault)
+    fault = {"act": "SIGKILL", "phase": "log", "rank": 1, "step": "999,7,999", "target": "rank"}
+    attempt = lab.start(lab.new("sweep"), "-m", *fault_words(**fault, operation=0, always=False))
     if attempt.wait(120) != 70 or not re.search(r"1  failed \(70\)", attempt.text()):
         return f"exit {attempt.code}: {attempt.text()[-1500:]}"
     _, reference = lab.reference()

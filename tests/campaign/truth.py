@@ -7,6 +7,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
 
 def record(run_dir: Path) -> dict[str, Any]:
     """Parts of the last checkpoint (weights, optimizer, schedule, random numbers of all ranks,
@@ -14,9 +17,6 @@ def record(run_dir: Path) -> dict[str, Any]:
 
     Raises: AssertionError if a micro-step that was done twice was not done alike.
     """
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     newest = max((run_dir / "checkpoints").glob("step-????????"))
     state = torch.load(newest / "state.ckpt", weights_only=True)
     if (newest / ".metadata").exists():

@@ -17,6 +17,7 @@ from count_bytes import CountBytes
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset
+from torchmetrics import Metric
 
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
@@ -52,6 +53,20 @@ class OnlyForward(nn.Module):
 
     def forward(self, tokens):
         return self.layers(tokens)
+
+
+class Counted(Metric):
+    """How many targets were evaluated: a sum, which ranks that share their samples must not add."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, logits, targets):
+        self.total += len(targets)
+
+    def compute(self):
+        return self.total
 
 
 class Record(pl.Callback):

@@ -53,11 +53,12 @@ WORDS = (
     "callbacks=none", "+callbacks.record._target_=own.Record",
     "checkpoint.keep=9", "logger=csv",
 )  # fmt: skip
-ACCURACY = (
+METRICS = (
     "+module.metrics.accuracy._target_=torchmetrics.classification.MulticlassAccuracy",
     "+module.metrics.accuracy.num_classes=61",
     "+module.metrics.accuracy.average=micro",
     "+module.metrics.accuracy.top_k=10",
+    "+module.metrics.counted._target_=own.Counted",
 )
 PLACES = {
     "single": ("strategy=single",),
@@ -251,8 +252,8 @@ def check_same_run(run: Run, truth: Run) -> None:
 
 
 def plain(runs: Runs, name: str) -> Run:
-    """Eight steps of two micro-steps a data-parallel pair, with a metric, without dropout."""
-    return runs(*PLACES[name], *ACCURACY)
+    """Eight steps of two micro-steps a data-parallel pair, with metrics, without dropout."""
+    return runs(*PLACES[name], *METRICS)
 
 
 def check_equals_one_process(runs: Runs, name: str) -> None:
@@ -263,6 +264,7 @@ def check_equals_one_process(runs: Runs, name: str) -> None:
     accuracy = truth.column("val/accuracy")
     assert len(accuracy) == 2 and min(accuracy) > 0
     assert run.column("val/accuracy") == pytest.approx(accuracy)  # counts of predictions
+    assert run.column("val/counted") == truth.column("val/counted")
 
 
 def check_resumes_exactly(runs: Runs, name: str) -> None:
@@ -287,7 +289,7 @@ def check_resumes_exactly(runs: Runs, name: str) -> None:
 def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
     """From step 4 of another strategy's run on, this one ends as if it had run alone."""
     begun = plain(runs, source)
-    run = runs(*PLACES[name], *ACCURACY, f"ckpt_path={begun.checkpoint(4)}")
+    run = runs(*PLACES[name], *METRICS, f"ckpt_path={begun.checkpoint(4)}")
     truth = plain(runs, "single")
     check_close(run.column("train/loss"), truth.column("train/loss")[4:])
     check_close(run.column("val/loss"), truth.column("val/loss")[1:])

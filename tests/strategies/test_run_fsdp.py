@@ -45,6 +45,12 @@ def test_bf16_multiplies_in_bf16(runs):
     claims.check_bf16(runs, "fsdp")
 
 
+def test_weights_are_gathered_in_bf16_where_they_are_multiplied_in_it(runs):
+    run = runs(*claims.PLACES["fsdp"], "trainer.precision=bf16-mixed", "trainer.max_steps=2")
+    in_bf16, in_fp32 = (one["sent"][0]["allgather_base"] for one in (run.record(), short(runs)))
+    assert in_bf16 == in_fp32 / 2
+
+
 def test_muon_equals_one_process(runs):
     claims.check_muon(runs, "fsdp")
 

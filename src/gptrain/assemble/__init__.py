@@ -186,5 +186,5 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    report = build_report(cfg, machine, lengths, trainer, val)
+    report = build_report(cfg, machine, lengths, trainer)
     return Run(cfg, module, datamodule, trainer, report, checkpoint)

@@ -166,7 +166,7 @@ def build_checkpoints(
 
 
 def build_report(
-    cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, val: Dataset
+    cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer
 ) -> Report:
     """The run in four lines: model, strategy, batch, folder."""
     batch, info = lengths.batch, trainer.strategy.info
@@ -194,7 +194,6 @@ def build_report(
         {label: " · ".join(parts) for label, parts in lines.items()},
         lengths.step_tokens,
         OmegaConf.to_container(cfg, resolve=True),
-        unigram_entropy=getattr(val, "unigram_entropy", None),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shlex
 import time
 from pathlib import Path
@@ -28,8 +27,6 @@ class Report:
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
         hyper_parameters: the whole config, for the loggers.
-        unigram_entropy: of the validation text in nats per byte, the loss of a net that knows only
-            how frequent each byte is; None where the data is no text.
     """
 
     def __init__(
@@ -37,10 +34,9 @@ class Report:
         lines: dict[str, str],
         step_tokens: int,
         hyper_parameters: dict[str, Any],
-        unigram_entropy: float | None = None,
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.step_tokens, self.unigram_entropy = step_tokens, unigram_entropy
+        self.step_tokens = step_tokens
         self.hyper_parameters = hyper_parameters
         self.start_s = time.perf_counter()
 
@@ -87,13 +83,6 @@ class Report:
         others = (name for name in metrics if name.startswith(("val/", "test/")))
         theirs = [name for name in others if name not in SHOWN and not name.startswith(OURS)]
         parts += [f"{name} {metrics[name]:.4f}" for name in theirs]
-        if self.unigram_entropy and "val/bits_per_byte" in metrics:
-            nats = metrics["val/bits_per_byte"] * math.log(2)
-            fraction = nats / self.unigram_entropy
-            parts.append(
-                f"{nats:.3f} nats per byte, {fraction:.2f} of the unigram entropy "
-                f"{self.unigram_entropy:.3f}"
-            )
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         if "perf/mfu" in metrics:
