@@ -5,8 +5,12 @@ Each attack goes in where a user would let it in, and is answered in time by one
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,3 +309,38 @@ def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, cap
         assert not left.value.code, capfd.readouterr().err
     if home == "elsewhere":
         refused(lambda: gptrain.load(first.folder))
+
+
+def listening() -> set[str]:
+    """Hexadecimal addresses at which this process and its children listen."""
+    open_sockets = set()
+    for pid in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                open_sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in open_sockets:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux alone has it")
+def test_ranks_of_one_machine_listen_to_nobody_else(world, train):
+    """127.0.0.1, also as an address of version 6."""
+    seen, done = set(), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.1):
+            seen.update(listening())
+
+    before, thread = listening(), threading.Thread(target=look)
+    thread.start()
+    run = train("trainer.devices=2", "trainer.max_steps=10", "logger=none", "callbacks=none")
+    done.set()
+    thread.join()
+    assert run.code == 0, run.err
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert seen - before and seen - before <= loopback

@@ -150,6 +150,19 @@ def test_a_run_that_goes_on_from_them_ends_in_one_line(attack, world, train):
     assert run.code == 65 and "Traceback" not in run.err and "error: " in run.err, run.err
 
 
+@pytest.mark.parametrize("attack", ["k01", "k09", "callbacks"])
+def test_an_export_of_them_ends_in_one_line(attack, world, monkeypatch, capfd):
+    from gptrain.export.command import main
+
+    plant(world / "old", FILES[attack]())
+    fill(config(world / "old", {}) / ".hydra", {"overrides.yaml": b"[model=gpt_nano]"})
+    monkeypatch.setattr("sys.argv", ["export", f"from_run={world / 'old'}"])
+    with in_time(), pytest.raises(SystemExit) as left:
+        main()
+    said = capfd.readouterr().err
+    assert left.value.code == 65 and "Traceback" not in said, said
+
+
 def sharded(folder: Path, change: Callable[[Path], None]) -> Path:
     """A sealed folder of torch.distributed.checkpoint, changed."""
     draft = folder / "draft"

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable
 
+from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.house.copies import copy_checkout, python
 
@@ -71,6 +72,11 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     (export,) = [shlex.split(command) for command in COMMANDS if "gptrain.export" in command]
     monkeypatch.setattr(sys, "argv", export[2:])
     assert exit_code(lambda: runpy.run_module(export[2], run_name="__main__")) == 0
+
+
+def test_the_answer_to_a_wrong_option_is_as_shown():
+    (shown,) = re.findall(r"```\n\$ python train.py (.*)\n([^`]*)```", README)
+    assert "\n".join(refused(*shown[0].split())) == shown[1].strip()
 
 
 def test_what_a_user_adds_runs_and_fails_no_test_but_those_of_this_folder(tmp_path):

@@ -41,6 +41,7 @@ PRIVATE = {  # of Lightning, and where: what correctness needs, see lit/lightnin
     "_signal_connector": "lit/lightning.py",
     "_broadcast_sigterm_tensor": "lit/lightning.py",
     "_batches_that_stepped": "lit/lightning.py",
+    "_restarting": "lit/lightning.py",
 }
 
 
@@ -115,6 +116,7 @@ def test_the_private_names_that_are_relied_on_are_there():
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
     assert callable(trainer._signal_connector.register_signal_handlers)
     assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)
+    assert trainer.fit_loop._restarting is False
     state = trainer.fit_loop.state_dict()
     assert {
         "epoch_progress",

@@ -43,12 +43,13 @@ def export(cfg: DictConfig) -> None:
     from gptrain import launch  # here, so that a wrong option is answered without torch
     from gptrain.assemble.parts import build_net
     from gptrain.assemble.weights import load_weights
+    from gptrain.resilience.manifest import DamagedCheckpoint
 
     cfg = launch.settle(cfg)
     net, folder = build_net(cfg), Path(cfg.run_dir)
     try:
         path, _ = load_weights(net, find_source(cfg))
-    except ValueError as error:
+    except (ValueError, DamagedCheckpoint) as error:
         raise ConfigError.of("from_run", cfg.from_run, str(error), code=BAD_DATA) from error
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if cfg.format == "hf":
