@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptrain.config.schema import known_keys
+from gptrain.config.values import known_keys
 from tests.command_line import answer
 
 VALID = [

@@ -14,7 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gptrain.config.schema import DATA, STRATEGIES, Run, find_wrong_values
+from gptrain.config.schema import DATA, STRATEGIES, Run
+from gptrain.config.values import find_wrong_values
 from gptrain.launch.process import this_process
 from gptrain.plan import effective_max_epochs, parallel_dims, plan_batch, run_steps
 from gptrain.problems import BAD_CONFIG, DONE, Problem, show

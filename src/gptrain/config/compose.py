@@ -18,8 +18,8 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gptrain.config.schema import unknown_key
 from gptrain.config.suggest import find_alias, nearest
+from gptrain.config.values import unknown_key
 from gptrain.launch.process import run_stamp
 from gptrain.problems import Problem
 

@@ -22,9 +22,10 @@ from gptrain.config.check import (
     find_world_size,
     stages_per_rank,
 )
-from gptrain.config.schema import DATA, GROUPS, KNOWN, OF_HYDRA, Run, targets
+from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.suggest import nearest
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
+from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import this_process
 from gptrain.plan import parallel_dims
 from gptrain.plan.memory import bytes_per_parameter, rank_parameters, weight_bytes

@@ -20,8 +20,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.config.compose import PROJECT, REFUSALS, default_output_dir, first_line
-from gptrain.config.schema import targets
 from gptrain.config.suggest import nearest
+from gptrain.config.values import targets
 from gptrain.problems import ConfigError, Problem, show
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
