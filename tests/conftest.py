@@ -56,7 +56,10 @@ EXTRAS = ("hypothesis", "safetensors", "transformers", "wandb")
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Three files at a time where pytest-xdist is there and nothing else was typed."""
     option = config.option
-    if not config.pluginmanager.has_plugin("xdist") or option.numprocesses is not None:
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ or hasattr(config, "workerinput")
+    if is_worker or not config.pluginmanager.has_plugin("xdist"):
+        return
+    if option.numprocesses is not None:  # typed
         return
     if not option.usepdb and not option.collectonly:
         option.numprocesses, option.dist, option.loadscopereorder = 3, "loadgroup", False
