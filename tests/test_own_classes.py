@@ -214,7 +214,7 @@ YAML = {
     "module/metrics": "defaults: [default]\nmetrics:\n  top5: {_target_: "
     "torchmetrics.classification.MulticlassAccuracy, num_classes: 256, top_k: 5}\n"
     "  ppl: {_target_: torchmetrics.text.Perplexity, ignore_index: -100}",
-    "trainer/own": "defaults: [default]\nlimit_predict_batches: 3\nbarebones: false",
+    "trainer/own": "defaults: [default]\nlimit_predict_batches: 3",
     "experiment/all": "# @package _global_\ndefaults: [{override /model: net}, "
     "{override /data: mine}, {override /optimizer: lion}, {override /callbacks: options}]\n"
     "name: mine",

@@ -119,13 +119,15 @@ def check_sizes(run: Config) -> Iterator[Problem]:
     yield from _check_split(run, *sizes)
     target, length = run.get("data.train._target_"), run.get("data.seq_len")
     longest, vocabulary = run.get("model.max_seq_len"), run.get("model.vocab_size")
+    if target not in DATA:
+        return  # what the keys of other data mean is theirs
     positions = (length or 0) - (target == DUMMY)  # the last token of its samples is a target only
-    if target in DATA and longest and positions > longest:
+    if longest and positions > longest:
         wrong = f"longer than model.max_seq_len={longest}"
         attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
         yield run.error("data.seq_len", wrong, attempt)
     tokenizer = run.get("data.tokenizer")
-    if target in DATA and vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
+    if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
         wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
         yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
 
