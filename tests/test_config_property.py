@@ -55,7 +55,7 @@ def commands(draw: st.DrawFn) -> list[str]:
 
 
 @settings(
-    max_examples=120,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
