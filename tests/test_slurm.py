@@ -102,6 +102,19 @@ def test_each_start_of_a_step_has_a_name_of_its_own(task):
 def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):
     from command_line import refused
 
-    task()
+    task(SLURM_PROCID="0", SLURM_LOCALID="0")
     (line,) = refused("trainer.devices=4", "trainer.accelerator=cpu")
     assert line.startswith("error: trainer.num_nodes=1: srun started this step on 2 nodes")
+
+
+def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch):
+    from command_line import answer, refused
+
+    task(SLURM_STEP_NUM_TASKS="1")
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**torchrun, "MASTER_ADDR": "head", "MASTER_PORT": "2950"}.items():
+        monkeypatch.setenv(name, value)
+    words = ("trainer.devices=2", "trainer.num_nodes=2", "trainer.accelerator=cpu")
+    (line,) = refused(*words)
+    assert "each node would name its folder by its own clock" in line
+    assert answer(*words, "run_dir=seen_by_all")[0] == 0

@@ -26,7 +26,7 @@ from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.suggest import nearest
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
-from gptrain.launch.process import this_process
+from gptrain.launch.process import run_stamp, this_process
 from gptrain.plan import parallel_dims
 from gptrain.plan.memory import bytes_per_parameter, rank_parameters, weight_bytes
 from gptrain.plan.shape import GPTShape
@@ -101,6 +101,13 @@ def check_launcher(run: Config) -> Iterator[Problem]:
         attempt = f"trainer.devices={each} trainer.num_nodes={nodes}"
         wrong = f"{product}, but {started}={process.world_size}"
         yield run.error("trainer.devices", wrong, attempt)
+    if process.launcher == "torchrun" and n_nodes > 1 and run_stamp() in run.get("run_dir", ""):
+        wrong = "each node would name its folder by its own clock"
+        yield run.error("run_dir", wrong, "run_dir=<a folder that all nodes see>")
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", n_nodes)
+    if process.launcher == "slurm" and int(nodes) != n_nodes:
+        wrong = f"srun started this step on {nodes} nodes"
+        yield run.error("trainer.num_nodes", wrong, f"trainer.num_nodes={nodes}")
 
 
 def check_folder(run: Config, key: str, name: str) -> Iterator[Problem]:

@@ -56,7 +56,7 @@ class LanguageModel(Open, extra="forbid"):
 
 
 class Optimizer(Open):
-    lr: Positive | None
+    lr: number("must be > 0", gt=0) | None
     weight_decay: forms.NotNegative | None
     lr_scaling: Literal["none", "linear", "sqrt"]
     reference_batch_size: Count
