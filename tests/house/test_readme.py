@@ -24,7 +24,8 @@ TRAIN = [
 # Said last, so it wins: the same command on a net and a machine of a test's size.
 SMALL = [
     "trainer.accelerator=cpu", "model.d_model=16", "trainer.max_steps=2", "data.batch_size=2",
-    "data.seq_len=17", "trainer.limit_val_batches=1", "trainer.enable_progress_bar=false",
+    "data.seq_len=17", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "trainer.enable_progress_bar=false",
 ]  # fmt: skip
 SMALL_GPT = [
     "model.n_heads=2",
