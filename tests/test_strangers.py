@@ -284,16 +284,16 @@ def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, cap
     from gptrain.config import trust
     from gptrain.export.command import main
 
-    (world / "lab.py").write_text(MINE)
+    (world / "own_nets.py").write_text(MINE)
     (world / "conf" / "model").mkdir(parents=True)
-    (world / "conf" / "model" / "lab.yaml").write_text(
-        "_target_: lab.Net\nvocab_size: 256\nwidth: 4\n"
+    (world / "conf" / "model" / "own_nets.yaml").write_text(
+        "_target_: own_nets.Net\nvocab_size: 256\nwidth: 4\n"
     )
     if home == "checkout":
         monkeypatch.setattr(trust, "PROJECT", world)
-    allowed = ["lab"] if home == "elsewhere" else []
+    allowed = ["own_nets"] if home == "elsewhere" else []
     typed = ["--config-dir", "conf", *(f"allowed_targets=[{name}]" for name in allowed)]
-    small = ["model=lab", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
+    small = ["model=own_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
              "trainer.max_steps=1", "trainer.limit_val_batches=1", "logger=none"]  # fmt: skip
     with in_time(RUN_S):
         first = train(*typed, *small, tiny=False)
@@ -343,4 +343,4 @@ def test_ranks_of_one_machine_listen_to_nobody_else(world, train):
     thread.join()
     assert run.code == 0, run.err
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert seen - before and seen - before <= loopback
+    assert seen and seen - before <= loopback  # others of this machine may listen there, too
