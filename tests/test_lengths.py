@@ -103,12 +103,10 @@ def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokeni
         tokens = text.astype(np.uint16) if width == 1 else text.view("<u2")
         tokens.tofile(tmp_path / name)
         vocab_size = 256**width
-        data = TokenDataset(
-            tmp_path / name, 8, "uint16", vocab_size, True, np.full(vocab_size, width)
-        )
+        data = TokenDataset(tmp_path / name, 8, "uint16", vocab_size, keep_tail=True)
         module = LanguageModel(
             Uniform(vocab_size), lambda net: None,
-            token_bytes=torch.as_tensor(data.token_bytes),
+            token_bytes=torch.full((vocab_size,), width),
         )  # fmt: skip
         trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False,
                              enable_checkpointing=False, enable_model_summary=False)  # fmt: skip

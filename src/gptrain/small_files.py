@@ -19,7 +19,11 @@ MAX_JSON_BYTES = 16 * 2**20  # an index of a million tensors; manifests here hav
 MAX_YAML_BYTES = 2**20  # PyYAML reads about 100 kB/s
 
 
-class UnreadableFile(ValueError):
+class DataError(ValueError):
+    """Data that is empty, damaged or does not fit; the message names the file and both sides."""
+
+
+class UnreadableFile(DataError):
     """A small file that is there and cannot be used; the message names it and says why."""
 
     def __init__(self, path: str | Path, reason: str):
@@ -36,7 +40,7 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
         n_bytes = os.fstat(file.fileno()).st_size
         if n_bytes > max_bytes:
             raise UnreadableFile(path, f"{n_bytes} bytes; at most {max_bytes} are read")
-        return file.read(max_bytes)
+        return file.read(n_bytes)
 
 
 def open_regular(path: str | Path) -> BinaryIO:

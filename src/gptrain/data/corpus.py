@@ -8,20 +8,20 @@ of every tokenizer stands for bytes of text.
 import codecs
 import hashlib
 import os
-import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from gptrain.data import DataError
+from gptrain.small_files import DataError
 
 BLOCK_BYTES = 2**16
 # Other packages; and tests, some of which are deliberately no UTF-8.
 _NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
 _MAX_SECTIONS = 2**16
+_LINE_BYTES = 2**12  # longer lines may be cut between two parts
 
 
 @dataclass(frozen=True, order=True)
@@ -37,7 +37,7 @@ class Document:
     def of(cls, name: str, path: Path) -> "Document":
         """The document of a file as it is now."""
         status = path.stat()
-        return cls(name, path.absolute(), status.st_size, status.st_mtime_ns)
+        return cls(name, path, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ def default_corpus() -> list[Document]:
 
 
 def find_documents(
-    path: str | os.PathLike | Sequence[str | os.PathLike] | None,
-    pattern: str = "*",
-    leave_out: Path | None = None,
+    path: str | os.PathLike | Sequence[str | os.PathLike] | None, pattern: str = "*"
 ) -> list[Document]:
     """Documents of a file, a folder with all below it, or a list of them; sorted by name.
 
@@ -65,18 +63,15 @@ def find_documents(
         path: None for `default_corpus`.
         pattern: that names of files within folders must match, as `*.py`; one with a slash is
             matched with the whole name. Hidden files and folders are left out.
-        leave_out: a folder whose files are no part of it: the cache, if it lies within.
     Raises: FileNotFoundError; DataError if nothing matches.
     """
     found = []
     if path is None:
         found = [doc for doc in default_corpus() if _matches(doc.name, pattern)]
     for one in [path] if isinstance(path, (str, os.PathLike)) else path or []:
-        one = Path(one).expanduser()
-        if not one.exists():
-            raise FileNotFoundError(f"{one}: no such file or folder")
+        one = Path(one).expanduser().resolve(strict=True)
         if one.is_dir():
-            found += _walk(one, pattern, leave_out=leave_out)
+            found += _walk(one, pattern)
         elif one.is_file():
             found.append(Document.of(one.name, one))
         else:  # a named pipe would block for ever
@@ -123,7 +118,7 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Part
     for _, doc, start in sorted(sections):
         stop = min(start + section_bytes, doc.size_bytes)
         start = max(start, stop - wanted_bytes)
-        chosen[doc].append((_line_start(doc, start), _line_start(doc, stop)))
+        chosen[doc].append((_cut_before(doc, start), _cut_before(doc, stop)))
         wanted_bytes -= stop - start
         if wanted_bytes <= 0:
             break
@@ -139,15 +134,15 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Part
 
 
 def read_blocks(parts: Iterable[Part], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The text of parts, in blocks that are UTF-8 by themselves and end where words end."""
+    """The text of parts, in blocks of whole characters, and of whole lines unless one is longer.
+
+    A cut ends a token: white space around it may have others than in the uncut text.
+    """
     for part in parts:
         left, rest = part.stop - part.start, b""
         with part.document.path.open("rb") as file:
             file.seek(part.start)
-            while left:
-                read = file.read(min(block_bytes, left))
-                if not read:
-                    raise DataError(f"{part.document.path}: became shorter while it was read")
+            while left and (read := file.read(min(block_bytes, left))):
                 left -= len(read)
                 rest += read
                 if left:
@@ -158,48 +153,26 @@ def read_blocks(parts: Iterable[Part], block_bytes: int = BLOCK_BYTES) -> Iterat
 
 
 def cut_at(block: bytes) -> int:
-    """Where to cut a block so that its tokens are those of the uncut text.
-
-    After the last newline that has no white space on either side: the patterns by which byte-level
-    tokenizers split words (GPT-2's, cl100k's) end a word there too. Failing that after the last
-    newline, failing that before the last character.
-    """
-    end = len(block)
-    while (end := block.rfind(b"\n", 1, end)) > 0:
-        if re.fullmatch(rb"\S\n\S", block[end - 1 : end + 2]):
-            return end + 1
-    if newline := block.rfind(b"\n", 0, len(block) - 1) + 1:
+    """Where to cut a block: after its last newline, failing that before its last character."""
+    if newline := block.rfind(b"\n") + 1:
         return newline
-    last = range(max(0, len(block) - 4), len(block))  # a character has 4 bytes at most
-    return max((i for i in last if _begins(block[i])), default=0)
+    places = range(max(0, len(block) - 4), len(block))  # a character has 4 bytes at most
+    return max((i for i in places if block[i] & 0xC0 != 0x80), default=0)  # no continuation byte
 
 
-def _line_start(document: Document, position: int) -> int:
-    """The first line that begins after `position`, if one does soon; else a character."""
+def _cut_before(document: Document, position: int) -> int:
+    """Where the line begins in which `position` lies, in a long line the character before."""
     if position in (0, document.size_bytes):
         return position
+    start = max(0, position - _LINE_BYTES)
     with document.path.open("rb") as file:
-        file.seek(position)
-        text = file.read(BLOCK_BYTES)
-    newline = text.find(b"\n") + 1
-    if newline and position + newline < document.size_bytes:
-        return position + newline
-    return position + next((i for i, byte in enumerate(text) if _begins(byte)), len(text))
+        file.seek(start)
+        return start + cut_at(file.read(position - start))
 
 
-def _begins(byte: int) -> bool:
-    """Whether a character of UTF-8 begins here; the others are continuation bytes."""
-    return byte & 0xC0 != 0x80
-
-
-def _walk(
-    root: Path, pattern: str, without: frozenset[str] = frozenset(), leave_out: Path | None = None
-) -> list[Document]:
+def _walk(root: Path, pattern: str, without: frozenset[str] = frozenset()) -> list[Document]:
     found = []
     for folder, folders, files in os.walk(root):
-        if leave_out is not None and Path(folder).resolve() == leave_out.resolve():
-            folders.clear()
-            continue
         folders[:] = [name for name in folders if name[0] != "." and name not in without]
         for file in files:
             path = Path(folder, file)

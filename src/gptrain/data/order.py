@@ -8,17 +8,12 @@ global batch.
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset, default_collate
 
-from gptrain.data import DataError
+from gptrain.small_files import DataError
 
-IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
 _BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
 
@@ -36,9 +31,8 @@ class SampleOrder:
             raise DataError(f"{n_samples} sequences: nothing to train on")
         self.n_samples, self.seed = n_samples, seed
         bits = max(2, (n_samples - 1).bit_length())
-        self._width = np.uint64(bits // 2)  # of the lower half
-        self._low = np.uint64(2 ** (bits // 2) - 1)
-        self._high = np.uint64(2 ** (bits - bits // 2) - 1)
+        self._width = bits // 2  # of the lower half
+        self._low, self._high = 2 ** (bits // 2) - 1, 2 ** (bits - bits // 2) - 1
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """The samples at these positions of an epoch, int64, in the shape of `positions`."""
@@ -72,9 +66,6 @@ class TrainBatches:
     An epoch of the loader is a section of that sequence of `epoch_steps` steps, whichever
     permutation it lies in: a run of shorter epochs sees the same samples in the same order.
 
-    Attributes:
-        start: micro-batches that each rank has consumed before, where there is no `position`.
-
     Args:
         order: the permutations.   accumulate: micro-batches per optimizer step, A.
         epoch_steps: optimizer steps of one epoch; None: N // G, one permutation.
@@ -91,20 +82,15 @@ class TrainBatches:
         world_size: int = 1,
         *,
         epoch_steps: int | None = None,
-        position: Callable[[], int] | None = None,
+        position: Callable[[], int] = lambda: 0,
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
         self.global_batch_size = batch_size * world_size * accumulate
         self.permutation_steps = order.n_samples // self.global_batch_size
         if self.permutation_steps == 0:
             raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
-        self.epoch_steps = self.permutation_steps if epoch_steps is None else epoch_steps
-        if self.epoch_steps < 1:
-            raise ValueError(f"epoch_steps={epoch_steps}: must be >= 1")
+        self.epoch_steps = epoch_steps or self.permutation_steps
         self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
-        self.rank, self.world_size = rank, world_size
-        self.position, self.start = position, 0
+        self.rank, self.world_size, self.position = rank, world_size, position
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, equal on all ranks."""
@@ -112,7 +98,7 @@ class TrainBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         """From the run's position, as it is now, to the end of the epoch that it lies in."""
-        done = self.start if self.position is None else self.position()
+        done = self.position()
         return self._batches(done, (done // len(self) + 1) * len(self))
 
     def _batches(self, done: int, end: int) -> Iterator[list[int]]:
@@ -132,10 +118,9 @@ class TrainBatches:
         `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
         """
         permutation, step = divmod(step, self.permutation_steps)
-        slots = step * self.accumulate * self.world_size + np.arange(
-            self.accumulate * self.world_size
-        ).reshape(self.accumulate, self.world_size)
-        return self.order.index(permutation, self._positions(slots))
+        slots = np.arange(self.accumulate * self.world_size).reshape(self.accumulate, -1)
+        positions = self._positions(step * slots.size + slots)
+        return self.order.index(permutation, positions)
 
     def _positions(self, slots: np.ndarray) -> np.ndarray:
         """The B positions of each slot, slot = micro_step * W + rank: (..., B)."""
@@ -150,8 +135,6 @@ class EvalBatches:
     """
 
     def __init__(self, n_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank}: must be in 0 .. world_size-1={world_size - 1}")
         self.n_samples, self.batch_size = n_samples, batch_size
         self.rank, self.world_size = rank, world_size
 
@@ -165,64 +148,13 @@ class EvalBatches:
             yield [place if place < self.n_samples else -1 for place in places]
 
 
-class PaddedDataset(Dataset):
-    """A data set in which index -1 is sample 0, so that all ranks have equally many samples.
-
-    Where a sample is a pair, or a dict with `targets` or `labels`, and these are integers, they
-    become -100 and no loss counts them. Other samples are counted once more, as in torch's
-    DistributedSampler.
-    """
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A batch, as `collate` makes it."""
-        real = [max(index, 0) for index in indices]
-        if hasattr(self.dataset, "__getitems__"):  # a whole batch, or a list of samples
-            batch = collate(self.dataset.__getitems__(real))
-        else:
-            batch = collate([self.dataset[index] for index in real])
-        padding = torch.tensor(indices) < 0  # (B,)
-        return _ignore_targets(batch, padding) if padding.any() else batch
-
-
-def collate(batch: Any) -> Any:
-    """A data loader's `collate_fn`: a list of samples is stacked, what is a batch already passes.
-
-    Samples may be tensors, or tuples or dicts of them, as torch's `default_collate` has it.
-    """
-    batch = default_collate(batch) if isinstance(batch, list) else batch
-    return tuple(batch) if isinstance(batch, list) else batch
-
-
-def _ignore_targets(batch: Any, padding: Tensor) -> Any:
-    if isinstance(batch, Mapping):
-        key = next((key for key in ("targets", "labels") if key in batch), None)
-        return batch if key is None else {**batch, key: _ignored(batch[key], padding)}
-    if isinstance(batch, tuple) and len(batch) == 2:
-        make = getattr(batch, "_make", type(batch))  # of a named tuple
-        return make((batch[0], _ignored(batch[1], padding)))
-    return batch
-
-
-def _ignored(targets: Any, padding: Tensor) -> Any:
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return targets
-    return targets.masked_fill(padding.view(-1, *[1] * (targets.ndim - 1)), IGNORE)
-
-
 # ---- All randomness of this room is a pure function of integers: NumPy's own generators are
 # stateful and slow to seed; a mixed counter gives the same numbers on every machine and version.
 
 # Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,
 # doi:10.1145/2660193.2660195; Stafford's variant 13).
 GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -231,11 +163,11 @@ def mix64(values: np.ndarray) -> np.ndarray:
     Args:
         values: uint64, any shape; left as it is.
     """
-    mixed = values ^ (values >> _30)
+    mixed = values ^ (values >> 30)
     mixed *= _FIRST
-    mixed ^= mixed >> _27
+    mixed ^= mixed >> 27
     mixed *= _SECOND
-    mixed ^= mixed >> _31
+    mixed ^= mixed >> 31
     return mixed
 
 

@@ -16,8 +16,7 @@ from types import ModuleType
 
 import numpy as np
 
-from gptrain.data import DataError
-from gptrain.small_files import UnreadableFile, read_bytes
+from gptrain.small_files import DataError, read_bytes
 
 FILE_NAME = "tokenizer.json"
 _BYTES_JSON = b'{"type": "bytes"}\n'
@@ -59,7 +58,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self._json, library = _read(Path(path).expanduser()), _library()
+        self._json, library = read_bytes(path, _MAX_BYTES), _library()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))
@@ -138,16 +137,8 @@ def load_tokenizer(spec: str | os.PathLike) -> ByteTokenizer | JsonTokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / FILE_NAME
-    if not path.exists():
-        raise FileNotFoundError(f"{spec}: no such file; or did you mean: bytes, bpe")
-    return ByteTokenizer() if _read(path) == _BYTES_JSON else JsonTokenizer(path)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_bytes(path, _MAX_BYTES)
-    except UnreadableFile as error:
-        raise DataError(str(error)) from None
+    is_bytes = read_bytes(path, _MAX_BYTES) == _BYTES_JSON
+    return ByteTokenizer() if is_bytes else JsonTokenizer(path)
 
 
 def _library() -> ModuleType:

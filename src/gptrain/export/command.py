@@ -13,8 +13,8 @@ from gptrain import config
 from gptrain import export as package
 from gptrain.config import forms
 from gptrain.config.schema import Run
-from gptrain.data import DataError
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.small_files import DataError
 
 log = logging.getLogger(__name__)
 

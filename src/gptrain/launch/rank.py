@@ -19,7 +19,6 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.data import DataError
 from gptrain.launch.process import this_process
 from gptrain.launch.rendezvous import attempt
 from gptrain.problems import DISK, ConfigError, JobFailed, code_of
@@ -30,6 +29,7 @@ from gptrain.resilience.signals import StopFlag, die_with_parent
 from gptrain.resilience.status import CHECKPOINTS_NAME, NonFinite, Preempted, write_status
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
+from gptrain.small_files import DataError
 
 log = logging.getLogger(__name__)
 BEATS_VARIABLE = "GPTRAIN_BEATS"  # folder of the heartbeats of ranks that our supervisor started

@@ -1,0 +1,73 @@
+"""From samples to batches: whole batches at once, padding that no loss counts, stacking.
+
+# B batch, T positions of a sample
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
+
+
+class BatchDataset(Dataset):
+    """A data set that makes whole batches, by `__getitems__`; a sample is a batch of one."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample: tokens (T,) and targets (T,), int64."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index}: there are {len(self)}")
+        tokens, targets = self.__getitems__([index % len(self)])
+        return tokens[0], targets[0]
+
+
+class PaddedDataset(Dataset):
+    """A data set in which index -1 is sample 0, so that all ranks have equally many samples.
+
+    Where a sample is a pair, or a dict with `targets` or `labels`, and these are integers, they
+    become -100 and no loss counts them. Other samples are counted once more, as in torch's
+    DistributedSampler.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A batch, as `collate` makes it."""
+        real = [max(index, 0) for index in indices]
+        if hasattr(self.dataset, "__getitems__"):  # a whole batch, or a list of samples
+            batch = collate(self.dataset.__getitems__(real))
+        else:
+            batch = collate([self.dataset[index] for index in real])
+        padding = torch.tensor(indices) < 0  # (B,)
+        return _ignore_targets(batch, padding) if padding.any() else batch
+
+
+def collate(batch: Any) -> Any:
+    """A data loader's `collate_fn`: a list of samples is stacked, what is a batch already passes.
+
+    Samples may be tensors, or tuples or dicts of them, as torch's `default_collate` has it.
+    """
+    batch = default_collate(batch) if isinstance(batch, list) else batch
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+def _ignore_targets(batch: Any, padding: Tensor) -> Any:
+    if isinstance(batch, Mapping):
+        key = "targets" if "targets" in batch else "labels"
+        return {**batch, key: _ignored(batch[key], padding)} if key in batch else batch
+    if type(batch) is tuple and len(batch) == 2:
+        return batch[0], _ignored(batch[1], padding)
+    return batch
+
+
+def _ignored(targets: Any, padding: Tensor) -> Any:
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return targets
+    return targets.masked_fill(padding.view(-1, *[1] * (targets.ndim - 1)), IGNORE)

@@ -1,0 +1,175 @@
+"""Text as a data set: split and tokenized once, and cached by the hash of all that went in."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+
+from gptrain.data import corpus
+from gptrain.data.token_files import token_dtype
+from gptrain.data.tokenizers import (
+    FILE_NAME,
+    ByteTokenizer,
+    JsonTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+from gptrain.data.tokens import TokenDataset
+from gptrain.small_files import DataError, read_json
+
+log = logging.getLogger(__name__)
+
+FORMAT = 3  # of the folder and of the split; another one is another place in the cache
+_BATCH_BLOCKS = 16  # tokenized at once, 1 MiB: in parallel, in constant memory
+
+
+class TextDataset(TokenDataset):
+    """Windows of one part of a tokenized text; `val` keeps its tail, so that every byte counts.
+
+    Args:
+        folder: holds `train.bin`, `val.bin` and their tokenizer, as `from_corpus` writes them.
+        split: train or val.
+    Attributes:
+        folder: as given; its name is the fingerprint, of the text, the tokenizer and the split.
+        tokenizer: what made the tokens.
+    """
+
+    def __init__(self, folder: Path, split: str, seq_len: int) -> None:
+        self.folder, self.tokenizer = folder, load_tokenizer(folder)
+        vocab_size, dtype = self.tokenizer.vocab_size, token_dtype(self.tokenizer.vocab_size)
+        super().__init__(folder / f"{split}.bin", seq_len, dtype, vocab_size, split == "val")
+        self.token_bytes, self.fingerprint = self.tokenizer.token_bytes, folder.name
+
+    @classmethod
+    def from_corpus(
+        cls,
+        split: str,
+        seq_len: int,
+        path: str | os.PathLike | Sequence[str | os.PathLike] | None,
+        tokenizer: str,
+        cache_dir: str | os.PathLike,
+        val_fraction: float = 0.05,
+        pattern: str = "*",
+        vocab_size: int | None = None,
+    ) -> "TextDataset":
+        """One part of a corpus, from the cache or tokenized now.
+
+        The corpus is hashed when one of its files has changed, tokenized when the hash, the
+        tokenizer or the split has. Memory is constant. Processes that do this at once end alike.
+
+        Args:
+            path: a UTF-8 file, a folder with all below it, a list of them; None: the standard
+                library's source. Files that are no UTF-8 are left out with one warning.
+            tokenizer: `bytes`, `bpe` (trained on the train part), or a tokenizer.json.
+            pattern: that names of files within folders must match.
+            vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them;
+                no tokenizer may have more.
+        Raises: FileNotFoundError; DataError for no text; OSError if the disk is full or not to be
+            written to, with nothing left behind.
+        """
+        cache_dir, ready = Path(cache_dir).resolve(), None
+        identity = f"bpe:{vocab_size}"
+        if tokenizer != "bpe":
+            ready = load_tokenizer(tokenizer)
+            identity = ready.identity
+            if vocab_size is not None and ready.vocab_size > vocab_size:
+                raise DataError(f"tokenizer has {ready.vocab_size} tokens, vocab_size={vocab_size}")
+        documents = [
+            document
+            for document in corpus.find_documents(path, pattern)
+            if cache_dir not in document.path.parents
+        ]
+        digest, skipped = _hash_corpus(documents, cache_dir)
+        texts = [document for document in documents if document.name not in skipped]
+        if not texts:
+            raise DataError(f"{path}: no UTF-8 text in {len(documents)} files")
+        if skipped:
+            said = f"{len(skipped)} of {len(documents)} files left out, no UTF-8: the first is"
+            warnings.warn(f"{said} {skipped[0]}", stacklevel=2)
+        key = repr((FORMAT, digest, identity, float(val_fraction)))
+        folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
+        if not folder.exists():
+            with fresh_folder(folder) as draft:
+                _write(draft, texts, ready, val_fraction, vocab_size)
+        return cls(folder, split, seq_len)
+
+
+def _hash_corpus(documents: Sequence[corpus.Document], cache_dir: Path) -> tuple[str, list[str]]:
+    """SHA-256 over names and contents, and the names of files that are no UTF-8.
+
+    To hash a corpus is to read it. So the result is remembered in `index/`, under the names,
+    sizes and time stamps of the files, and found again while these are the same.
+    """
+    states = [(d.name, str(d.path), d.size_bytes, d.mtime_ns) for d in documents]
+    known = cache_dir / "index" / f"{hashlib.sha256(repr(states).encode()).hexdigest()}.json"
+    with suppress(OSError, ValueError):  # missing, or half written
+        digest, skipped = read_json(known)
+        return digest, skipped
+    hashes = [(document.name, corpus.hash_document(document)) for document in documents]
+    skipped = [name for name, content in hashes if content is None]
+    text = [pair for pair in hashes if pair[1] is not None]
+    digest = hashlib.sha256(repr(text).encode()).hexdigest()
+    known.parent.mkdir(parents=True, exist_ok=True)
+    known.write_text(json.dumps([digest, skipped]))
+    return digest, skipped
+
+
+def _write(
+    folder: Path,
+    documents: list[corpus.Document],
+    tokenizer: ByteTokenizer | JsonTokenizer | None,
+    val_fraction: float,
+    vocab_size: int | None,
+) -> None:
+    """Writes the token files and their tokenizer; None: a BPE, learned from the train part."""
+    train, val = corpus.split(documents, val_fraction)
+    n_bytes = sum(document.size_bytes for document in documents)
+    if not train or not val:
+        raise DataError(
+            f"{documents[0].path}: {n_bytes} bytes of text; too few to take {val_fraction:g} of"
+            " them for validation"
+        )
+    log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
+    if tokenizer is None:
+        tokenizer = train_bpe(corpus.read_blocks(train), vocab_size, folder / FILE_NAME)
+    else:
+        tokenizer.save(folder)
+    for name, parts in (("train", train), ("val", val)):
+        # The newline in front is context and never a target, so that every byte of the text is
+        # predicted, and counted, whatever the tokenizer.
+        blocks, rest = [b"\n"], corpus.read_blocks(parts)
+        with (folder / f"{name}.bin").open("wb") as file:
+            while blocks:
+                file.write(tokenizer.encode(*blocks).astype(token_dtype(tokenizer.vocab_size)))
+                blocks = list(islice(rest, _BATCH_BLOCKS))
+            file.flush()
+            os.fsync(file.fileno())  # before the folder gets its name
+    for document in documents:
+        if corpus.Document.of(document.name, document.path) != document:
+            raise DataError(f"{document.path}: changed while it was read; start again")
+
+
+@contextmanager
+def fresh_folder(target: Path) -> Iterator[Path]:
+    """An empty folder that becomes `target` if the block succeeds, and else is removed.
+
+    Another process may do the same: the first one's folder stays, both find `target` complete.
+    """
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        try:
+            draft.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
