@@ -22,7 +22,6 @@ from gptrain.resilience.manifest import (
     Checkpoint,
     DamagedCheckpoint,
     NoGoodCheckpoint,
-    folder_name,
     read_manifest,
 )
 from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME
@@ -161,22 +160,14 @@ def choose_checkpoint(
 
     Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
     """
-    store, damaged = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS_NAME), []
+    store = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS_NAME)
     if which == "best" and (best := store.best(monitor, mode)) is not None:
         return best
-    for step in reversed(store.steps()):
-        try:
-            found = store.verify(store.folder / folder_name(step))
-        except DamagedCheckpoint as error:
-            log.warning("warning: %s; an older one is taken", error)
-            damaged.append(error)
-            continue
-        if which == "best":
-            log.warning("warning: %s: no checkpoint has %s, the newest is taken", run_dir, monitor)
-        return found
-    if damaged:
-        raise NoGoodCheckpoint(store.folder, damaged)
-    raise FileNotFoundError(f"no checkpoint in {store.folder}")
+    if (found := store.newest_good()) is None:
+        raise FileNotFoundError(f"no checkpoint in {store.folder}")
+    if which == "best":
+        log.warning("warning: %s: no checkpoint has %s, the newest is taken", run_dir, monitor)
+    return found
 
 
 def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None) -> None:

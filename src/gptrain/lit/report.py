@@ -118,6 +118,6 @@ def best_checkpoint(trainer: pl.Trainer) -> Path | None:
     """The checkpoint with the best monitored metric, the newest where none was measured."""
     for part in trainer.callbacks:
         if isinstance(part, Checkpoints):
-            found = part.store.best(part.monitor, part.mode)
-            return part.store.newest() if found is None else found.path
+            ranking = part.store.ranking(part.monitor, part.mode)
+            return ranking[0] if ranking else part.store.newest()
     return None

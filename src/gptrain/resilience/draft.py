@@ -3,24 +3,21 @@
 torch.save passes its bytes to C++ code and torch.distributed.checkpoint to collectives of all
 ranks; an exception of a full disk raised inside either ends in a crash, a hang, or a second error
 that hides the first. So they write to memory, which takes as long as a copy. Then the files go to
-the disk, of a save in the background from a thread of each rank, and `Draft.finish` raises what
-went wrong there, on all ranks, as `SaveFailed`. It is for the main threads, as collectives are.
+the disk from a thread of each rank, and `Draft.finish` raises what went wrong there, on all ranks,
+as `SaveFailed`. It is for the main threads, as collectives are.
 """
 
 import errno
 import hashlib
 import io
 import os
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gptrain.resilience import fileops
-from gptrain.resilience.manifest import difference, is_file_name
-
-# 540 MB took 2.0 s of a processor in pieces of 4 MiB and 0.3 s in these (ext4, Linux 6).
-_PIECE_BYTES = 1 << 26
+from gptrain.resilience.manifest import difference
 
 
 class SaveFailed(OSError):
@@ -62,9 +59,6 @@ class NoSpace(OSError):
 class Draft:
     """The part of one rank in a save: its files in a checkpoint that is not yet one.
 
-    Attributes:
-        error: the first of this rank, None as long as all went well.
-
     Args:
         path: a hidden folder beside the target, into which all ranks write.
         gather: collects one picklable value of each rank on all ranks, in rank order; it is the
@@ -83,47 +77,32 @@ class Draft:
     ) -> None:
         self.path, self.rank, self.gather = path, rank, gather
         self.needed_bytes, self.progress = needed_bytes, progress
-        self.error: BaseException | None = None
-        self._held: dict[str, bytes] = {}
-        self._entries: dict[str, dict] = {}  # of the files that are on the disk
-        self._thread: threading.Thread | None = None
+        self._held: dict[str, io.BytesIO] = {}
+        self._written: Future[dict[str, dict]] = Future()
 
-    def open(self, name: str) -> "HeldFile":
+    def open(self, name: str) -> io.BytesIO:
         """A new file of the checkpoint, for torch.save and the like; use it as a context."""
-        if not is_file_name(name):
-            raise ValueError(f"{name}: a checkpoint is one flat folder")
-        return HeldFile(self._held, name)
+        file = self._held[name] = _HeldFile()
+        return file
 
-    def write(self) -> None:
-        """Puts the files on the disk, each freed as soon as it is there."""
-        self.needed_bytes = max(self.needed_bytes, sum(map(len, self._held.values())))
-        try:
-            while self._held:
-                name, content = self._held.popitem()
-                self._entries[name] = self._write_file(self.path / name, content)
-                del content
-        except BaseException as error:  # raised by `finish`; here it might end a thread
-            self.error = self.error or error
-
-    def write_in_background(self) -> None:
-        """Lets a thread do so, without progress: that would hide a training that hangs."""
-        self.progress = None
-        self._thread = threading.Thread(target=self.write, daemon=True)
-        self._thread.start()
+    def write(self, in_background: bool) -> None:
+        """Lets a thread put the files on the disk; `finish` waits for it."""
+        if in_background:
+            self.progress = None  # it would hide a training that hangs
+        pool = ThreadPoolExecutor(1)
+        self._written = pool.submit(self._write_files)
+        pool.shutdown(wait=False)
 
     @property
     def is_writing(self) -> bool:
         """Whether this rank's thread still is."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._written.done()
 
     def finish(self) -> list[dict[str, dict]]:
         """The entries of every rank's files, once all are on the disk. Raises: SaveFailed."""
-        if self._thread is not None:
-            self._thread.join()
         with self.same_answer():
-            if self.error is not None:
-                raise self.error
-        return self.gather(self._entries)
+            entries = self._written.result()
+        return self.gather(entries)
 
     @contextmanager
     def same_answer(self) -> Iterator[None]:
@@ -148,35 +127,24 @@ class Draft:
             if failure is not None:
                 raise failure
 
-    def _write_file(self, path: Path, content: bytes) -> dict:
+    def _write_files(self) -> dict[str, dict]:
+        """The entries of this rank's files, each of which is freed once it is on the disk."""
+        sizes = [file.getbuffer().nbytes for file in self._held.values()]
+        self.needed_bytes, entries = max(self.needed_bytes, sum(sizes)), {}
+        while self._held:
+            name, file = self._held.popitem()
+            entries[name] = self._write_file(self.path / name, file.getbuffer())
+        return entries
+
+    def _write_file(self, path: Path, content: memoryview) -> dict:
         """Its entry in the manifest, after it was read back."""
-        digest, whole = hashlib.sha256(), memoryview(content)
-        descriptor = fileops.create(path)
-        try:
-            for start in range(0, len(whole), _PIECE_BYTES):
-                piece = whole[start : start + _PIECE_BYTES]
-                digest.update(piece)
-                fileops.write_all(descriptor, piece)
-                if self.progress:
-                    self.progress()
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)  # some file systems report a failed write only here
-        entry = {"bytes": len(whole), "sha256": digest.hexdigest()}
+        entry = {"bytes": content.nbytes, "sha256": hashlib.sha256(content).hexdigest()}
+        fileops.write_whole(path, content, self.progress)
         if found := difference(path, entry, self.progress):
             raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
         return entry
 
 
-class HeldFile(io.BytesIO):
-    """A file in memory, given to the draft when it is closed."""
-
-    def __init__(self, held: dict[str, bytes], name: str) -> None:
-        super().__init__()
-        self._held, self._name = held, name
-
+class _HeldFile(io.BytesIO):
     def close(self) -> None:
-        """Gives its content away."""
-        if not self.closed:
-            self._held[self._name] = self.getvalue()  # no copy: the buffer is given away
-            super().close()
+        """Nothing: what torch has closed is still to be written to the disk."""

@@ -13,8 +13,9 @@ and `.trash-step-00000500` (being removed: a folder half removed must not look l
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gptrain.resilience import fileops
@@ -54,7 +55,6 @@ class CheckpointStore:
         progress: Callable[..., None] | None = None,
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
-        self._verified: set[str] = set()  # seals of the manifests whose files this process has read
         self._unfinished: tuple[Draft, dict] | None = None  # in the background, and its manifest
 
     # Saving
@@ -99,14 +99,12 @@ class CheckpointStore:
                 yield draft
         except BaseException:
             if rank == 0:
-                _discard(draft.path)
+                shutil.rmtree(draft.path, ignore_errors=True)
             raise
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
         self._unfinished = draft, about
-        if in_background:
-            draft.write_in_background()
-        else:
-            draft.write()
+        draft.write(in_background)
+        if not in_background:
             self.finish()
 
     @property
@@ -134,7 +132,7 @@ class CheckpointStore:
                     self._commit(draft.path, about, files_of_ranks)
         except BaseException:
             if draft.rank == 0:
-                _discard(draft.path)
+                shutil.rmtree(draft.path, ignore_errors=True)
             raise
 
     def check_space(self, needed_bytes: int) -> None:
@@ -160,15 +158,14 @@ class CheckpointStore:
 
     def verify(self, path: Path) -> Checkpoint:
         """The checkpoint, read from disk and found whole. Raises: DamagedCheckpoint."""
-        manifest = verify(path, run_id=self.run_id, progress=self.progress)
-        self._verified.add(manifest["sha256"])
-        return Checkpoint(path, manifest)
+        return Checkpoint(path, verify(path, run_id=self.run_id, progress=self.progress))
 
     def newest_good(self) -> Checkpoint | None:
         """The highest step that verifies, None if nothing was ever saved here.
 
         Damaged ones that are newer are renamed to `*.corrupt`, once there is a good one to go on
-        from. Call it on one rank, under the run lock.
+        from; but a store without run_id leaves all as it is. Call it on one rank, with a run_id
+        under the run lock.
 
         Raises: NoGoodCheckpoint if there are checkpoints and all are damaged, or were found so by
             an earlier start.
@@ -181,7 +178,13 @@ class CheckpointStore:
                 damaged.append(error)
                 continue
             for error in damaged:
-                _set_aside(error)
+                n_before = len(list(self.folder.glob(f"{error.path.name}.corrupt*")))
+                number = f"-{n_before + 1}" if n_before else ""
+                aside = error.path.with_name(f"{error.path.name}.corrupt{number}")
+                if self.run_id is None or not _rename(error.path, aside):
+                    _log.warning("warning: %s; an older one is taken", error)
+                else:
+                    _log.warning("warning: %s; set aside as %s", error, aside.name)
             return found
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpoint(path, "found damaged before"))
@@ -189,56 +192,41 @@ class CheckpointStore:
             raise NoGoodCheckpoint(self.folder, damaged)
         return None
 
-    def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
-        """The whole checkpoint with the lowest (`max`: highest) metric, None if none has it.
+    def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
+        """Folders of the checkpoints that have a metric, the lowest (`max`: highest) first.
 
-        Of equal ones the earliest. Checkpoints saved before the metric was measured do not count.
-        Files that this process has read are not read again.
+        Of equal ones the earlier. They are not verified: for what may be removed, and for messages.
         """
-        sign = {"min": 1, "max": -1}[mode]
-        scored = []
+        sign, scored = {"min": 1, "max": -1}[mode], []
         for step in self.steps():
             path = self.folder / folder_name(step)
+            with suppress(DamagedCheckpoint):
+                if (value := read_manifest(path)["metrics"].get(monitor)) is not None:
+                    scored.append((sign * value, step, path))
+        return [path for _, _, path in sorted(scored)]
+
+    def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
+        """The first of the ranking that is whole, None if there is none."""
+        for path in self.ranking(monitor, mode):
             try:
-                value = read_manifest(path)["metrics"].get(monitor)
-            except DamagedCheckpoint:
-                continue
-            if value is not None:
-                scored.append((sign * value, step, path))
-        for _, _, path in sorted(scored):
-            try:
-                return self._known_good(path)
+                return self.verify(path)
             except DamagedCheckpoint as error:
-                _log.warning("%s; it is not taken as the best", error)
+                _log.warning("warning: %s; it is not taken as the best", error)
         return None
 
     # Housekeeping
 
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
-        """Removes all but the newest `keep` good checkpoints and the protected.
-
-        The ones kept are read back first (once per process), so a checkpoint only ever makes room
-        for newer ones that are known to be whole.
+        """Removes all but the newest `keep` checkpoints and the protected.
 
         Raises: ValueError if keep < 2: one file alone is one disk error from nothing.
         """
         if keep < 2:
             raise ValueError(f"keep={keep}: at least two checkpoints are kept")
-        n_good = 0
-        for step in reversed(self.steps()):
-            path = self.folder / folder_name(step)
-            if n_good < keep:
-                try:
-                    self._known_good(path)
-                    n_good += 1
-                except DamagedCheckpoint as error:
-                    _set_aside(error)
-            elif path not in protect:
-                trash = self._hidden("trash", step)
-                _discard(trash)
-                with _only_warn(path, "removed"):
-                    os.rename(path, trash)
-                    fileops.remove_tree(trash)
+        for step in self.steps()[:-keep]:
+            path, trash = self.folder / folder_name(step), self._hidden("trash", step)
+            if path not in protect and _rename(path, trash):
+                shutil.rmtree(trash, ignore_errors=True)  # what is left goes at the next `clean`
 
     def clean(self) -> None:
         """Removes what dead writers left; call it under the run lock, at the start.
@@ -276,41 +264,17 @@ class CheckpointStore:
                 os.rename(old, target)
             raise
         fileops.sync_folder(self.folder)
-        self._verified.add(read_manifest(target)["sha256"])  # each file was read back
-        _discard(old)
-
-    def _known_good(self, path: Path) -> Checkpoint:
-        """Verified now, or by this process before; its manifest is read again in any case."""
-        manifest = read_manifest(path)
-        known = manifest["sha256"] in self._verified
-        return Checkpoint(path, manifest) if known else self.verify(path)
+        shutil.rmtree(old, ignore_errors=True)
 
     def _hidden(self, kind: str, step: int) -> Path:
         return self.folder / f".{kind}-{folder_name(step)}"
 
 
-def _set_aside(error: DamagedCheckpoint) -> None:
-    """Renames a damaged checkpoint to `step-….corrupt`, or `.corrupt-2` where there is one."""
-    aside = error.path.with_name(f"{error.path.name}.corrupt")
-    number = 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = error.path.with_name(f"{error.path.name}.corrupt-{number}")
-    with _only_warn(error.path, f"renamed to {aside.name}"):
-        os.rename(error.path, aside)
-        _log.warning("%s; set aside as %s", error, aside.name)
-
-
-def _discard(folder: Path) -> None:
-    """Removes a hidden folder; what cannot be removed now goes at the next `clean`."""
-    with _only_warn(folder, "removed"):
-        fileops.remove_tree(folder)
-
-
-@contextmanager
-def _only_warn(path: Path, what: str) -> Iterator[None]:
-    """No run ends because a folder cannot be put away; it may have turned read-only."""
+def _rename(path: Path, to: Path) -> bool:
+    """Whether it could be put away; no run ends because it could not, in a read-only folder say."""
     try:
-        yield
+        os.rename(path, to)
     except OSError as error:
-        _log.warning("%s: cannot be %s now: %s", path, what, error.strerror)
+        _log.warning("warning: %s: cannot be renamed to %s: %s", path, to.name, error.strerror)
+        return False
+    return True

@@ -301,8 +301,8 @@ class Checkpoints(Checkpoint):
 
     def _prune(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
-            best = self.store.best(self.monitor, self.mode)
-            self.store.prune(self.options.keep, protect=[best.path] if best else [])
+            best = self.store.ranking(self.monitor, self.mode)[:1]
+            self.store.prune(self.options.keep, protect=best)
 
     def _is_validated(self, trainer: Trainer) -> bool:
         """Whether a validation follows this step."""
