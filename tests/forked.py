@@ -6,6 +6,7 @@ now, so that each rank is told a file for its output.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -35,9 +36,9 @@ PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothi
 @contextmanager
 def forked_ranks(out: Path, err: Path) -> Iterator[None]:
     """Ranks that are started in the block are forked, and append what they say to these files."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     with (
         patch.object(supervisor, "START_METHOD", "forkserver"),
-        patch.object(supervisor, "PRELOAD", PRELOAD),
         patch.object(supervisor, "rank_process", partial(rank_process, out, err)),
     ):
         yield
@@ -55,4 +56,5 @@ def rank_process(out: Path, err: Path, *args: object) -> None:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, fd)
         os.close(file)
-    enter(*args)
+    # Its parent is the fork server, which ends with the supervisor.
+    enter(*args[:-1], os.getppid())

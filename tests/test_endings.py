@@ -7,8 +7,8 @@ import errno
 import pytest
 
 from gptrain.data import DataError
+from gptrain.launch.process import attempt
 from gptrain.launch.rank import BEATS_NAME, classify, forget_old_beats
-from gptrain.launch.rendezvous import attempt
 from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError, Problem
 from gptrain.resilience.draft import NoSpace, SaveFailed

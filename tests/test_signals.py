@@ -151,8 +151,10 @@ def test_a_stop_may_be_asked_for_without_a_signal():
 
 
 def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
-    flag = StopFlag()
-    with Guard(tmp_path, tmp_path / "beats", rank=0, timeout_s=60, stop=flag) as guard:
+    with (
+        StopFlag() as flag,
+        Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
+    ):
         started_s = time.monotonic()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(Preempted), guard.nothing_to_save():
@@ -165,8 +167,12 @@ def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
 
 
 def test_a_library_on_the_way_cannot_make_another_error_of_it(tmp_path):
-    guard = Guard(tmp_path, tmp_path / "beats", rank=0, timeout_s=60)
-    with guard, pytest.raises(Preempted), guard.nothing_to_save():
+    with (
+        StopFlag() as flag,
+        Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
+        pytest.raises(Preempted),
+        guard.nothing_to_save(),
+    ):
         try:  # as Hydra imports the class of a dataset
             os.kill(os.getpid(), signal.SIGTERM)
         except Exception as error:

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from gptrain.launch.devices import cores_per_rank
-from gptrain.launch.process import Process, this_process
-from gptrain.launch.rendezvous import attempt, first_host, set_rendezvous
+from gptrain.launch.process import Process, attempt, first_host, set_rendezvous, this_process
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.parallel.mesh import STORE_VARIABLE
 

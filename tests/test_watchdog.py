@@ -10,6 +10,7 @@ import time
 import pytest
 
 from gptrain.resilience import watchdog
+from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import read_status, write_status
 from gptrain.resilience.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives
 
@@ -19,13 +20,13 @@ HANG_S, RUN_S = 0.6, 3.0
 RANK = """
 import os, sys, time
 from gptrain.resilience import watchdog
-from gptrain.resilience.signals import die_with_parent
+from gptrain.resilience.signals import StopFlag, die_with_parent
 watchdog.GRACE_S = 0.5
 run_dir, rank, what, timeout_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 if what == "orphan":
     die_with_parent(os.getppid())
-guard = watchdog.Guard(run_dir, run_dir + "/lives", rank=rank, timeout_s=timeout_s, poll_s=0.1,
-                       parent_pid=os.getppid() if what == "poll" else None).__enter__()
+guard = watchdog.Guard(run_dir, run_dir + "/lives", StopFlag(), rank=rank, timeout_s=timeout_s,
+                       poll_s=0.1, parent_pid=os.getppid() if what == "poll" else None).__enter__()
 heartbeat = guard.heartbeat
 print("ready", flush=True)
 if what == "lock":
@@ -247,7 +248,8 @@ def test_a_beat_costs_microseconds(tmp_path):
 
 
 def test_a_guard_that_was_left_does_nothing_more(tmp_path):
-    with Guard(tmp_path, tmp_path / "lives", rank=0, timeout_s=60, poll_s=0.05) as guard:
+    options = {"rank": 0, "timeout_s": 60, "poll_s": 0.05}
+    with Guard(tmp_path, tmp_path / "lives", StopFlag(), **options) as guard:
         guard.heartbeat.beat()
         threads = threading.active_count()
     assert threading.active_count() == threads - 1 and list((tmp_path / "lives").iterdir()) == []

@@ -5,25 +5,17 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from gptrain.resilience.status import (
-    BAD_CONFIG,
-    BAD_DATA,
-    DONE,
-    FAILED,
-    FOLDER_UNUSABLE,
-    HUNG,
-    INPUT_NOT_FOUND,
-    INTERRUPTED,
-    IO_ERROR,
-    NON_FINITE,
-    PREEMPTED,
-)
-
-__all__ = [
-    "BAD_CONFIG", "BAD_DATA", "DISK", "DONE", "FAILED", "FOLDER_UNUSABLE", "HUNG",
-    "INPUT_NOT_FOUND", "INTERRUPTED", "IO_ERROR", "NON_FINITE", "PREEMPTED", "ConfigError",
-    "JobFailed", "Problem", "code_of", "show",
-]  # fmt: skip
+DONE = 0
+BAD_CONFIG = 2
+BAD_DATA = 65
+INPUT_NOT_FOUND = 66
+FAILED = 70
+FOLDER_UNUSABLE = 73
+IO_ERROR = 74
+PREEMPTED = 75
+HUNG = 76
+NON_FINITE = 79
+INTERRUPTED = 130
 
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -77,6 +69,12 @@ def code_of(error: OSError) -> int:
     if error.errno is None:
         return FAILED
     return FOLDER_UNUSABLE if error.errno in UNUSABLE else IO_ERROR
+
+
+def first_line(error: object) -> str:
+    """The first line of a message, and the next where the first only says where."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
 class ConfigError(Exception):

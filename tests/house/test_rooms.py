@@ -23,9 +23,9 @@ MAY_IMPORT = {
     "optim": set(),
     "plan": set(),
     "data": {"small_files"},
-    "resilience": {"small_files"},
+    "resilience": {"small_files", "problems"},
     "parallel": {"loss"},  # over a vocabulary that is sharded it is made of the same parts
-    "problems": {"resilience"},  # the one home of exit codes
+    "problems": set(),  # the one home of exit codes
     "launch": {"data", "parallel", "resilience", "small_files", "problems"},
     "lit": (LEAVES - {"models"}) | {"launch", "problems"},
     "config": {"launch", "plan", "data", "resilience", "small_files", "problems"},

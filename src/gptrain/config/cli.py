@@ -27,7 +27,6 @@ from gptrain.config.compose import (
     Place,
     compose_and_explain,
     compose_config,
-    first_line,
     parse,
 )
 from gptrain.config.from_run import expand
@@ -44,6 +43,7 @@ from gptrain.problems import (
     JobFailed,
     Problem,
     code_of,
+    first_line,
 )
 
 LINGER_S = 10.0  # ranks start within seconds of each other

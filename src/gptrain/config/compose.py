@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gptrain.config.suggest import find_alias, nearest
 from gptrain.config.values import unknown_key
 from gptrain.launch.process import run_stamp
-from gptrain.problems import Problem
+from gptrain.problems import Problem, first_line
 
 PROJECT = Path(__file__).resolve().parents[3]
 # What Hydra raises on words that it cannot use; not all of it is wrapped.
@@ -103,12 +103,6 @@ def compose_and_explain(
             except REFUSALS as error:
                 problems.append(_explain(one, error, cfg, loader))
         return cfg, problems
-
-
-def first_line(error: object) -> str:
-    """The first line of a message, and the next where the first only says where."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
 @contextmanager

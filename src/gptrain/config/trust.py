@@ -19,10 +19,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.config.compose import PROJECT, REFUSALS, default_output_dir, first_line
+from gptrain.config.compose import PROJECT, REFUSALS, default_output_dir
 from gptrain.config.suggest import nearest
 from gptrain.config.values import targets
-from gptrain.problems import ConfigError, Problem, show
+from gptrain.problems import ConfigError, Problem, first_line, show
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Of these the modules whose classes neither fetch nor open what their arguments name.

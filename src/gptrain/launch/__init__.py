@@ -1,7 +1,8 @@
 """Starts a job: in this process where it has one device, else in ranks that the parent watches.
 
-process     which process this is        devices     what it runs on
-supervisor  the parent of local ranks    rendezvous  where ranks of torchrun and SLURM meet
+process     which process this is, and where ranks meet
+devices     what it runs on
+supervisor  the parent of local ranks
 rank        what surrounds the training function in each of them
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.launch.process import this_process
+from gptrain.launch.process import set_rendezvous, this_process
 from gptrain.problems import FOLDER_UNUSABLE, JobFailed
 from gptrain.resilience import fileops
 from gptrain.resilience.lock import RunFolderHeld, RunLock, UnsafeFolder, check_no_links
@@ -43,7 +44,6 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
     with StopFlag() as stop:
         from gptrain.launch.devices import find_machine  # torch
         from gptrain.launch.rank import forget_old_beats, run_alone
-        from gptrain.launch.rendezvous import set_rendezvous
         from gptrain.launch.supervisor import is_restart, prepare_start, supervise
 
         machine = find_machine(cfg)

@@ -58,15 +58,14 @@ def find_machine(cfg: DictConfig) -> Machine:
 
 def accelerator_of(asked: str) -> str | None:
     """cpu, cuda, mps or tpu, for Lightning's name of it; None where this machine has none."""
-    if asked == "auto":
-        return _gpu_kind() or "cpu"
-    if asked == "gpu":
-        return _gpu_kind()
-    if asked in ("cuda", "mps"):
-        return asked if _gpu_kind() == asked else None
-    if asked == "tpu":
-        return asked if find_spec("torch_xla") else None
-    return asked
+    is_here = {
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "tpu": lambda: find_spec("torch_xla") is not None,
+        "cpu": lambda: True,
+    }
+    wanted = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(asked, (asked,))
+    return next((name for name in wanted if is_here[name]()), None)
 
 
 def native_precision(machine: Machine) -> str:
@@ -104,12 +103,6 @@ def cores_per_rank(n_local: int) -> int:
     has_affinity = hasattr(os, "sched_getaffinity")
     n_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, n_cores // n_local)
-
-
-def _gpu_kind() -> str | None:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else None
 
 
 def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Which process this is: started by a person, or a rank that a launcher started.
+"""Which process this is, started by a person or a rank that a launcher started; where ranks meet.
 
 Standard library only: read before torch is imported, and by Hydra's resolvers.
 """
@@ -6,10 +6,13 @@ Standard library only: read before torch is imported, and by Hydra's resolvers.
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+PORTS = range(20000, 30000)  # below those that Linux gives to clients
 _START_S = time.time()  # of this process, nearly
 
 
@@ -89,3 +92,44 @@ def parent_start_s() -> float:
     # Field 22 of proc(5), counted after the command name, which may hold spaces.
     ticks = int(stat.rpartition(")")[2].split()[19])
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def set_rendezvous() -> None:
+    """Says in the environment where ranks of torchrun and SLURM meet: on one node at a file.
+
+    torchrun's own store listens on all interfaces, and over its restarts the ranks find keys of
+    the attempt before in it and wait for ranks that are gone (pytorch#135712); on several nodes set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. srun names the nodes, but no address and no port;
+    MASTER_ADDR and MASTER_PORT, where the job script sets them, are obeyed.
+    """
+    from gptrain.parallel.mesh import STORE_VARIABLE  # torch
+
+    env, launcher = os.environ, this_process().launcher
+    on_one_node = {
+        "torchrun": env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"),
+        "slurm": env.get("SLURM_STEP_NUM_NODES") == "1" and "MASTER_ADDR" not in env,
+    }
+    if on_one_node.get(launcher):
+        name = f"gptrain-{os.getuid()}-{attempt()}"
+        env.setdefault(STORE_VARIABLE, str(Path(tempfile.gettempdir()) / name))
+    elif launcher == "slurm":
+        env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
+        env.setdefault("MASTER_PORT", str(PORTS[int(env["SLURM_JOB_ID"]) % len(PORTS)]))
+
+
+def attempt() -> str:
+    """A name of this start of the job: the same in all its ranks, and of no other start."""
+    env, launcher = os.environ, this_process().launcher
+    if launcher == "slurm":
+        step, restart = env.get("SLURM_STEP_ID", "0"), env.get("SLURM_RESTART_COUNT", "0")
+        return f"slurm-{env['SLURM_JOB_ID']}-{step}-{restart}"
+    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):
+        return f"{os.getppid()}-{parent_start_s():.2f}-{restart}"
+    job = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('MASTER_PORT')}"  # of agents on many nodes
+    return f"{re.sub('[^A-Za-z0-9_-]', '_', job)}-{restart}"
+
+
+def first_host(nodes: str) -> str:
+    """Of a node list as SLURM writes it: `gpu[003-007,9],login1` -> `gpu003`."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]

@@ -19,9 +19,8 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.launch.process import this_process
-from gptrain.launch.rendezvous import attempt
-from gptrain.problems import DISK, ConfigError, JobFailed, code_of
+from gptrain.launch.process import attempt, this_process
+from gptrain.problems import DISK, ConfigError, JobFailed, code_of, first_line
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.fileops import remove_tree
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
@@ -98,12 +97,12 @@ def classify(error: BaseException, doing: str = "") -> Ending:
 
 
 def run_rank(
-    train: Callable, cfg: DictConfig, parent_pid: int | None = None, stop: StopFlag | None = None
+    train: Callable, cfg: DictConfig, stop: StopFlag, parent_pid: int | None = None
 ) -> dict[str, float]:
     """Runs `train` in this process, guarded; the first rank that fails says how and why.
 
     Args:
-        parent_pid: the supervisor that must live.   stop: the flag of this process, if it has one.
+        parent_pid: the supervisor that must live.
 
     Raises: JobFailed, with the exit code.
     """
@@ -111,6 +110,7 @@ def run_rank(
     guard = Guard(
         cfg.run_dir,
         os.environ.get(BEATS_VARIABLE) or Path(cfg.run_dir) / BEATS_NAME / attempt(),
+        stop,
         rank=rank,
         timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
         parent_pid=parent_pid,
@@ -118,7 +118,6 @@ def run_rank(
             "checkpoint": newest_checkpoint(cfg.run_dir),
             "resume": resume_command(cfg),
         },
-        stop=stop,
     )
     try:
         with guard:
@@ -131,8 +130,7 @@ def run_rank(
             ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
             time.sleep(PEERS_REPORT_S)
-        if record_ending(cfg, ending, rank, guard.heartbeat.step) or cfg.debug:
-            show(cfg, ending)
+        report_ending(cfg, ending, rank, guard.heartbeat.step)
         raise JobFailed(ending.code, ending.line) from error
     if rank == 0:
         record_ending(cfg, Ending(problems.DONE, "done", "done"), rank, guard.heartbeat.step)
@@ -142,7 +140,7 @@ def run_rank(
 def run_alone(train: Callable, cfg: DictConfig, stop: StopFlag) -> dict[str, float]:
     """`run_rank` in the process that was started, by a person or by torchrun or SLURM."""
     try:
-        return run_rank(train, cfg, stop=stop)
+        return run_rank(train, cfg, stop)
     except JobFailed as failure:
         if this_process().is_rank:
             leave(failure.code)
@@ -154,14 +152,9 @@ def rank_process(
     cfg: DictConfig,
     hydra: DictConfig,
     environment: dict[str, str],
-    parent_pid: int | None,
+    parent_pid: int,
 ) -> None:
-    """Entry of a started rank; never returns.
-
-    Args:
-        parent_pid: None: the process that is the parent now.
-    """
-    parent_pid = parent_pid or os.getppid()
+    """Entry of a started rank; never returns."""
     die_with_parent(parent_pid)
     os.environ.update(environment)
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
@@ -172,7 +165,7 @@ def rank_process(
         warnings.simplefilter("ignore")
     code = problems.DONE
     try:
-        run_rank(train, cfg, parent_pid)
+        run_rank(train, cfg, StopFlag().install(), parent_pid)
     except JobFailed as failure:
         code = failure.code
     leave(code)
@@ -187,13 +180,9 @@ def leave(code: int) -> NoReturn:
 
 
 def record_ending(
-    cfg: DictConfig, ending: Ending, rank: int | None, step: int | None, replace: bool = False
+    cfg: DictConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
 ) -> bool:
-    """Writes status.json; False where another rank was first.
-
-    Args:
-        rank: that reports; the ending may name another.   replace: what ranks have written.
-    """
+    """Writes status.json; False where another rank was first, unless it is to be replaced."""
     try:
         return write_status(
             cfg.run_dir,
@@ -209,11 +198,20 @@ def record_ending(
         )
     except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: no status.json: {error}", file=sys.stderr)
-        return rank == 0
+        return replace or rank == 0
 
 
-def show(cfg: DictConfig, ending: Ending) -> None:
-    """Prints the ending; on stderr, but for a run that was asked to stop and did."""
+def report_ending(
+    cfg: DictConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
+) -> None:
+    """Records an ending and prints it, on stderr but for a run that was asked to stop and did.
+
+    Args:
+        rank: that it befell, unless the ending itself names another.
+        replace: what ranks have written; else the first of them alone says how the job ended.
+    """
+    if not (record_ending(cfg, ending, rank, step, replace) or cfg.debug):
+        return
     if ending.trace:
         print(ending.trace, file=sys.stderr)
     if ending.code != problems.PREEMPTED:
@@ -263,11 +261,6 @@ def forget_old_beats(run_dir: str | Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name != attempt():
             remove_tree(path)
-
-
-def first_line(text: object) -> str:
-    """The first line of a message that may have many."""
-    return (str(text).strip().splitlines() or [""])[0]
 
 
 def _has(phrases: tuple[str, ...], error: BaseException) -> bool:

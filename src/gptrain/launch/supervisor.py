@@ -27,20 +27,19 @@ from gptrain.launch.rank import (
     Ending,
     newest_checkpoint,
     rank_process,
-    record_ending,
+    report_ending,
 )
 from gptrain.parallel.mesh import STORE_VARIABLE
 from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, JobFailed
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back
-from gptrain.resilience.status import Preempted, clear_status, read_status, result_path
+from gptrain.resilience.status import clear_status, read_status, result_path
 from gptrain.resilience.watchdog import StallWatch
 from gptrain.small_files import UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
 START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
-PRELOAD: list[str] = []  # modules that "forkserver" imports once, for all ranks to come
 POLL_S = 0.05
 GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
@@ -118,12 +117,7 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 
 def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
-    context, ranks = multiprocessing.get_context(START_METHOD), []
-    if START_METHOD == "forkserver":
-        context.set_forkserver_preload(PRELOAD)
-    # The parent of a rank that the fork server forks is the server, which ends with this process.
-    parent_pid = None if START_METHOD == "forkserver" else os.getpid()
-    hydra = plain_hydra()
+    context, ranks, hydra = multiprocessing.get_context(START_METHOD), [], plain_hydra()
     with tempfile.TemporaryDirectory(prefix="gptrain-") as folder:
         environment = {
             "GPTRAIN_SUPERVISED": "1",
@@ -139,7 +133,7 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
         try:
             for rank in range(n_ranks):
                 place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (train, cfg, hydra, place, parent_pid)
+                arguments = (train, cfg, hydra, place, os.getpid())
                 ranks.append(context.Process(target=rank_process, args=arguments))
                 with hold_back():  # a signal waits until the rank can take it as a request
                     ranks[-1].start()
@@ -148,7 +142,7 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
             for rank in ranks:
                 rank.kill()
                 rank.join()
-    return job_code(cfg, ranks, stop)
+    return job_code(cfg, ranks)
 
 
 def plain_hydra() -> DictConfig:
@@ -179,24 +173,18 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
             code = ranks[failed].exitcode
             if code == PREEMPTED:
                 stop.set("a rank")  # asked alone, and left before the ranks could talk
-            elif code < 0 and not stop:
+            elif code < 0:
                 why = f"by signal {-code}" + (", maybe for want of memory" if code == -9 else "")
                 line = f"error: rank {failed} (process {ranks[failed].pid}) was killed {why}"
-                print_and_record(cfg, Ending(FAILED, "killed", line, rank=failed))
+                report_ending(cfg, Ending(FAILED, "killed", line), failed, replace=True)
         elif stalled := stalls.stalled():
             deadline_s = time.monotonic() + LINGER_S
             stall = stalled[0]
             line = f"error: no progress for {stall.silent_s:.0f} s: {stall}"
-            print_and_record(cfg, Ending(HUNG, "hang", line, rank=stall.rank), stall.step)
+            report_ending(cfg, Ending(HUNG, "hang", line), stall.rank, stall.step, replace=True)
 
 
-def print_and_record(cfg: DictConfig, ending: Ending, step: int | None = None) -> None:
-    """Says it on stderr and in status.json, in place of what other ranks have said there."""
-    print(ending.line, file=sys.stderr, flush=True)
-    record_ending(cfg, ending, None, step, replace=True)
-
-
-def job_code(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag) -> int:
+def job_code(cfg: DictConfig, ranks: list[BaseProcess]) -> int:
     """The exit code of a job whose ranks have all ended: that of the first that failed."""
     codes = [rank.exitcode for rank in ranks]
     if not any(codes):
@@ -204,7 +192,4 @@ def job_code(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag) -> int:
     status = read_status(cfg.run_dir)
     if status is not None and status["exit_code"]:
         return status["exit_code"]
-    if stop:  # before any rank had anything to save
-        print_and_record(cfg, Ending(PREEMPTED, "preempted", str(Preempted())))
-        return PREEMPTED
     return next((code for code in codes if code > 0), FAILED)

@@ -1,7 +1,7 @@
 """How a run survives: nothing here knows a model, a trainer or a configuration.
 
 lock       one run, one folder
-status     how a run ended: exit codes, status.json, result.json
+status     how a run ended: status.json, result.json
 store      checkpoints that are complete or do not exist (draft: one while it is written; manifest:
            what it consists of; fileops: file operations that survive a power cut)
 sharded    the same for torch.distributed.checkpoint

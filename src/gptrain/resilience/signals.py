@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gptrain.resilience.status import FAILED, INTERRUPTED
+from gptrain.problems import FAILED, INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by USR1
 # A terminal's Ctrl-C reaches the whole process group, and torchrun's agent passes it on at once:

@@ -1,4 +1,4 @@
-"""How a run ended: exit codes, the exceptions that mean an ending, `status.json`, `result.json`.
+"""How a run ended: the exceptions that mean an ending, `status.json`, `result.json`.
 
 When several ranks fail, the first one writes the status: the others fail only because of it.
 "First" is decided by the file system: a hard link to a finished file can be made once, so of any
@@ -12,20 +12,9 @@ import socket
 import time
 from pathlib import Path
 
+from gptrain.problems import DONE
 from gptrain.resilience import fileops
 from gptrain.small_files import UnreadableFile, read_json
-
-DONE = 0
-BAD_CONFIG = 2
-BAD_DATA = 65
-INPUT_NOT_FOUND = 66
-FAILED = 70
-FOLDER_UNUSABLE = 73
-IO_ERROR = 74
-PREEMPTED = 75
-HUNG = 76
-NON_FINITE = 79
-INTERRUPTED = 130
 
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"

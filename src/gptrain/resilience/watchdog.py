@@ -24,16 +24,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED
 from gptrain.resilience.signals import StopFlag
-from gptrain.resilience.status import (
-    DONE,
-    FAILED,
-    HUNG,
-    PREEMPTED,
-    Preempted,
-    read_status,
-    write_status,
-)
+from gptrain.resilience.status import Preempted, read_status, write_status
 
 GRACE_S = 5.0  # for a rank to end by itself after another has failed
 STOPPED_S = 3.0  # without a tick: longer than a busy machine keeps a process waiting
@@ -175,10 +168,10 @@ class StallWatch:
 
 
 class Guard:
-    """A context around the training function: signals are flags, and nothing waits for ever.
+    """A context around the training function: nothing in it waits for ever.
 
     Attributes:
-        stop: true once somebody asked the run to stop.
+        stop: true once somebody asked the run to stop; the caller has installed it.
         heartbeat: to be told of every step.
         doing: what was being done when an exception came, for its report.
 
@@ -187,22 +180,21 @@ class Guard:
         timeout_s: how long the main thread may go without a beat.
         parent_pid: the supervisor that must live; None where nobody started us (a shell may go).
         about: what to add to the status of a hang: checkpoint, resume.
-        stop: the flag, where this process has one already.
     """
 
     def __init__(
         self,
         run_dir: str | Path,
         beats: str | Path,
+        stop: StopFlag,
         *,
         rank: int,
         timeout_s: float,
         parent_pid: int | None = None,
         about: Callable[[], dict] = dict,
-        stop: StopFlag | None = None,
         poll_s: float = 0.5,
     ) -> None:
-        self.stop = StopFlag() if stop is None else stop
+        self.stop = stop
         self.heartbeat = Heartbeat(beats, rank)
         self.doing = ""
         self._run_dir, self._about = Path(run_dir), about
@@ -212,7 +204,6 @@ class Guard:
         self._old_status = read_status(run_dir)  # of an earlier attempt
 
     def __enter__(self) -> "Guard":
-        self.stop.install()
         self._thread.start()
         return self
 
@@ -220,7 +211,6 @@ class Guard:
         self._done.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-        self.stop.restore()
         self.heartbeat.close()
 
     def leave_if_asked(self) -> None:
