@@ -99,10 +99,10 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """The status of the last attempt; None if there is none, or none of ours."""
+    """The status of the last attempt; None if there is none that can be read, or none of ours."""
     try:
         status = read_json(Path(run_dir) / STATUS_NAME)
-    except (FileNotFoundError, UnreadableFile):
+    except (OSError, UnreadableFile):
         return None
     ours = isinstance(status, dict) and isinstance(status.get("exit_code"), int)
     return status if ours else None

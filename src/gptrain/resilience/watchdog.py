@@ -30,10 +30,8 @@ from gptrain.resilience.status import Preempted, read_status, write_status
 
 GRACE_S = 5.0  # for a rank to end by itself after another has failed
 STOPPED_S = 3.0  # without a tick: longer than a busy machine keeps a process waiting
-_MISSED_S = 1.0  # ticks come several times a second
 _MAX_GAP_S = 2.0  # a watcher looks more often than this; if not, it was stopped itself
-_BEAT = struct.Struct("<qqd24s")  # beats, step, seconds until the next may come, phase
-_TICK = struct.Struct("<q")
+_RECORD = struct.Struct("<qq24sqd")  # a Life without its rank
 
 
 @dataclass(frozen=True)
@@ -41,15 +39,16 @@ class Life:
     """The last heartbeat of one rank.
 
     Attributes:
+        allow_s: until its next beat may come.
         silent_s: since its last beat, as a `StallWatch` saw it.
         stopped: its process does not even tick.
     """
 
     rank: int
-    step: int
+    beats: int
+    ticks: int
     phase: str
-    beats: int = 0
-    ticks: int = 0
+    step: int
     allow_s: float = 0.0
     silent_s: float = 0.0
     stopped: bool = False
@@ -63,14 +62,13 @@ class Heartbeat:
     """The heartbeat of this rank, a small file. A beat is one small write into the page cache."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
-        self.folder, self.rank = Path(folder), rank
-        self.beats, self.step, self.phase, self.allow_s = 0, 0, "start", 0.0
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.rank, self.beats, self.step, self.phase, self.allow_s = rank, 0, 0, "start", 0.0
         self._ticks = 0
         self._path = self.folder / f"rank-{rank:05d}"
-        self.folder.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o644)
-        self.tick()
         self.beat()
 
     def beat(self, step: int | None = None, phase: str | None = None, allow_s: float = 0.0) -> None:
@@ -85,33 +83,34 @@ class Heartbeat:
         self.phase = phase or self.phase
         self.allow_s = allow_s
         self.beats += 1
-        record = _BEAT.pack(self.beats, self.step, allow_s, self.phase.encode()[:24])
-        os.pwrite(self._descriptor, record, 0)
+        self._write()
 
     def tick(self) -> None:
         """The process runs."""
         self._ticks += 1
-        os.pwrite(self._descriptor, _TICK.pack(self._ticks), _BEAT.size)
+        with contextlib.suppress(OSError):  # a full disk must not end the thread that ticks
+            self._write()
 
     def close(self) -> None:
         """The rank is done: no more is to be expected of it."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
+    def _write(self) -> None:
+        # A tick may put an older beat back if a newer comes at that moment; the next tick repairs.
+        phase = self.phase.encode()[:24]
+        record = _RECORD.pack(self.beats, self._ticks, phase, self.step, self.allow_s)
+        os.pwrite(self._descriptor, record, 0)
+
 
 def read_lives(folder: str | Path) -> list[Life]:
     """The last heartbeat of every rank of the folder, in rank order."""
     lives = []
     for path in sorted(Path(folder).glob("rank-?????")):
-        try:
-            record = path.read_bytes()
-        except FileNotFoundError:  # it has just finished
-            continue
-        if len(record) == _BEAT.size + _TICK.size:
-            beats, step, allow_s, phase = _BEAT.unpack_from(record)
-            (ticks,) = _TICK.unpack_from(record, _BEAT.size)
+        with contextlib.suppress(FileNotFoundError, struct.error):  # just finished, or not begun
+            beats, ticks, phase, *rest = _RECORD.unpack(path.read_bytes())
             text = phase.rstrip(b"\0").decode(errors="replace")
-            lives.append(Life(int(path.name[5:]), step, text, beats, ticks, allow_s))
+            lives.append(Life(int(path.name[5:]), beats, ticks, text, *rest))
     return lives
 
 
@@ -146,25 +145,22 @@ class StallWatch:
         self._ticks: dict[int, Silence] = defaultdict(Silence)
 
     def stalled(self) -> list[Life]:
-        """The silent ranks, the one that the others most likely wait for first.
+        """The silent ranks, the one that the others most likely wait for first; mostly none.
 
         Ranks of one step beat at different moments, so the first to have been silent for too long
-        may be one that waits. Whose process has stopped is among them, however late its last beat
-        was, and as long as a rank may or may not have stopped, the answer is none.
+        may be one that waits. A rank is late only after as long again as it takes to see that a
+        process has stopped: then any that has is known, however late its last beat was.
         """
-        stalls, any_late, any_unclear, now_s = [], False, False, time.monotonic()
+        stalls, any_late, now_s = [], False, time.monotonic()
         for life in read_lives(self.folder):
             silent_s = self._beats[life.rank].look(life.beats, now_s)
-            no_tick_s = self._ticks[life.rank].look(life.ticks, now_s)
-            late = silent_s > max(self.timeout_s, life.allow_s)
-            stopped = no_tick_s > self.stopped_s
+            stopped = self._ticks[life.rank].look(life.ticks, now_s) > self.stopped_s
+            late = silent_s > max(self.timeout_s, life.allow_s) + self.stopped_s
             if late or stopped:
                 stalls.append(replace(life, silent_s=silent_s, stopped=stopped))
             any_late |= late
-            any_unclear |= no_tick_s > _MISSED_S and not stopped
-        if any_unclear or not any_late:
-            return []
-        return sorted(stalls, key=lambda stall: (not stall.stopped, stall.step, -stall.silent_s))
+        stalls.sort(key=lambda stall: (not stall.stopped, stall.step, -stall.silent_s))
+        return stalls if any_late else []
 
 
 class Guard:
@@ -238,8 +234,7 @@ class Guard:
             faulthandler.dump_traceback_later(limit_s, file=2)
             if self._done.wait(self._poll_s):
                 return
-            with contextlib.suppress(OSError):  # a full disk must not end this thread
-                self.heartbeat.tick()
+            self.heartbeat.tick()
             beats = self.heartbeat.beats
             limit_s = max(self._timeout_s, self.heartbeat.allow_s)
             silent_s = silence.look(beats, time.monotonic())
@@ -272,23 +267,19 @@ class Guard:
 
     def _suspect(self) -> Life:
         """The rank that the others wait for: a stopped one, or the one furthest behind."""
-        watch = StallWatch(self.heartbeat.folder, 0.0, stopped_s=3 * self._poll_s)
-        stalls = watch.stalled()
-        for _ in range(4):  # the others may be looking at us
+        heart, stalls = self.heartbeat, []
+        watch = StallWatch(heart.folder, 0.0, stopped_s=3 * self._poll_s)
+        for _ in range(5):  # the others may be looking at us
+            heart.tick()
+            stalls = watch.stalled() or stalls
             time.sleep(self._poll_s)
-            with contextlib.suppress(OSError):
-                self.heartbeat.tick()
-                stalls = watch.stalled() or stalls
-        mine = Life(self.heartbeat.rank, self.heartbeat.step, self.heartbeat.phase)
-        return stalls[0] if stalls else mine
+        return stalls[0] if stalls else Life(heart.rank, heart.beats, 0, heart.phase, heart.step)
 
     def _new_failure(self) -> dict | None:
         """The status of a failure, once it is there."""
-        with contextlib.suppress(OSError):
-            status = read_status(self._run_dir)
-            ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
-            return status if ends_all and status != self._old_status else None
-        return None
+        status = read_status(self._run_dir)
+        ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
+        return status if ends_all and status != self._old_status else None
 
     def _leave(self, reason: str, exit_code: int, stacks: bool = False) -> None:
         self._say(f"leaving: {reason}", stacks)
