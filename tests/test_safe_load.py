@@ -24,7 +24,6 @@ from gptrain.resilience.safe_load import (
     SafeFileSystemReader,
     UnsafeCheckpoint,
     load_file,
-    one_line_refusals,
 )
 from gptrain.resilience.sharded import ShardWriter
 from gptrain.resilience.store import CheckpointStore
@@ -244,10 +243,7 @@ def test_foreign_code_in_the_index_of_a_folder_is_refused(tmp_path, mark, protoc
 
 def test_foreign_code_in_a_value_of_a_folder_is_refused(tmp_path, mark):
     path = save_shards(tmp_path / "c", {"step": Attack(mark)})
-    with pytest.raises(dcp.api.CheckpointException) as refused:
-        dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(path))
-    assert "os.system" in str(refused.value)
-    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system"), one_line_refusals(path):
+    with pytest.raises(dcp.api.CheckpointException, match=r"contains os\.system; refused"):
         dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(path))
 
 
@@ -257,7 +253,7 @@ def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path):
     for entry in metadata.storage_data.values():
         entry.relative_path = "../../secret"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(UnsafeCheckpoint, match=r"\.\./\.\./secret"):
+    with pytest.raises(DamagedCheckpoint, match=r"\.\./\.\./secret"):
         SafeFileSystemReader(path).read_metadata()
 
 

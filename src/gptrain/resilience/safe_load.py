@@ -20,7 +20,6 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     StorageMeta,
@@ -28,8 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
+from gptrain.problems import first_line
 from gptrain.resilience.manifest import DamagedCheckpoint, is_file_name
-from gptrain.small_files import UnreadableFile, open_regular, read_bytes
+from gptrain.small_files import open_regular, read_bytes
 
 # torch's weights-only unpickler is Python and reads about 1 MB/s; a tensor takes 200 bytes of it.
 MAX_PICKLE_BYTES = 16 * 2**20
@@ -72,8 +72,7 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
             f"{path}: remote checkpoints are off; download, check the hash, pass a local path"
         )
     with one_line_refusals(path), open_regular(path) as file:
-        mmap = _check_size(file) and mmap
-        return _load(Path(path) if mmap else file, mmap)
+        return _load(file, path if mmap else None)
 
 
 @contextmanager
@@ -83,11 +82,16 @@ def one_line_refusals(path: str | Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    except CheckpointException as error:  # of torch.distributed.checkpoint, the same on all ranks
-        first = next((failure for failure, _ in error.failures.values()), error)
-        raise _refusal(path, first) from error
     except _GARBAGE as error:
-        raise _refusal(path, error) from error
+        if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
+            name = re.sub(r"^posix\.", "os.", refused[1])  # os.system pickles as posix.system
+            reason = f"contains {name}; refused, only tensors and plain values are loaded"
+            raise UnsafeCheckpoint(path, reason) from error
+        # torch's first advice on a pickle that it cannot read is to load it freely, code and all.
+        is_pickle = isinstance(error, pickle.UnpicklingError | LookupError)
+        said = "no file that torch.save wrote" if is_pickle else first_line(error)
+        said = getattr(error, "reason", said)
+        raise DamagedCheckpoint(path, f"not a checkpoint ({said})") from error
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -101,12 +105,11 @@ class SafeFileSystemReader(FileSystemReader):
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with one_line_refusals(path):
             if not path.exists():
-                raise DamagedCheckpoint(path.parent, f"{path.name} is missing")
-            index = io.BytesIO(read_bytes(path, MAX_INDEX_BYTES))
-            metadata = _MetadataUnpickler(index, path).load()
+                raise ValueError("it is missing")
+            metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path, MAX_INDEX_BYTES))).load()
             for entry in metadata.storage_data.values():
                 if not is_file_name(entry.relative_path):
-                    raise _unsafe(path.parent, f"the path {entry.relative_path}")
+                    raise ValueError(f"its shards are in {entry.relative_path!s:.80}")
             for name, entry in metadata.state_dict_metadata.items():
                 if not isinstance(name, str) or type(entry) not in _ENTRIES:
                     raise ValueError(f"its index has an entry of another kind: {name!s:.80}")
@@ -117,20 +120,15 @@ class SafeFileSystemReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills the plan's tensors and values."""
         with one_line_refusals(self.path):
-            return super().read_data(plan, _PlainValues(planner, Path(self.path)))
+            return super().read_data(plan, _PlainValues(planner))
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        super().__init__(file)
-        self._path = path
-
     def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_NAMES.get(module, ()):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise _unsafe(self._path, f"{module}.{name}")
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 class _PlainValues:
@@ -140,26 +138,24 @@ class _PlainValues:
     plain, saved again for it. The values are counters and settings, a few bytes each.
     """
 
-    def __init__(self, planner: LoadPlanner, path: Path) -> None:
-        self._planner, self._path = planner, path
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        with one_line_refusals(self._path):
-            _check_size(value)
-            plain = _load(value)
         ours = io.BytesIO()
-        torch.save(plain, ours)
+        torch.save(_load(value), ours)
         ours.seek(0)
         self._planner.load_bytes(read_item, ours)
 
 
-def _check_size(file: IO[bytes]) -> bool:
-    """Whether it is torch's archive and not a bare pickle, after its pickles were found small.
+def _load(file: IO[bytes], mapped: str | Path | None = None) -> Any:
+    """Its content, after its pickles were found small.
 
-    Raises: ValueError.
+    Args:
+        mapped: where it lies, if its tensors shall be left there.   Raises: any of _GARBAGE.
     """
     is_archive = zipfile.is_zipfile(file)
     if is_archive:
@@ -169,36 +165,10 @@ def _check_size(file: IO[bytes]) -> bool:
         n_bytes = sum(member.file_size for member in members if "/data/" not in member.filename)
     else:
         n_bytes = file.seek(0, os.SEEK_END)
-    file.seek(0)
     if n_bytes > MAX_PICKLE_BYTES:
-        what = "its pickle has" if is_archive else "not torch's archive, and"
-        raise ValueError(f"{what} {n_bytes} bytes: at most {MAX_PICKLE_BYTES} are read")
-    return is_archive
-
-
-def _load(source: Any, mmap: bool | None = None) -> Any:
+        raise ValueError(f"its pickle has {n_bytes} bytes: at most {MAX_PICKLE_BYTES} are read")
+    file.seek(0)
+    mmap = is_archive and mapped is not None
     with warnings.catch_warnings():  # about pickles not made by torch.save: those end in an error
         warnings.filterwarnings("ignore", "Detected pickle protocol")
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def _refusal(path: str | Path, error: BaseException) -> DamagedCheckpoint:
-    if isinstance(error, DamagedCheckpoint):
-        return error
-    if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
-        return _unsafe(path, refused[1])
-    # What torch met, without its advice: that is to load the file freely, code and all.
-    met = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
-    said = met[1] if met else (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if isinstance(error, LookupError) or "weights_only" in said:
-        said = "no file that torch.save wrote"
-    if isinstance(error, UnreadableFile):
-        said = error.reason
-    said = re.sub(r"^\[enforce fail.*?\] \. ", "", said).split(". ")[0].strip()
-    return DamagedCheckpoint(path, f"not a checkpoint ({said})")
-
-
-def _unsafe(path: Path | str, what: str) -> UnsafeCheckpoint:
-    what = re.sub(r"^(posix|nt)\.", "os.", what)  # os.system pickles as posix.system
-    reason = f"contains {what}; refused, only tensors and plain values are loaded"
-    return UnsafeCheckpoint(path, reason)
+        return torch.load(mapped if mmap else file, "cpu", weights_only=True, mmap=mmap)
