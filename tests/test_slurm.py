@@ -106,7 +106,7 @@ def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):
     assert line.startswith("error: trainer.num_nodes=1: srun started this step on 2 nodes")
 
 
-def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch):
+def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path):
     from command_line import answer, refused
 
     task(SLURM_STEP_NUM_TASKS="1")
@@ -116,4 +116,4 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch):
     words = ("trainer.devices=2", "trainer.num_nodes=2", "trainer.accelerator=cpu")
     (line,) = refused(*words)
     assert "each node would name its folder by its own clock" in line
-    assert answer(*words, "run_dir=seen_by_all")[0] == 0
+    assert answer(*words, f"run_dir={tmp_path}/seen_by_all")[0] == 0
