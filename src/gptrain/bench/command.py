@@ -32,12 +32,7 @@ SIZES = {
     "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
 }
 LOOPS = ("tutorial", "bare", "accelerate", "ours", "ours_saving")
-DEFAULTS = {
-    "size": "cpu",
-    "rounds": 5,
-    "steps": 2,
-    "loops": "[tutorial,bare,accelerate,ours]",
-}
+DEFAULTS = {"size": "cpu", "rounds": 5, "steps": 2, "loops": "[tutorial,bare,accelerate,ours]"}
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
 COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
@@ -50,6 +45,7 @@ FIXED = (
     "trainer.max_steps=100000000",
     "trainer.max_epochs=-1",
 )
+ALONE = ("trainer.devices=1", "strategy=single")
 
 
 class BenchRun(Run):
@@ -82,21 +78,21 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     from gptrain.launch.devices import find_machine, native_precision, set_threads
 
     cfg = launch.settle(cfg)
-    machine = find_machine(cfg)
+    machine, folder = find_machine(cfg), Path(cfg.run_dir)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
-    spec, folder = make_spec(cfg, machine.accelerator), Path(cfg.run_dir)
+    spec = make_spec(cfg, machine.accelerator)
     words = HydraConfig.get().overrides.task
     mine = [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
     set_threads(machine.n_local)
     with ExitStack() as stack:
         contestants = []
         for name in choose_loops(cfg.loops, machine.n_local):
-            overrides = [*mine, *FIXED, f"run_dir={json.dumps(str(folder / name))}"]
+            its = {**spec, "loop": name.removesuffix("_alone"), "run_dir": str(folder / name)}
+            its["overrides"] = [*mine, *FIXED, f"run_dir={json.dumps(its['run_dir'])}"]
+            n_ranks = machine.n_local
             if name == "ours_alone":
-                overrides += ["trainer.devices=1", "strategy=single"]
-            n_ranks = 1 if name == "ours_alone" else machine.n_local
-            its = {**spec, "loop": name, "run_dir": str(folder / name), "overrides": overrides}
+                n_ranks, its["overrides"] = 1, [*its["overrides"], *ALONE]
             contestants.append(Contestant(name, its, n_ranks, torch.get_num_threads(), folder))
             stack.callback(contestants[-1].end)
             contestants[-1].first_step()
@@ -158,5 +154,5 @@ def run_rounds(
             contestant.take_turn(steps)
         peaks.append(measure_matmul(torch.device(spec["device"]), dtype, side, seconds=0.3))
     for contestant in contestants:
-        del contestant.turns[0]
+        del contestant.steps_s[0], contestant.cpu_steps_s[0]
     return peaks[1:]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,19 @@ from gptrain.bench.turns import Turns
 
 # B batch, T time, D d_model, V vocab
 Spec = dict[str, Any]
-Batches = Iterable[tuple[Tensor, Tensor]]
-STATUS = Path("/proc/self/status")  # Linux
 SAVE_EVERY = 10  # steps of ours_saving
 
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
     device = torch.device(spec["device"])
-    turns = Turns(lambda: None, peak_resident_bytes)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # for all loops alike
         turns = Turns(torch.cuda.synchronize, torch.cuda.max_memory_allocated)
+    else:
+        turns = Turns(lambda: None, peak_resident_bytes)
     torch.manual_seed(0)
     LOOPS[spec["loop"]](spec, device, turns)
 
@@ -50,36 +51,22 @@ def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
     """
     from torch.utils.data import DataLoader, TensorDataset
 
-    net = in_ddp(TutorialGPT(**spec["model"]).to(device))
+    net = in_ddp(TutorialGPT(spec).to(device))
     optimizer = torch.optim.AdamW(net.parameters(), **{**spec["optimizer"], "fused": None})
     text = torch.randint(spec["model"]["vocab_size"], (spec["num_samples"], spec["seq_len"]))
     dataset = TensorDataset(text[:, :-1], text[:, 1:])
     loader = DataLoader(dataset, spec["batch_size"], shuffle=True, drop_last=True)
-
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        with autocast(spec, device):
-            logits = net(tokens.to(device))
-            return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
-
-    clip = partial(clip_grad_norm_, net.parameters(), spec["clip"])
-    while True:
-        train(loader, loss_of, Tensor.backward, clip, optimizer, turns)
+    train(chain.from_iterable(repeat(loader)), net, optimizer, spec, device, turns)
 
 
 def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
     """Our model, loss, data and optimizer in the plain loop."""
     from gptrain.parallel import clip_grad_norm
 
-    net = WithLoss(spec).to(device)
+    net = OurGPT(spec).to(device)
     optimizer = make_optimizer(spec, net)
     net = in_ddp(net, gradient_as_bucket_view=True)
-
-    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-        with autocast(spec, device):
-            return net(tokens, targets)
-
-    clip = partial(clip_grad_norm, list(net.parameters()), spec["clip"])
-    train(batches(spec, device), loss_of, Tensor.backward, clip, optimizer, turns)
+    train(make_loader(spec, device), net, optimizer, spec, device, turns, clip_grad_norm)
 
 
 def accelerate(spec: Spec, device: torch.device, turns: Turns) -> None:
@@ -88,10 +75,11 @@ def accelerate(spec: Spec, device: torch.device, turns: Turns) -> None:
 
     mixed = "bf16" if "bf16" in spec["precision"] else "fp16" if "16" in spec["precision"] else "no"
     helper = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu")
-    net = WithLoss(spec)
+    net = OurGPT(spec)
     net, optimizer = helper.prepare(net, make_optimizer(spec, net))
-    clip = partial(helper.clip_grad_norm_, net.parameters(), spec["clip"])
-    train(batches(spec, helper.device), net, helper.backward, clip, optimizer, turns)
+    plain = {**spec, "precision": "32"}  # the rest is up to Accelerate
+    loader, clip = make_loader(spec, device), helper.clip_grad_norm_
+    train(loader, net, optimizer, plain, device, turns, clip, helper.backward)
 
 
 def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
@@ -122,65 +110,56 @@ def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
         ours({**spec, "overrides": [*overrides, *saving]}, device, turns)
 
 
-LOOPS = {
-    "tutorial": tutorial,
-    "bare": bare,
-    "accelerate": accelerate,
-    "ours": ours,
-    "ours_alone": ours,
-    "ours_saving": ours_saving,
-}
+LOOPS = {loop.__name__: loop for loop in (tutorial, bare, accelerate, ours, ours_saving)}
 
 
 def train(
-    batches: Batches,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    backward: Callable[[Tensor], None],
-    clip: Callable[[], Any],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    net: nn.Module,
     optimizer: torch.optim.Optimizer,
+    spec: Spec,
+    device: torch.device,
     turns: Turns,
+    clip: Callable[[list[nn.Parameter], float], Any] = clip_grad_norm_,
+    backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> None:
-    """The plain loop."""
+    """The plain loop, without an end."""
+    parameters = list(net.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 100))
-    for tokens, targets in batches:
+    for batch in batches:
+        tokens, targets = (part.to(device, non_blocking=True) for part in batch)
         optimizer.zero_grad()
-        loss = loss_of(tokens, targets)  # lives on to the next step, as in most such loops
+        with torch.autocast(device.type, torch.bfloat16, enabled="16" in spec["precision"]):
+            loss = net(tokens, targets)  # lives on to the next step, as in most such loops
         backward(loss)
-        clip()
+        clip(parameters, spec["clip"])
         optimizer.step()
         scheduler.step()
         turns.step_done()
 
 
 class TutorialGPT(nn.Module):
-    """tokens (B, T) -> logits (B, T, V), by a decoder whose memory is its own input."""
+    """tokens, targets (B, T) -> loss, by a decoder whose memory is its own input."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        n_heads: int,
-        n_layers: int,
-        max_seq_len: int,
-        dropout: float,
-    ):
+    def __init__(self, spec: Spec):
         super().__init__()
-        self.token_embedding = nn.Embedding(vocab_size, d_model)
-        self.position_embedding = nn.Embedding(max_seq_len, d_model)
-        layer = nn.TransformerDecoderLayer(
-            d_model, n_heads, 4 * d_model, dropout, activation="gelu", batch_first=True
-        )
-        self.decoder = nn.TransformerDecoder(layer, n_layers)
-        self.head = nn.Linear(d_model, vocab_size)
+        sizes, width = spec["model"], spec["model"]["d_model"]
+        self.token_embedding = nn.Embedding(sizes["vocab_size"], width)
+        self.position_embedding = nn.Embedding(sizes["max_seq_len"], width)
+        options = {"dropout": sizes["dropout"], "activation": "gelu", "batch_first": True}
+        layer = nn.TransformerDecoderLayer(width, sizes["n_heads"], 4 * width, **options)
+        self.decoder = nn.TransformerDecoder(layer, sizes["n_layers"])
+        self.head = nn.Linear(width, sizes["vocab_size"])
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, D)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
-        return self.head(self.decoder(x, x, tgt_mask=mask, memory_mask=mask))  # (B, T, V)
+        logits = self.head(self.decoder(x, x, tgt_mask=mask, memory_mask=mask))  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class WithLoss(nn.Module):
+class OurGPT(nn.Module):
     """SimpleGPT and its loss as one module, which is what DistributedDataParallel wraps."""
 
     def __init__(self, spec: Spec):
@@ -206,25 +185,18 @@ def make_optimizer(spec: Spec, net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(decay_groups(net, options.pop("weight_decay")), **options)
 
 
-def batches(spec: Spec, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def make_loader(spec: Spec, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
     """Our data, in our order, without an end."""
     from torch.utils.data import DataLoader
 
     from gptrain.data import DummyTextDataset, SampleOrder, TrainBatches, collate
 
     dataset = DummyTextDataset(spec["num_samples"], spec["seq_len"], spec["model"]["vocab_size"])
-    place = {"rank": os.environ.get("RANK", 0), "world_size": os.environ.get("WORLD_SIZE", 1)}
-    place = {key: int(number) for key, number in place.items()}
+    rank, world_size = (int(os.environ.get(*key)) for key in (("RANK", 0), ("WORLD_SIZE", 1)))
     order = SampleOrder(len(dataset), 0)
-    sampler = TrainBatches(order, spec["batch_size"], **place, epoch_steps=2**40)
+    sampler = TrainBatches(order, spec["batch_size"], 1, rank, world_size, epoch_steps=2**40)
     is_cuda = device.type == "cuda"
-    loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=is_cuda)
-    for tokens, targets in loader:
-        yield tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-
-
-def autocast(spec: Spec, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled="16" in spec["precision"])
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, pin_memory=is_cuda)
 
 
 def in_ddp(net: nn.Module, **options: Any) -> nn.Module:
@@ -238,8 +210,9 @@ def in_ddp(net: nn.Module, **options: Any) -> nn.Module:
 
 def peak_resident_bytes() -> int:
     """Most memory that this process ever held, shared libraries included; 0 without /proc."""
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
+    return int(found[1]) * 1024 if found else 0
 
 
 if __name__ == "__main__":

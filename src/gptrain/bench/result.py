@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import sub, truediv
 from statistics import median
 from typing import Any
 
@@ -30,44 +32,42 @@ def summarize(
     results = []
     for one in contestants:
         step_flops = step_tokens * token_flops(one.name, spec)
-        steps_s, cpu_s = one.per_step("seconds"), one.per_step("cpu_seconds")
         result = {
             "name": one.name,
             "n_ranks": one.n_ranks,
-            "step_s": over_rounds(steps_s),
-            "cpu_step_s": over_rounds(cpu_s),
-            "tokens_per_s": over_rounds([one.n_ranks * step_tokens / s for s in steps_s]),
+            "step_s": over_rounds(one.steps_s),
+            "cpu_step_s": over_rounds(one.cpu_steps_s),
+            "tokens_per_s": over_rounds(one.n_ranks * step_tokens / s for s in one.steps_s),
             "first_step_s": one.first_step_s,
             "peak_bytes": one.peak_bytes,
-            "mfu": over_rounds([step_flops / s / p for s, p in zip(steps_s, peaks, strict=True)]),
+            "mfu": over_rounds(
+                step_flops / s / peak for s, peak in zip(one.steps_s, peaks, strict=True)
+            ),
         }
         if ours not in (None, one):
-            pairs = list(zip(steps_s, ours.per_step("seconds"), strict=True))
-            cpu_pairs = list(zip(cpu_s, ours.per_step("cpu_seconds"), strict=True))
             result |= {
-                "ours_ratio": over_rounds([its / our for its, our in pairs]),
-                "cpu_ratio": over_rounds([its / our for its, our in cpu_pairs]),
-                "added_s": over_rounds([our - its for its, our in pairs]),
-                "added_cpu_s": over_rounds([our - its for its, our in cpu_pairs]),
+                "ours_ratio": over_rounds(map(truediv, one.steps_s, ours.steps_s)),
+                "cpu_ratio": over_rounds(map(truediv, one.cpu_steps_s, ours.cpu_steps_s)),
+                "added_s": over_rounds(map(sub, ours.steps_s, one.steps_s)),
+                "added_cpu_s": over_rounds(map(sub, ours.cpu_steps_s, one.cpu_steps_s)),
                 "memory_ratio": ours.peak_bytes / max(1, one.peak_bytes),
             }
         results.append(result)
     return results
 
 
-def over_rounds(values: list[float]) -> dict[str, float]:
+def over_rounds(values: Iterable[float]) -> dict[str, float]:
     """Median, smallest and largest of the rounds."""
+    values = list(values)
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
 def token_flops(name: str, spec: dict[str, Any]) -> int:
     """Model FLOPs of a token; the tutorial's layers have a second attention, on the same tokens."""
-    sizes = spec["model"]
-    width, layers = sizes["d_model"], sizes["n_layers"]
-    weights = gpt_matrix_weights(sizes["vocab_size"], width, layers)
-    attentions = layers
+    width, attentions = spec["model"]["d_model"], spec["model"]["n_layers"]
+    weights = gpt_matrix_weights(spec["model"]["vocab_size"], width, attentions)
     if name == "tutorial":
-        weights, attentions = weights + 4 * layers * width**2, 2 * layers
+        weights, attentions = weights + 4 * attentions * width**2, 2 * attentions
     return train_flops_per_token(weights, attentions, width, spec["seq_len"] - 1)
 
 

@@ -13,44 +13,46 @@ from pathlib import Path
 from typing import Any
 
 
-class LoopFailed(RuntimeError):
-    """A loop's process ended by itself."""
-
-
 class Contestant:
     """The processes of one loop, seen from the parent.
 
+    Attributes:
+        first_step_s: from their start to the end of the first step of all.
+        steps_s, cpu_steps_s: of each turn, seconds of one step of the slowest rank, and of its
+            processor time.
+        peak_bytes: of the largest rank.
+
     Args:
         spec: what the loop is to do, see `gptrain.bench.loops`.
-        n_ranks, threads: processes, and OpenMP threads of each.
+        threads: OpenMP threads of each rank.
         log_dir: for what the processes print.
     """
 
     def __init__(self, name: str, spec: dict[str, Any], n_ranks: int, threads: int, log_dir: Path):
         self.name, self.n_ranks = name, n_ranks
-        self.turns: list[dict[str, float]] = []
+        self.steps_s: list[float] = []
+        self.cpu_steps_s: list[float] = []
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(n_ranks)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if n_ranks > 1:
-            environment |= {
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = {
                 "WORLD_SIZE": str(n_ranks),
                 "LOCAL_WORLD_SIZE": str(n_ranks),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(free_port()),
+                "MASTER_PORT": str(free.getsockname()[1]),
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         words = [sys.executable, "-m", "gptrain.bench.loops", json.dumps(spec)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.start_s, self.ranks = time.perf_counter(), []
         for rank, log in enumerate(self.logs):
+            environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
             if n_ranks > 1:
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.ranks.append(
-                subprocess.Popen(words, env=environment, stderr=log.open("w"), **pipes)
-            )
+                environment |= {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(words, env=environment, stderr=log.open("w"), **pipes)
+            self.ranks.append(process)
 
     def first_step(self) -> None:
-        """Waits until each rank has taken its first step; remembers how long that took."""
+        """Waits until each rank has taken its first step."""
         self._read()
         self.first_step_s = time.perf_counter() - self.start_s
 
@@ -61,27 +63,22 @@ class Contestant:
             rank.stdin.flush()
         replies = self._read()
         slowest = max(replies, key=lambda reply: reply["seconds"])
-        self.turns.append({**slowest, "steps": steps})
+        self.steps_s.append(slowest["seconds"] / steps)
+        self.cpu_steps_s.append(slowest["cpu_seconds"] / steps)
         self.peak_bytes = max(reply["peak_bytes"] for reply in replies)
-
-    def per_step(self, key: str) -> list[float]:
-        """What each turn took for one step."""
-        return [turn[key] / turn["steps"] for turn in self.turns]
 
     def end(self) -> None:
         """Ends its processes, whatever they are doing."""
         for rank in self.ranks:
             rank.kill()
-            rank.wait()
-            rank.stdin.close()
-            rank.stdout.close()
+            rank.communicate()
 
     def _read(self) -> list[dict[str, float]]:
         lines = [rank.stdout.readline() for rank in self.ranks]
         for line, path in zip(lines, self.logs, strict=True):
             if not line:
                 words = (path.read_text().split("\n")[-2:] or [""])[0]
-                raise LoopFailed(f"the loop {self.name!r} ended by itself: {words}; see {path}")
+                raise RuntimeError(f"the loop {self.name!r} ended by itself: {words}; see {path}")
         return [json.loads(line) for line in lines]
 
 
@@ -97,8 +94,7 @@ class Turns:
         self.synchronize, self.peak_bytes = synchronize, peak_bytes
         self.parent = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what a loop prints goes to its log
-        self.left = 1
-        self._start_clocks()
+        self._begin(1)
 
     def step_done(self) -> None:
         """Returns at once within a turn; at its end, when the next one begins."""
@@ -115,15 +111,8 @@ class Turns:
         word = sys.stdin.readline()
         if not word:
             os._exit(0)  # the parent is gone
-        self.left = int(word)
-        self._start_clocks()
+        self._begin(int(word))
 
-    def _start_clocks(self) -> None:
+    def _begin(self, steps: int) -> None:
+        self.left = steps
         self.start_s, self.start_cpu_s = time.perf_counter(), time.process_time()
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
