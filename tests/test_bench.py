@@ -20,7 +20,8 @@ for step in count(1):
 
 
 def test_two_loops_take_turns_and_are_compared(command, tmp_path):
-    options = ("size=tiny", "rounds=2", "steps=2", "loops=[bare,ours]", f"output_dir={tmp_path}")
+    options = ("size=tiny", "rounds=2", "steps=2", "loops=[bare,ours]", f"output_dir={tmp_path}",
+               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3")  # fmt: skip
     run = command("-m", "gptrain.bench", *options, "--json", timeout_s=300)
     assert run.returncode == 0, run.stderr
     loops = {loop["name"]: loop for loop in json.loads(run.stdout)["loops"]}
@@ -35,6 +36,7 @@ def test_two_loops_take_turns_and_are_compared(command, tmp_path):
         assert 0 < loop["mfu"]["median"] < 1
     ratio = loops["bare"]["memory_ratio"]
     assert ratio == pytest.approx(loops["ours"]["peak_bytes"] / loops["bare"]["peak_bytes"])
+    assert len(list(tmp_path.rglob("ours/checkpoints/step-*"))) == 2  # of 1 + 3 turns of 2 steps
     # Of two rounds the median is the mean.
     added_s = loops["ours"]["step_s"]["median"] - loops["bare"]["step_s"]["median"]
     assert loops["bare"]["added_s"]["median"] == pytest.approx(added_s)

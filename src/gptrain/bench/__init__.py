@@ -3,12 +3,13 @@
     python -m gptrain.bench size=simple_gpt                    the tutorial's size
     python -m gptrain.bench size=tiny --json                   what a loop adds to a 1 ms step
     python -m gptrain.bench size=cpu trainer.devices=2         and one process beside two
-    python -m gptrain.bench steps=10 "loops=[ours,ours_saving]"  a checkpoint every 10 steps
+    python -m gptrain.bench steps=25 checkpoint=every_n_steps checkpoint.every_n_steps=20
+                                                               ours with a checkpoint now and then
     python -m gptrain.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
 
     size    tiny, cpu, simple_gpt, gpt2: model and batch; every key of train.py changes them
     rounds  turns of each loop              steps  of a turn
-    loops   [tutorial, bare, accelerate, ours, ours_saving]
+    loops   [tutorial, bare, accelerate, ours]
     --json  the result on stdout; it is in result.json of the run's folder anyway
 
 Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what

@@ -31,7 +31,7 @@ SIZES = {
     "simple_gpt": "model=simple_gpt data.seq_len=128 data.batch_size=8 steps=1 rounds=5",
     "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
 }
-LOOPS = ("tutorial", "bare", "accelerate", "ours", "ours_saving")
+LOOPS = ("tutorial", "bare", "accelerate", "ours")
 DEFAULTS = {"size": "cpu", "rounds": 5, "steps": 2, "loops": "[tutorial,bare,accelerate,ours]"}
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
 COMPARED = {
@@ -40,7 +40,6 @@ COMPARED = {
 }
 # A run without what the other loops do not do either.
 FIXED = (
-    "checkpoint=none",
     "trainer.limit_val_batches=0",
     "trainer.max_steps=100000000",
     "trainer.max_epochs=-1",
@@ -89,7 +88,12 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
         contestants = []
         for name in choose_loops(cfg.loops, machine.n_local):
             its = {**spec, "loop": name.removesuffix("_alone"), "run_dir": str(folder / name)}
-            its["overrides"] = [*mine, *FIXED, f"run_dir={json.dumps(its['run_dir'])}"]
+            its["overrides"] = [
+                "checkpoint=none",
+                *mine,
+                *FIXED,
+                f"run_dir={json.dumps(its['run_dir'])}",
+            ]
             n_ranks = machine.n_local
             if name == "ours_alone":
                 n_ranks, its["overrides"] = 1, [*its["overrides"], *ALONE]

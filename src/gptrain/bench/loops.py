@@ -27,7 +27,6 @@ from gptrain.bench.turns import Turns
 
 # B batch, T time, D d_model, V vocab
 Spec = dict[str, Any]
-SAVE_EVERY = 10  # steps of ours_saving
 
 
 def main() -> None:
@@ -88,29 +87,20 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
 
     from gptrain.assemble import build
     from gptrain.config.cli import compose_command
+    from gptrain.resilience.lock import RunLock
 
     class TakeTurns(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             turns.step_done()
 
-    run = build(compose_command(spec["overrides"]))
-    run.trainer.callbacks.append(TakeTurns())
-    run.trainer.fit(run.module, datamodule=run.datamodule)
-
-
-def ours_saving(spec: Spec, device: torch.device, turns: Turns) -> None:
-    """Ours with a checkpoint every 10 steps, in the middle of a turn of as many."""
-    from gptrain.resilience.lock import RunLock
-
-    turns.left = SAVE_EVERY // 2  # the first turn
-    overrides = [word for word in spec["overrides"] if word != "checkpoint=none"]
-    saving = ["checkpoint=every_n_steps", f"checkpoint.every_n_steps={SAVE_EVERY}"]
     is_first = os.environ.get("RANK", "0") == "0"
-    with RunLock(spec["run_dir"]) if is_first else nullcontext():
-        ours({**spec, "overrides": [*overrides, *saving]}, device, turns)
+    with RunLock(spec["run_dir"]) if is_first else nullcontext():  # for its checkpoints, if any
+        run = build(compose_command(spec["overrides"]))
+        run.trainer.callbacks.append(TakeTurns())
+        run.trainer.fit(run.module, datamodule=run.datamodule)
 
 
-LOOPS = {loop.__name__: loop for loop in (tutorial, bare, accelerate, ours, ours_saving)}
+LOOPS = {loop.__name__: loop for loop in (tutorial, bare, accelerate, ours)}
 
 
 def train(
