@@ -1,5 +1,6 @@
 """Groups, schedules and Muon do to the weights what their names say."""
 
+import inspect
 import io
 import math
 
@@ -41,7 +42,8 @@ def names(net: nn.Module, group: dict) -> set[str]:
 
 def test_matrices_decay_and_vectors_do_not():
     net = small_gpt()
-    matrices, vectors = decay_groups(net, 0.1)
+    groups = decay_groups(net.parameters())
+    matrices, vectors = torch.optim.SGD(groups, lr=1.0, weight_decay=0.1).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     expected = {n for n, _ in net.named_parameters() if n.endswith("weight") and "norm" not in n}
     assert names(net, matrices) == expected
@@ -51,20 +53,20 @@ def test_matrices_decay_and_vectors_do_not():
 def test_a_tied_parameter_is_in_one_group_once_and_a_frozen_one_in_none():
     net = small_gpt()
     net.position_embedding.requires_grad_(False)
-    listed = [p for group in decay_groups(net, 0.1) for p in group["params"]]
+    listed = [p for group in decay_groups(net.parameters()) for p in group["params"]]
     assert sum(p is net.head.weight for p in listed) == 1
     assert not any(p is net.position_embedding.weight for p in listed)
     assert len(listed) == len(list(net.parameters())) - 1
 
 
 def test_no_group_is_empty():
-    assert len(decay_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1
-    assert decay_groups(nn.Linear(2, 2).requires_grad_(False), 0.1) == []
+    assert len(decay_groups(nn.Linear(2, 2, bias=False).parameters())) == 1
+    assert decay_groups(nn.Linear(2, 2).requires_grad_(False).parameters()) == []
 
 
 def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else():
     net = small_gpt()
-    hidden, *rest = muon_groups(net, 0.1)
+    hidden, *rest = Muon(muon_groups(net), weight_decay=0.1).param_groups
     assert hidden["use_muon"]
     assert not any(group["use_muon"] for group in rest)
     matrices = {n for n, p in net.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
@@ -76,13 +78,12 @@ def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else():
 def test_what_lies_beside_the_net_is_trained_with_it():
     net, scale = small_gpt(), nn.Parameter(torch.ones(3))
     table, frozen = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2), requires_grad=False)
-    beside = [("module.scale", scale), ("module.table", table), ("module.frozen", frozen)]
-    learned = [*net.named_parameters(), *beside]
-    matrices, vectors = decay_groups(learned, 0.1)
+    learned = [*net.parameters(), scale, table, frozen]
+    matrices, vectors = decay_groups(learned)
     assert any(p is table for p in matrices["params"])
     assert any(p is scale for p in vectors["params"])
-    hidden, *rest = muon_groups(net, 0.1, learned)
-    assert names(net, hidden) == names(net, muon_groups(net, 0.1)[0])
+    hidden, *rest = muon_groups(net, learned)
+    assert names(net, hidden) == names(net, muon_groups(net)[0])
     listed = [p for group in rest for p in group["params"]]
     assert any(p is table for p in listed) and any(p is scale for p in listed)
     assert not any(p is frozen for p in listed)
@@ -90,18 +91,13 @@ def test_what_lies_beside_the_net_is_trained_with_it():
 
 def test_muon_groups_of_a_net_without_blocks_are_refused_by_the_nets_name():
     with pytest.raises(ValueError, match=r"Linear has no attribute `blocks`"):
-        muon_groups(nn.Linear(2, 2), 0.1)
+        muon_groups(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])
 def test_learning_rate_follows_the_batch_by_the_rule(rule, factor):
     assert scaled_lr(3e-4, rule, 256, 64) == pytest.approx(3e-4 * factor)
     assert scaled_lr(3e-4, rule, 64, 64) == 3e-4
-
-
-def test_an_unknown_rule_is_refused_with_those_allowed():
-    with pytest.raises(ValueError, match=r"'cubic'.*none, linear, sqrt"):
-        scaled_lr(3e-4, "cubic", 256, 64)
 
 
 # Schedules
@@ -121,7 +117,8 @@ STEPS = (0, 1, 9, 10, 55, 100, 101, 10_000)  # first, warm-up's last, middle, th
     ],
 )
 def test_factor_at_the_steps_that_matter(schedule, expected):
-    assert [schedule(step, **RUN) for step in STEPS] == pytest.approx(list(expected))
+    run = {key: RUN[key] for key in RUN if key in inspect.signature(schedule).parameters}
+    assert [schedule(step, **run) for step in STEPS] == pytest.approx(list(expected))
 
 
 def test_cosine_and_line_differ_between_their_common_points():
@@ -177,15 +174,15 @@ def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
     monkeypatch.setattr(muon_file, "native_dtype", lambda device: torch.bfloat16)  # as torch's
     ours, theirs = small_gpt(), small_gpt()
     theirs.load_state_dict(ours.state_dict())
-    hidden, *rest = muon_groups(theirs, 0.1)
+    hidden, *rest = muon_groups(theirs)
     for group in (hidden, *rest):
         group.pop("use_muon")
     theirs_in_two = [
         torch.optim.Muon([hidden], lr=3e-3, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=3e-3, betas=(0.8, 0.9), fused=True),
+        torch.optim.AdamW(rest, lr=3e-3, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
     ]
     train(theirs, theirs_in_two, range(3))
-    muon = Muon(muon_groups(ours, 0.1), lr=3e-3, betas=(0.8, 0.9), momentum=0.9)
+    muon = Muon(muon_groups(ours), lr=3e-3, betas=(0.8, 0.9), momentum=0.9)
     train(ours, [muon], range(3))
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, other), name
@@ -203,7 +200,7 @@ def test_an_orthogonalized_matrix_keeps_its_directions_and_evens_its_singular_va
 
 def test_muon_resumes_from_a_plain_file_as_if_it_had_not_stopped():
     net = small_gpt()
-    muon = Muon(muon_groups(net, 0.1), lr=3e-3)
+    muon = Muon(muon_groups(net), lr=3e-3)
     train(net, [muon], range(2))
     file = io.BytesIO()
     torch.save({"net": net.state_dict(), "muon": muon.state_dict()}, file)
@@ -213,7 +210,7 @@ def test_muon_resumes_from_a_plain_file_as_if_it_had_not_stopped():
     saved = torch.load(file, weights_only=True)
     resumed = small_gpt()
     resumed.load_state_dict(saved["net"])
-    again = Muon(muon_groups(resumed, 0.0), lr=1.0)  # the options are in the file
+    again = Muon(muon_groups(resumed), lr=1.0, weight_decay=0.0)  # the options are in the file
     again.load_state_dict(saved["muon"])
     train(resumed, [again], range(2, 4))
     for (name, expected), got in zip(net.named_parameters(), resumed.parameters(), strict=True):
@@ -225,7 +222,7 @@ def test_muon_resumes_from_a_plain_file_as_if_it_had_not_stopped():
 
 def test_a_schedule_moves_both_halves_of_muon_also_after_a_resume():
     net = small_gpt()
-    muon = Muon(muon_groups(net, 0.1), lr=3e-3)
+    muon = Muon(muon_groups(net), lr=3e-3)
     muon.load_state_dict(muon.state_dict())
     torch.optim.lr_scheduler.LambdaLR(muon, lambda step: 0.0)
     before = [p.clone() for p in net.parameters()]
@@ -235,7 +232,7 @@ def test_a_schedule_moves_both_halves_of_muon_also_after_a_resume():
 
 def test_muon_keeps_one_state_for_a_hidden_matrix_and_adamw_two():
     net = small_gpt()
-    muon = Muon(muon_groups(net, 0.1))
+    muon = Muon(muon_groups(net))
     train(net, [muon], range(1))
     assert set(muon.state[net.blocks[0].mlp.up_proj.weight]) == {"momentum_buffer"}
     assert set(muon.state[net.head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -243,7 +240,7 @@ def test_muon_keeps_one_state_for_a_hidden_matrix_and_adamw_two():
 
 def test_muon_calls_a_closure_with_gradients_on_and_returns_its_loss():
     net = small_gpt()
-    muon = Muon(muon_groups(net, 0.1))
+    muon = Muon(muon_groups(net))
 
     def closure():
         loss = net(torch.zeros(1, 2, dtype=torch.int64)).square().mean()

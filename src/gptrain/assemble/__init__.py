@@ -8,7 +8,7 @@ optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the 
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from weakref import WeakSet
 import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
+from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import (
-    MODEL_KEYS,
+    as_config_errors,
     build_datasets,
     build_module,
     build_net,
@@ -28,28 +29,25 @@ from gptrain.assemble.parts import (
     first_batches,
     module_class,
     plan_lengths,
-    unfit_is_told,
 )
 from gptrain.assemble.resume import check_data, find_checkpoint
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from
-from gptrain.launch.devices import find_machine, set_threads
-from gptrain.launch.process import this_process
+from gptrain.launch.devices import Machine, find_machine, set_threads
+from gptrain.launch.process import Process, this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy, strategy_name
-from gptrain.lit.strategies.base import check_optimization
-from gptrain.parallel.fit import Unfit, check_fit
+from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
-from gptrain.plan import BatchPlan, dims_of
+from gptrain.plan import ANY_NET, BatchPlan, dims_of
 from gptrain.resilience.watchdog import Guard
 
 __all__ = ["Run", "build", "check", "find_checkpoint"]
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 STARTING_S = 600.0  # from there to the first step, on a slow file system
-SIMPLE_GPT, ADAMW = "gptrain.models.SimpleGPT", "torch.optim.AdamW"
 
 _built: WeakSet[pl.LightningModule] = WeakSet()  # by the jobs of this process, not yet collected
 
@@ -70,7 +68,7 @@ class Run:
         cfg, trainer = self.cfg, self.trainer
         parts = {"datamodule": self.datamodule, "ckpt_path": self.checkpoint}
         self.report.start(trainer)
-        with unfit_is_told(cfg), refusals_in_one_line():
+        with as_config_errors(cfg), refusals_in_one_line():
             if cfg.task == "fit":
                 trainer.fit(self.module, **parts)
             if cfg.task == "validate":
@@ -85,68 +83,40 @@ class Run:
 def check(cfg: DictConfig) -> None:
     """Whether net, module and optimizer can do what is asked, before a process or a file is made.
 
-    The net is made on the meta device, without memory; where any net will do it is not made.
+    Where that depends on the net it is made on the meta device, without memory.
 
     Raises: ConfigError.
     """
-    world_size = find_machine(cfg).world_size
-    dims, name = dims_of(cfg.strategy, world_size), strategy_name(cfg.strategy.name, world_size)
-    blockwise = cfg.model.compile == "blocks" or cfg.model.activation_checkpointing != "none"
-    needs_more = cfg.model._target_ != SIMPLE_GPT and (blockwise or name not in ("single", "ddp"))
-    may_refuse = cfg.task == "fit" and cfg.optimizer._target_ != ADAMW
-    with unfit_is_told(cfg):
-        check_module(module_class(cfg), name)
+    world_size, model = find_machine(cfg).world_size, cfg.model
+    name = strategy_name(cfg.strategy.name, world_size)
+    by_block = model.compile == "blocks" or model.activation_checkpointing != "none"
+    with as_config_errors(cfg):
+        made = module_class(cfg, name)
         check_callbacks(cfg, name)
-        if needs_more or may_refuse:
-            with torch.device("meta"):
-                net = build_net(cfg)
-        if needs_more:
-            check_fit(net, cfg.strategy, dims, **{key: cfg.model[key] for key in MODEL_KEYS})
-    if may_refuse and issubclass(module_class(cfg), LanguageModel):
-        # Of one that needs real weights to begin with, in torch's words or its own.
+        if name in ANY_NET and not by_block and cfg.optimizer._target_ == "torch.optim.AdamW":
+            return
+        with torch.device("meta"):
+            net = build_net(cfg)
+        check_fit(
+            net,
+            cfg.strategy,
+            dims_of(cfg.strategy, world_size),
+            compile=model.compile,
+            activation_checkpointing=model.activation_checkpointing,
+        )
+    if cfg.task == "fit" and issubclass(made, LanguageModel):
+        # An optimizer that needs real weights to begin with says so in torch's words or its own.
         with suppress(RuntimeError, AssertionError):
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def check_module(made: type[pl.LightningModule], strategy: str) -> None:
-    """Raises: Unfit for a module that a strategy cannot train."""
-    if strategy in ("single", "ddp"):
-        return
-    if not issubclass(made, LanguageModel):
-        raise Unfit(
-            "module._target_",
-            f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
-            "computes itself; strategies that work: single, ddp; or a subclass of "
-            "gptrain.lit.LanguageModel",
-        )
-    if "pipeline" in strategy and made.loss is not LanguageModel.loss:
-        raise Unfit(
-            "module._target_",
-            f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
-            "while the schedule runs; strategies that work: all without pipeline",
-        )
-
-
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
-    quiet()
-    if _built:  # the job before left its net in cycles, which no small collection reaches
-        gc.collect()
     process, machine = this_process(), find_machine(cfg)
-    if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
-        set_threads(machine.n_local)
-    if machine.accelerator == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
-    pl.seed_everything(cfg.seed, verbose=False)
-
     dims, device = dims_of(cfg.strategy, machine.world_size), machine.device(process.local_rank)
-    backend = cfg.strategy.backend or machine.backend
-    start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
-    beat = guard.heartbeat.beat if guard is not None else lambda **_: None
-    beat(phase="data", allow_s=PREPARING_S)
-    with guard.nothing_to_save() if guard is not None else nullcontext():
-        train, val, test = after_rank_0(partial(build_datasets, cfg), process.rank, PREPARING_S)
-    beat(phase="build", allow_s=STARTING_S)
+    start_rank(cfg, process, machine)
+
+    train, val, test = prepare_data(cfg, process.rank, guard)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * dims.data)
     lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)
@@ -155,7 +125,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     checkpoint = None if start is None else Path(start)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     torch.manual_seed(cfg.seed)
-    with unfit_is_told(cfg):
+    with as_config_errors(cfg):
         net, strategy = build_strategy(
             partial(build_net, cfg),
             cfg.strategy,
@@ -169,9 +139,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         start_from(cfg, net, strategy)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
-    with unfit_is_told(cfg):
+    with as_config_errors(cfg):
         module = build_module(cfg, net, lengths, machine.accelerator, val)
-        check_optimization(module)
         trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
     _built.add(module)
     datamodule = TextDataModule(
@@ -188,3 +157,29 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     )
     report = build_report(cfg, machine, lengths, trainer)
     return Run(cfg, module, datamodule, trainer, report, checkpoint)
+
+
+def start_rank(cfg: DictConfig, process: Process, machine: Machine) -> None:
+    """Threads, precision of products, seed and process group of this rank."""
+    quiet()
+    if _built:  # the job before left its net in cycles, which no small collection reaches
+        gc.collect()
+    if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
+        set_threads(machine.n_local)
+    if machine.accelerator == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
+    pl.seed_everything(cfg.seed, verbose=False)
+    backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
+    start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
+
+
+def prepare_data(cfg: DictConfig, rank: int, guard: Guard | None) -> list[Dataset | None]:
+    """Train, validation and test set; rank 0 prepares them, for hours where it must."""
+    make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
+    if guard is None:
+        return make()
+    guard.heartbeat.beat(phase="data", allow_s=PREPARING_S)
+    with guard.nothing_to_save():
+        datasets = make()
+    guard.heartbeat.beat(phase="build", allow_s=STARTING_S)
+    return datasets

@@ -11,16 +11,15 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from gptrain.assemble.parts import build_net
-from gptrain.assemble.resume import choose_checkpoint
-from gptrain.assemble.weights import load_weights, read_state
+from gptrain.assemble.resume import VAL_LOSS, find_weights
+from gptrain.assemble.weights import load_weights
 from gptrain.config import register_resolvers, trust
 from gptrain.problems import BAD_DATA, ConfigError
-from gptrain.resilience.manifest import MANIFEST_NAME, Checkpoint
-from gptrain.resilience.store import CheckpointStore
-from gptrain.small_files import UnreadableFile, read_yaml
+from gptrain.resilience.safe_load import load_file
+from gptrain.small_files import read_yaml
 
 CHOICES = ("best", "last")
-NOT_READ = ("callbacks", "logger", "profiler", "hydra")
+NOT_READ = ("callbacks", "logger", "profiler", "hydra")  # a net cannot depend on these groups
 _PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
@@ -37,28 +36,16 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
             "last".
         allowed_targets: packages from which this run may take classes.
 
-    Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint; ConfigError for a class that
-        may not be imported, or a config that cannot be read; ValueError for weights of another net.
+    Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint, UnreadableFile; ConfigError for
+        a class that may not be imported; ValueError for weights of another net.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
     source = Path(source).expanduser()
-    config = _find_config(source)
-    run_dir = source.parent if config is None else config.parent.parent
-    found: str | Path | Checkpoint = source
-    if config is None:
-        content = {"model": read_state(source).get("model")} if source.is_file() else {}
-        cfg = trust.plain(content)
-    else:
-        cfg = _read_config(config)
-    if not isinstance(cfg.get("model"), dict) or "_target_" not in cfg["model"]:
-        raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    cfg, run_dir = _read_config(source)
     if problems := trust.check_targets(cfg["model"], "model", allowed_targets, run_dir):
         raise ConfigError(problems)
-    if config is not None and source == run_dir:
-        found = choose_checkpoint(source, which, *_monitor(cfg))
-    elif (source / MANIFEST_NAME).exists():
-        found = CheckpointStore(source.parent).verify(source)
+    found = find_weights(source, which, _monitor(cfg))
     try:
         with torch.random.fork_rng(devices=[]):
             net = build_net(OmegaConf.create({"model": cfg["model"]}))
@@ -69,27 +56,20 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
     return net.eval()
 
 
-def _find_config(source: Path) -> Path | None:
-    """The composed config of the run that source is, or lies in."""
-    folders = [source, *source.absolute().parents[:_PLACES]]
-    if not source.exists():
-        raise FileNotFoundError(f"{source}: no such file or folder")
-    for folder in folders:
-        if (folder / ".hydra" / "config.yaml").is_file():
-            return folder / ".hydra" / "config.yaml"
-    return None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Plain values of a composed config; groups that a net cannot depend on are left out."""
-    try:
-        content = read_yaml(path)
-        if not isinstance(content, dict):
-            raise UnreadableFile(path, "not a mapping")
-    except UnreadableFile as error:
-        raise ConfigError.of("", None, str(error), code=BAD_DATA) from error
+def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
+    """Plain values of the config of the run around source, or of the net in a file; its folder."""
+    folders = (source, *source.absolute().parents[:_PLACES])
+    files = [folder / ".hydra" / "config.yaml" for folder in folders]
+    if config := next((file for file in files if file.is_file()), None):
+        content, run_dir = read_yaml(config), config.parent.parent
+    else:
+        content, run_dir = load_file(source, mmap=True) if source.is_file() else {}, source.parent
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or "_target_" not in model:
+        raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    read = {key: content[key] for key in content if key not in NOT_READ} if config else {}
     register_resolvers()
-    return trust.plain({key: value for key, value in content.items() if key not in NOT_READ})
+    return trust.plain(read | {"model": model}), run_dir
 
 
 def _monitor(cfg: dict[str, Any]) -> tuple[str, str]:
@@ -97,6 +77,4 @@ def _monitor(cfg: dict[str, Any]) -> tuple[str, str]:
     match cfg.get("checkpoint"):
         case {"monitor": str(monitor), "mode": "min" | "max" as mode}:
             return monitor, mode
-        case {"monitor": str(monitor)}:
-            return monitor, "min"
-    return "val/loss", "min"
+    return VAL_LOSS

@@ -14,29 +14,23 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
+from gptrain import plan
 from gptrain.lit.losses import LossOptions
-from gptrain.lit.module import LanguageModel, lambda_schedule
-from gptrain.lit.strategies.base import named_beside_net
+from gptrain.lit.module import LanguageModel
+from gptrain.lit.strategies.base import check_optimization, named_beside_net
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
-from gptrain.plan import (
-    BatchPlan,
-    Lengths,
-    effective_max_epochs,
-    plan_batch,
-    run_steps,
-    token_steps,
-    warmup_steps,
-)
+from gptrain.plan import BatchPlan, Lengths
 from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODEL_KEYS = {"compile", "activation_checkpointing"}
-OPTIMIZER_KEYS = {"lr", "weight_decay", "lr_scaling", "reference_batch_size"}
+MODULE_KEYS = {"_target_", "loss", "metrics"}
+OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
 SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
 
@@ -59,12 +53,20 @@ def build_net(cfg: DictConfig) -> nn.Module:
 
 
 @contextmanager
-def unfit_is_told(cfg: DictConfig) -> Iterator[None]:
-    """Says which option it is that a net or a module does not fit. Raises: ConfigError."""
+def as_config_errors(cfg: DictConfig, key: str = "") -> Iterator[None]:
+    """Says which option it is that a part does not fit: an Unfit knows it itself.
+
+    Args:
+        key: the option that any other ValueError is about, or a keyword that a class does not take.
+    Raises: ConfigError.
+    """
     try:
         yield
-    except Unfit as error:
-        raise ConfigError.of(error.key, OmegaConf.select(cfg, error.key), str(error)) from error
+    except (TypeError, ValueError) as error:
+        key = error.key if isinstance(error, Unfit) else key
+        if not key or (isinstance(error, TypeError) and "keyword argument" not in str(error)):
+            raise
+        raise ConfigError.of(key, OmegaConf.select(cfg, key), str(error)) from error
 
 
 def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
@@ -113,7 +115,7 @@ def plan_lengths(
         n_samples: sequences to train on.   sample_tokens: positions of one.
     """
     trainer = cfg.trainer
-    batch = plan_batch(
+    batch = plan.plan_batch(
         cfg.data.batch_size,
         cfg.data.global_batch_size,
         trainer.accumulate_grad_batches,
@@ -128,11 +130,11 @@ def plan_lengths(
     if trainer.fast_dev_run:
         n_steps = int(trainer.fast_dev_run)
     elif cfg.max_tokens is not None:
-        with _named("max_tokens", f"{cfg.max_tokens:g}"):
-            n_steps = token_steps(cfg.max_tokens, step_tokens)
+        with as_config_errors(cfg, "max_tokens"):
+            n_steps = plan.token_steps(cfg.max_tokens, step_tokens)
     else:
-        max_epochs = effective_max_epochs(trainer, cfg.max_tokens)
-        n_steps = run_steps(epoch_steps, max_epochs, trainer.max_steps)
+        max_epochs = plan.effective_max_epochs(trainer, cfg.max_tokens)
+        n_steps = plan.run_steps(epoch_steps, max_epochs, trainer.max_steps)
     interval = trainer.val_check_interval
     if isinstance(interval, float):
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
@@ -140,9 +142,23 @@ def plan_lengths(
     return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval)
 
 
-def module_class(cfg: DictConfig) -> type[pl.LightningModule]:
-    """The class of the module group."""
-    return get_method(cfg.module._target_)
+def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
+    """The class of the module group.   Raises: Unfit for one that the strategy cannot train."""
+    made = get_method(cfg.module._target_)
+    if strategy not in plan.ANY_NET and not issubclass(made, LanguageModel):
+        raise Unfit(
+            "module._target_",
+            f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
+            "computes itself; strategies that work: single, ddp; or a subclass of "
+            "gptrain.lit.LanguageModel",
+        )
+    if "pipeline" in strategy and made.loss is not LanguageModel.loss:
+        raise Unfit(
+            "module._target_",
+            f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
+            "while the schedule runs; strategies that work: all without pipeline",
+        )
+    return made
 
 
 def build_module(
@@ -153,74 +169,63 @@ def build_module(
     A LanguageModel gets all that ours takes, a plain LightningModule the net where its signature
     names it; both the other keys of the group.
     """
-    made = module_class(cfg)
+    made = get_method(cfg.module._target_)
     node = OmegaConf.to_container(cfg.module, resolve=True)
-    loss, metrics = node.get("loss") or {}, node.get("metrics") or {}
-    options = {k: v for k, v in node.items() if k not in ("_target_", "loss", "metrics")}
+    options = {key: value for key, value in node.items() if key not in MODULE_KEYS}
     if issubclass(made, LanguageModel):
+        token_bytes, metrics = getattr(val, "token_bytes", None), node.get("metrics") or {}
+        compiles = compiles_loss(cfg.model.compile, accelerator)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
             "make_schedule": partial(build_schedule, cfg, lengths),
-            "loss": LossOptions(**loss, compiles=compiles_loss(cfg.model.compile, accelerator)),
-            "metrics": {name: build_target(metrics[name]) for name in metrics},
-            "token_bytes": bytes_of_tokens(val),
+            "loss": LossOptions(**node.get("loss") or {}, compiles=compiles),
+            "metrics": {name: build_target(metric) for name, metric in metrics.items()},
+            "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }
-    else:
-        named = inspect.signature(made).parameters
-        offered = {"net": net, "loss": loss, "metrics": metrics}
-        options |= {k: v for k, v in offered.items() if k in named and (v or k == "net")}
-    try:
-        return made(**options)
-    except TypeError as error:
-        if "keyword argument" not in str(error):
-            raise
-        raise Unfit("module._target_", str(error)) from error
-
-
-def bytes_of_tokens(dataset: Dataset) -> Tensor | None:
-    """(V,) bytes of text that each token stands for, where the dataset knows."""
-    counts = getattr(dataset, "token_bytes", None)
-    return None if counts is None else torch.as_tensor(counts)
+    elif "net" in inspect.signature(made).parameters:
+        options["net"] = net
+    with as_config_errors(cfg, "module._target_"):
+        module = made(**options)
+    check_optimization(module)
+    return module
 
 
 def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the group over all that a module trains, at the schedule's peak.
 
-    Of a user's own class only its name must be given: lr and weight_decay, where they are not,
-    are the class's defaults, and the decay still goes to matrices alone.
+    Of a user's own class only its name must be given: a key that is null is left to the class, and
+    the decay still goes to matrices alone.
 
-    Raises: ConfigError where the optimizer cannot take the parameters, or its arguments.
+    Raises: ConfigError where the optimizer cannot take the parameters.
     """
-    options = _arguments(cfg.optimizer, OPTIMIZER_KEYS)
-    target = options.pop("_target_")
-    make = get_method(target)
+    node = OmegaConf.to_container(cfg.optimizer, resolve=True)
+    options = {k: v for k, v in node.items() if v is not None and k not in OPTIMIZER_KEYS}
+    target, lr = options.pop("_target_"), peak_lr(cfg, batch)
+    options |= {} if lr is None else {"lr": lr}
     if target.startswith("torch.optim.") and "betas" in options:
         options["betas"] = tuple(map(float, options["betas"]))  # torch refuses integers and lists
-    decay = _given_or_default(cfg, "weight_decay", 0.0)
-    lr = peak_lr(cfg, batch)
-    options = options if lr is None else {**options, "lr": lr}
-    with _named("optimizer._target_", target):
+    with as_config_errors(cfg, "optimizer._target_"):
         if target == MUON:
             net = module.net if isinstance(module, LanguageModel) else module
-            return make(muon_groups(net, decay, module.named_parameters()), **options)
-        beside = named_beside_net(module)  # in groups of their own: they are never sharded
-        of_net = [(name, p) for name, p in module.named_parameters() if name not in beside]
-        groups = decay_groups(of_net, decay) + decay_groups(beside.items(), decay)
-        return make(groups, **options)
+            groups = muon_groups(net, module.parameters())
+        else:
+            beside = named_beside_net(module)  # in groups of their own: they are never sharded
+            of_net = [p for name, p in module.named_parameters() if name not in beside]
+            groups = decay_groups(of_net) + decay_groups(beside.values())
+        return get_method(target)(groups, **options)
 
 
 def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
     """The schedule's peak, scaled to the batch; None for an optimizer without a learning rate."""
-    lr = _given_or_default(cfg, "lr", None)
+    options, lr = cfg.optimizer, cfg.optimizer.lr
     if lr is None:
+        taken = inspect.signature(get_method(options._target_)).parameters
+        lr = taken["lr"].default if "lr" in taken else None
+    if not isinstance(lr, int | float):
         return None
-    return scaled_lr(
-        float(lr),
-        cfg.optimizer.lr_scaling,
-        batch.global_batch_size,
-        cfg.optimizer.reference_batch_size,
-    )
+    size, reference = batch.global_batch_size, options.reference_batch_size
+    return scaled_lr(float(lr), options.lr_scaling, size, reference)
 
 
 def build_schedule(
@@ -231,53 +236,19 @@ def build_schedule(
     A user's own takes besides its own keys those of our four keywords that it names. One that
     looks at a metric is stepped after each validation, with checkpoint.monitor.
     """
-    total_steps = cfg.scheduler.total_steps or lengths.n_steps
-    options = _arguments(cfg.scheduler, SCHEDULER_KEYS)
+    options = OmegaConf.to_container(cfg.scheduler, resolve=True)
     schedule = get_method(options.pop("_target_"))
-    with _named("scheduler.warmup_steps", cfg.scheduler.warmup_steps):
-        warmup = warmup_steps(cfg.scheduler.warmup_steps, total_steps)
-    ours = {
-        "warmup_steps": warmup,
-        "total_steps": total_steps,
-        "start_factor": cfg.scheduler.start_factor,
-        "min_factor": cfg.scheduler.min_factor,
-    }
+    options["total_steps"] = total_steps = options["total_steps"] or lengths.n_steps
+    with as_config_errors(cfg, "scheduler.warmup_steps"):
+        options["warmup_steps"] = plan.warmup_steps(options["warmup_steps"], total_steps)
     named = inspect.signature(schedule).parameters
-    options |= {key: ours[key] for key in ours if key in named and key not in options}
+    options = {k: v for k, v in options.items() if k in named or k not in SCHEDULER_KEYS}
     if not inspect.isclass(schedule):
-        return {"scheduler": lambda_schedule(optimizer, partial(schedule, **options))}
+        return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}
     if not issubclass(schedule, ReduceLROnPlateau):
         return {"scheduler": schedule(optimizer, **options)}
-    frequency = lengths.validate_every * lengths.batch.accumulate
     return {
         "scheduler": schedule(optimizer, **{"mode": cfg.checkpoint.mode, **options}),
         "monitor": cfg.checkpoint.monitor,
-        "frequency": frequency,
+        "frequency": lengths.validate_every * lengths.batch.accumulate,
     }
-
-
-def _given_or_default(cfg: DictConfig, key: str, otherwise: float | None) -> Any:
-    """A key of the optimizer group; where it is not given, the default of the class itself."""
-    target = cfg.optimizer._target_
-    taken = inspect.signature(get_method(target)).parameters
-    if cfg.optimizer.get(key) is not None:
-        if key not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
-            raise ConfigError.of(f"optimizer.{key}", cfg.optimizer[key], f"{target} takes no {key}")
-        return cfg.optimizer[key]
-    default = taken[key].default if key in taken else inspect.Parameter.empty
-    return otherwise if default is inspect.Parameter.empty else default
-
-
-def _arguments(node: DictConfig, ours: set[str]) -> dict[str, Any]:
-    """What a group holds for its _target_, and the name of that."""
-    plain = OmegaConf.to_container(node, resolve=True)
-    return {key: value for key, value in plain.items() if key not in ours}
-
-
-@contextmanager
-def _named(key: str, value: object) -> Iterator[None]:
-    """Says which key a ValueError is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError.of(key, value, str(error)) from error

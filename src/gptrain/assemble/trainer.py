@@ -34,19 +34,30 @@ from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.report import Report
 from gptrain.parallel.fit import Unfit
-from gptrain.plan import Lengths
+from gptrain.plan import ANY_NET, Lengths
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
 
-# Arguments of the Trainer that the batch arithmetic has already turned into steps.
-TRAINER_KEYS = {
-    "accelerator", "devices", "num_nodes", "precision", "max_epochs", "max_steps",
-    "accumulate_grad_batches", "limit_train_batches", "overfit_batches", "val_check_interval",
-    "check_val_every_n_epoch",
-}  # fmt: skip
 SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+# Callbacks of Lightning's that a run cannot have: class -> strategies that can, and why not.
+REFUSED = {
+    GradientAccumulationScheduler: (
+        (),
+        "changes the steps of a run while it goes on, which are counted before it starts; "
+        "try: trainer.accumulate_grad_batches, or data.global_batch_size",
+    ),
+    StochasticWeightAveraging: (
+        (),
+        "takes the schedule over at an epoch's start, which no resume within an epoch repeats; "
+        "try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
+    ),
+    WeightAveraging: (
+        ANY_NET,
+        "copies a whole net, and strategy={} partitions it; strategies that work: single, ddp",
+    ),
+}
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
 
@@ -59,33 +70,32 @@ def build_trainer(
     train: Dataset,
 ) -> pl.Trainer:
     """Lightning's Trainer over the run's steps, in epochs of whole steps."""
-    keys = [key for key in cfg.trainer if key not in TRAINER_KEYS]
-    options = OmegaConf.to_container(OmegaConf.masked_copy(cfg.trainer, keys), resolve=True)
-    make = get_method(options.pop("_target_"))
-    process, fast = this_process(), bool(cfg.trainer.fast_dev_run)
-    loggers = [] if fast else [build_target(node) for node in cfg.logger.values()]
+    options = OmegaConf.to_container(cfg.trainer, resolve=True)
+    make, fast = get_method(options.pop("_target_")), bool(cfg.trainer.fast_dev_run)
     callbacks = build_callbacks(cfg, lengths, guard, train)
-    trainer = make(
-        **options,
-        accelerator=machine.accelerator,
-        devices=assign_devices(strategy, machine),
-        num_nodes=machine.n_nodes,
-        precision=resolve_precision(cfg, machine),
-        strategy=strategy,
-        max_epochs=lengths.n_epochs,
-        max_steps=-1 if lengths.n_steps is None else lengths.n_steps,
-        accumulate_grad_batches=lengths.batch.accumulate,
-        val_check_interval=lengths.validate_every * lengths.batch.accumulate,
-        check_val_every_n_epoch=None,
-        callbacks=callbacks,
-        logger=loggers,
-        plugins=[StoreIO(), RankEnvironment(process, machine.n_local)],
-        profiler=build_target(cfg.profiler) if cfg.profiler else NoProfiler(),
-        use_distributed_sampler=False,
-        enable_checkpointing=any(isinstance(part, Checkpoint) for part in callbacks),
-        default_root_dir=cfg.run_dir,
-    )
-    return leave_signals_to_us(trainer)
+    options |= {
+        "accelerator": machine.accelerator,
+        "devices": assign_devices(strategy, machine),
+        "num_nodes": machine.n_nodes,
+        "precision": resolve_precision(cfg, machine),
+        "strategy": strategy,
+        "plugins": [StoreIO(), RankEnvironment(this_process(), machine.n_local)],
+        # The batch arithmetic has turned all that limits a run into steps.
+        "max_epochs": lengths.n_epochs,
+        "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,
+        "accumulate_grad_batches": lengths.batch.accumulate,
+        "limit_train_batches": None,
+        "overfit_batches": 0.0,
+        "val_check_interval": lengths.validate_every * lengths.batch.accumulate,
+        "check_val_every_n_epoch": None,
+        "callbacks": callbacks,
+        "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
+        "logger": [] if fast else [build_target(node) for node in cfg.logger.values()],
+        "profiler": build_target(cfg.profiler) if cfg.profiler else NoProfiler(),
+        "use_distributed_sampler": False,
+        "default_root_dir": cfg.run_dir,
+    }
+    return leave_signals_to_us(make(**options))
 
 
 def assign_devices(strategy: Strategy, machine: Machine) -> int:
@@ -129,26 +139,10 @@ def check_callbacks(cfg: DictConfig, strategy: str) -> None:
     """Raises: Unfit for a callback that a run, or its strategy, cannot have."""
     for name, node in cfg.callbacks.items():
         made = get_method(node._target_) if node else None
-        if not inspect.isclass(made):  # a function that makes one is not looked into
-            continue
-        wrong = ""
-        if issubclass(made, GradientAccumulationScheduler):
-            wrong = (
-                "changes the steps of a run while it goes on, which are counted before it starts; "
-                "try: trainer.accumulate_grad_batches, or data.global_batch_size"
-            )
-        if issubclass(made, StochasticWeightAveraging):
-            wrong = (
-                "takes the schedule over at an epoch's start, which no resume within an epoch "
-                "repeats; try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema"
-            )
-        if issubclass(made, WeightAveraging) and strategy not in ("single", "ddp"):
-            wrong = (
-                f"copies a whole net, and strategy={strategy} partitions it; strategies that work: "
-                "single, ddp"
-            )
-        if wrong:
-            raise Unfit(f"callbacks.{name}._target_", wrong)
+        for refused, (works, wrong) in REFUSED.items():
+            # A function that makes a callback is not looked into.
+            if inspect.isclass(made) and issubclass(made, refused) and strategy not in works:
+                raise Unfit(f"callbacks.{name}._target_", wrong.format(strategy))
 
 
 def build_checkpoints(

@@ -171,8 +171,7 @@ def make_optimizer(spec: Spec, net: nn.Module) -> torch.optim.Optimizer:
     """Our AdamW."""
     from gptrain.optim import decay_groups
 
-    options = dict(spec["optimizer"])
-    return torch.optim.AdamW(decay_groups(net, options.pop("weight_decay")), **options)
+    return torch.optim.AdamW(decay_groups(net.parameters()), **spec["optimizer"])
 
 
 def make_loader(spec: Spec, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from omegaconf import DictConfig
 from torch import nn
@@ -13,7 +13,7 @@ from gptrain import config
 from gptrain import export as package
 from gptrain.config import forms
 from gptrain.config.schema import Run
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.problems import ConfigError
 from gptrain.small_files import DataError
 
 log = logging.getLogger(__name__)
@@ -42,41 +42,19 @@ def export(cfg: DictConfig) -> None:
     """
     from gptrain import launch  # here, so that a wrong option is answered without torch
     from gptrain.assemble.parts import build_net
+    from gptrain.assemble.resume import find_trained, named_source
     from gptrain.assemble.weights import load_weights
-    from gptrain.resilience.manifest import DamagedCheckpoint
 
     cfg = launch.settle(cfg)
     net, folder = build_net(cfg), Path(cfg.run_dir)
-    try:
-        path, _ = load_weights(net, find_source(cfg))
-    except (ValueError, DamagedCheckpoint) as error:
-        raise ConfigError.of("from_run", cfg.from_run, str(error), code=BAD_DATA) from error
+    with named_source("from_run", cfg.from_run):
+        path, _ = load_weights(net, find_trained(cfg))
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if cfg.format == "hf":
         write_tokenizer(cfg, folder)
     log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)
     log.info("%-9s python train.py init_from=%s", "next", folder)
-
-
-def find_source(cfg: DictConfig) -> Any:
-    """The checkpoint of from_run that ckpt_path names: its best, where nothing is said.
-
-    Raises: ConfigError with code 65 or 66.
-    """
-    from gptrain.assemble.resume import choose_checkpoint
-    from gptrain.assemble.weights import find_weights
-    from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
-
-    key = "from_run" if cfg.ckpt_path is None else "ckpt_path"
-    try:
-        if cfg.ckpt_path in (None, "best", "last"):
-            which, by = cfg.ckpt_path or "best", (cfg.checkpoint.monitor, cfg.checkpoint.mode)
-            return choose_checkpoint(cfg.from_run, which, *by)
-        return find_weights(cfg.ckpt_path, cfg.checkpoint.monitor, cfg.checkpoint.mode)
-    except (FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint) as error:
-        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
-        raise ConfigError.of(key, cfg[key], str(error), code=code) from error
 
 
 def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchmetrics import Metric, SumMetric
 
 from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
@@ -178,15 +176,3 @@ class LanguageModel(pl.LightningModule):
         except RuntimeError:  # attached to no trainer, as in a notebook
             return None
         return strategy if isinstance(strategy, NetStrategy) else None
-
-
-def lambda_schedule(
-    optimizer: torch.optim.Optimizer, factor: Callable[[int], float]
-) -> LRScheduler:
-    """A scheduler of torch's for `factor`: optimizer step -> factor on the learning rate."""
-    return LambdaLR(optimizer, factor)
-
-
-def accepted(function: Callable, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the offered keyword arguments that a signature names."""
-    return {k: v for k, v in offered.items() if k in inspect.signature(function).parameters}

@@ -5,7 +5,8 @@ straight line to 1 at step == warmup_steps; a decay starts there and reaches min
 step, total_steps - 1. Steps past the end hold min_factor. Where warm-up leaves no step to decay in,
 the last step is already at min_factor.
 
-All take the same four keywords, so that one schedule can be changed for another by its name alone.
+Each names those of the four keywords that it reads; the others are not given to it, so that one
+schedule can be changed for another by its name alone.
 """
 
 import math
@@ -50,27 +51,13 @@ def warmup_stable_decay(
     return 1 - (1 - min_factor) * _fraction_done(step, decay_start, total_steps - 1)
 
 
-def warmup_constant(
-    step: int,
-    *,
-    warmup_steps: int,
-    start_factor: float,
-    total_steps: int | None = None,
-    min_factor: float | None = None,
-) -> float:
-    """Warm-up, then 1 for ever: neither total_steps nor min_factor is read."""
+def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
+    """Warm-up, then 1 for ever."""
     return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0
 
 
-def constant(
-    step: int,
-    *,
-    warmup_steps: int | None = None,
-    total_steps: int | None = None,
-    start_factor: float | None = None,
-    min_factor: float | None = None,
-) -> float:
-    """1 at every step: none of the keywords is read."""
+def constant(step: int) -> float:
+    """1 at every step."""
     return 1.0
 
 

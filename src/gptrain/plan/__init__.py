@@ -9,9 +9,10 @@ from gptrain.plan.batch import (
     token_steps,
     warmup_steps,
 )
-from gptrain.plan.dims import ParallelDims, dims_of, parallel_dims
+from gptrain.plan.dims import ANY_NET, ParallelDims, dims_of, parallel_dims
 
 __all__ = [
+    "ANY_NET",
     "BatchPlan",
     "Lengths",
     "ParallelDims",

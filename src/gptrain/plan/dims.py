@@ -38,6 +38,7 @@ STRATEGIES = {
     "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, f"{_LIT}.pipeline:build_pipeline"),
 }
 AXES = {name: row.axes for name, row in STRATEGIES.items()}
+ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
 
 
 @dataclass(frozen=True)
