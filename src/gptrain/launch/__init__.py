@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.launch.process import set_rendezvous, this_process
 from gptrain.problems import FOLDER_UNUSABLE, JobFailed
 from gptrain.resilience import fileops
-from gptrain.resilience.lock import RunFolderHeld, RunLock, UnsafeFolder, check_no_links
+from gptrain.resilience.lock import RunFolderHeld, RunLock
 from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import is_guest
 
@@ -93,9 +93,8 @@ def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
     """The run folder, held; it is free again when the process ends, however that ends."""
     lock = RunLock(cfg.run_dir)
     try:
-        check_no_links(cfg.run_dir)
         lock.acquire()
-    except (RunFolderHeld, UnsafeFolder, OSError) as error:
+    except (RunFolderHeld, OSError) as error:
         print(f"error: run_dir={error}", file=sys.stderr, flush=True)
         raise JobFailed(FOLDER_UNUSABLE, str(error)) from error
     try:

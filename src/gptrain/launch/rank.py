@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -114,10 +115,7 @@ def run_rank(
         rank=rank,
         timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
         parent_pid=parent_pid,
-        about=lambda: {
-            "checkpoint": newest_checkpoint(cfg.run_dir),
-            "resume": resume_command(cfg),
-        },
+        about=partial(way_on, cfg),
     )
     try:
         with guard:
@@ -190,11 +188,10 @@ def record_ending(
             exit_code=ending.code,
             rank=rank if ending.rank is None else ending.rank,
             step=step,
-            checkpoint=newest_checkpoint(cfg.run_dir),
-            resume=None if ending.code == problems.DONE else resume_command(cfg),
             message=ending.line,
             traceback=ending.trace or None,
             replace=replace,
+            **way_on(cfg),
         )
     except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: no status.json: {error}", file=sys.stderr)
@@ -227,6 +224,11 @@ def report_ending(
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The newest checkpoint's folder, not verified: for messages, not for loading."""
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
+
+
+def way_on(cfg: DictConfig) -> dict[str, object]:
+    """What status.json says to somebody who wants to go on with the run."""
+    return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
 
 def resume_command(cfg: DictConfig) -> str:

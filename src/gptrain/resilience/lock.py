@@ -19,12 +19,8 @@ from pathlib import Path
 from gptrain.small_files import UnreadableFile, read_json
 
 LOCK_NAME = ".lock"
-# What a run writes by these names, which a folder of somebody else's could lead elsewhere.
-_OWN_FILES = (
-    LOCK_NAME, "train.log", "status.json", "result.json", "result-validate.json",
-    "result-test.json", ".restarts",
-)  # fmt: skip
-_OWN_FOLDERS = (".hydra", ".hydra/validate", ".hydra/test", ".beats")
+# What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
+_OPENED = (LOCK_NAME, "train.log", ".hydra", ".hydra/validate", ".hydra/test", ".beats")
 # One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
 _RECORD_BYTES = 512
 _NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
@@ -43,8 +39,8 @@ class RunFolderHeld(Exception):
         )
 
 
-class UnsafeFolder(Exception):
-    """A run folder in which a name of ours leads elsewhere, or is not what a run would write."""
+class UnsafeFolder(OSError):
+    """A run folder in which a name of ours is a link, or neither a file nor a folder."""
 
 
 class RunLock:
@@ -63,9 +59,12 @@ class RunLock:
     def acquire(self) -> "RunLock":
         """Takes the folder, which is made if need be, or fails within a second.
 
-        Raises: RunFolderHeld; OSError if the folder cannot be made or written.
+        Call it before the first file of the run is opened, its log included.
+
+        Raises: RunFolderHeld; OSError if the folder cannot be made or written; UnsafeFolder.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        _check_no_links(self.run_dir)
         _forget_in_forked_children()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
@@ -125,16 +124,13 @@ def read_holder(run_dir: str | Path) -> dict:
     return {key: holder[key] for key, kind in kinds.items() if isinstance(holder.get(key), kind)}
 
 
-def check_no_links(run_dir: str | Path) -> None:
+def _check_no_links(run_dir: Path) -> None:
     """Raises UnsafeFolder where a run would write through a link, or into a pipe or a device.
 
-    Call it before the first file of a run is opened, its log included. `checkpoints` may be a link
-    to another disk.
+    A stranger's folder could lead elsewhere. `checkpoints` may be a link to another disk.
     """
-    for name in (*_OWN_FILES, *_OWN_FOLDERS):
-        path = Path(run_dir) / name
-        is_ours = path.is_dir() if name in _OWN_FOLDERS else path.is_file()
-        if path.is_symlink() or (path.exists() and not is_ours):
+    for path in (run_dir / name for name in _OPENED):
+        if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
             what = "a link" if path.is_symlink() else "none that a run makes"
             raise UnsafeFolder(f"{path}: {what}; remove it, or choose another folder")
 

@@ -21,11 +21,6 @@ RESULT_NAME = "result.json"
 CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
 
 
-_FACTS = (
-    "cause", "exit_code", "rank", "step", "checkpoint", "resume", "message", "traceback",
-)  # fmt: skip
-
-
 class Preempted(BaseException):
     """The run was asked to stop, saved itself and left; the same command goes on with it.
 
@@ -72,12 +67,12 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
             rank was killed before the others noticed.
         facts: cause (one word for machines: done, preempted, hang, nonfinite, killed, error …),
             exit_code, rank, step, checkpoint (the newest good one), resume (the command that goes
-            on from it), message, traceback; what is left out is null.
+            on from it), message, traceback.
     Raises: OSError if the folder cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
     here = {"host": socket.gethostname(), "pid": os.getpid()}
-    status = dict.fromkeys(_FACTS) | facts | here | {"time": time.strftime("%F %T %z")}
+    status = facts | here | {"time": time.strftime("%F %T %z")}
     was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
     if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, to_json(status))
