@@ -54,7 +54,11 @@ EXTRAS = ("hypothesis", "safetensors", "transformers", "wandb")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Three files at a time where pytest-xdist is there and nothing else was typed."""
+    """Three files at a time where pytest-xdist is there and nothing else was typed.
+
+    A file's tests stay in one process, for they share what its fixtures make. Not `loadgroup`:
+    workers take that from the words that were typed alone, and would know no groups.
+    """
     option = config.option
     is_worker = "PYTEST_XDIST_WORKER" in os.environ or hasattr(config, "workerinput")
     if is_worker or not config.pluginmanager.has_plugin("xdist"):
@@ -62,7 +66,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses is not None:  # typed
         return
     if not option.usepdb and not option.collectonly:
-        option.numprocesses, option.dist, option.loadscopereorder = 3, "loadgroup", False
+        option.numprocesses, option.dist, option.loadscopereorder = 3, "loadfile", False
 
 
 class NeedsExtra(pytest.Module):
@@ -87,12 +91,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests stay in one process, for they share what its fixtures make."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 
@@ -64,23 +65,36 @@ def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
     loop.end()
 
 
+@pytest.fixture
+def answer(monkeypatch, capfd):
+    """Runs `python -m gptrain.<verb> <words>` in this process: exit code, stdout, stderr."""
+
+    def run(verb: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"gptrain.{verb}", *words])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module(f"gptrain.{verb}", run_name="__main__")
+        return left.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
 @pytest.mark.parametrize(
     "word", ["size=huge", "rounds=0", "steps=two", "loops=[bare,oars]", "trainer.max_step=1"]
 )
-def test_a_wrong_option_is_one_line_and_nothing_is_written(command, tmp_path, word):
-    run = command("-m", "gptrain.bench", word, f"output_dir={tmp_path}")
-    assert run.returncode == 2
-    assert run.stderr.startswith(f"error: {word.partition('=')[0]}") and run.stderr.count("\n") == 1
+def test_a_wrong_option_is_one_line_and_nothing_is_written(answer, tmp_path, word):
+    code, _, err = answer("bench", word, f"output_dir={tmp_path}")
+    assert code == 2
+    assert err.startswith(f"error: {word.partition('=')[0]}") and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_another_optimizer_than_the_others_is_no_comparison(command, tmp_path):
-    run = command("-m", "gptrain.bench", "size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
-    assert run.returncode == 2
-    assert "optimizer._target_=gptrain.optim.Muon: the loops beside ours have" in run.stderr
+def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
+    code, _, err = answer("bench", "size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
+    assert code == 2
+    assert "optimizer._target_=gptrain.optim.Muon: the loops beside ours have" in err
 
 
 @pytest.mark.parametrize("verb, word", [("bench", "rounds"), ("export", "format")])
-def test_help_is_about_the_verb(command, verb, word):
-    run = command("-m", f"gptrain.{verb}", "--help")
-    assert run.returncode == 0 and f"python -m gptrain.{verb}" in run.stdout and word in run.stdout
+def test_help_is_about_the_verb(answer, verb, word):
+    code, out, _ = answer(verb, "--help")
+    assert code == 0 and f"python -m gptrain.{verb}" in out and word in out

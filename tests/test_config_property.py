@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ BEARABLE = {
 }
 
 
+@cache
 def accepted_mutations(n: int, seed: int) -> list[list[str]]:
     rng, found = random.Random(seed), []
     while len(found) < n:

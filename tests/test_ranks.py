@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -32,11 +30,13 @@ def test_two_ranks_take_the_same_steps_as_one(train):
     assert labels == ["model", "strategy", "batch", "run", "result", "next"]
 
 
-def test_torchrun_makes_one_folder_and_one_set_of_lines(command, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+def test_torchrun_makes_one_folder_and_one_set_of_lines_from_any_folder(command, tmp_path):
+    (tmp_path / "anywhere").mkdir()
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
     options = [f"output_dir={tmp_path}", *TINY, "trainer.devices=2", *LOGGED]
-    run = command(*torchrun[1:], str(ROOT / "train.py"), *options, cwd=tmp_path)
+    run = command(*torchrun, str(ROOT / "train.py"), *options, cwd=tmp_path / "anywhere")
     assert run.returncode == 0, run.stderr
     assert [line.split()[0] for line in run.stdout.splitlines()].count("model") == 1
     (folder,) = (tmp_path / "train").iterdir()
     one_log_and_no_traces_of_other_ranks(folder)
+    assert not list((tmp_path / "anywhere").iterdir())

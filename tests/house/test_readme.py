@@ -1,4 +1,4 @@
-"""Every command of the README works, and the four files it shows run as written."""
+"""Every command of the README works; for the files that it shows see test_strip.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import runpy
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.command_line import refused
 from tests.conftest import ROOT
-from tests.house.copies import copy_checkout, python
+from tests.forked import forked_ranks
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -47,9 +48,10 @@ def small(words: list[str]) -> list[str]:
     return [*words, *SMALL, *gpt, *steps, *ranks, *data, *trials]
 
 
-def run_train(words: list[str], monkeypatch) -> int:
+def run_train(words: list[str], monkeypatch, said: Path) -> int:
     monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *small(words)])
-    return exit_code(lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__"))
+    with forked_ranks(said, said):
+        return exit_code(lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__"))
 
 
 def exit_code(run: Callable[[], object]) -> int:
@@ -65,11 +67,13 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     commands = [command for command in TRAIN if "my_lstm" not in command]
     assert len(commands) > 8
+    said = tmp_path / "said"  # by ranks
     for number, command in enumerate(commands):
         words = shlex.split(command)[2:]
         if not any(word.startswith(("run_dir=", "--")) for word in words):
             words.append(f"run_dir={tmp_path / str(number)}")  # a second later it is another one
-        assert run_train(words, monkeypatch) == 0, (command, capfd.readouterr())
+        code = run_train(words, monkeypatch, said)
+        assert code == 0, (command, capfd.readouterr(), said.exists() and said.read_text())
     (export,) = [shlex.split(command) for command in COMMANDS if "gptrain.export" in command]
     monkeypatch.setattr(sys, "argv", export[2:])
     assert exit_code(lambda: runpy.run_module(export[2], run_name="__main__")) == 0
@@ -78,28 +82,6 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
 def test_the_answer_to_a_wrong_option_is_as_shown():
     (shown,) = re.findall(r"```\n\$ python train.py (.*)\n([^`]*)```", README)
     assert "\n".join(refused(*shown[0].split())) == shown[1].strip()
-
-
-def test_what_a_user_adds_runs_and_fails_no_test_but_those_of_this_folder(tmp_path):
-    """The four files as shown, a Makefile, and a README of one's own, in a copy."""
-    copy = copy_checkout(tmp_path / "copy")
-    shown = re.findall(r"`((?:src|conf)/\S+\.(?:py|yaml))`\n```\w+\n(.*?)```", README, re.DOTALL)
-    assert len(shown) == 4
-    for name, text in shown:
-        assert not (copy / name).exists()
-        (copy / name).write_text(text)
-    (copy / "Makefile").write_text("train:\n\tpython train.py\n")
-    (copy / "README.md").write_text("# My project\n")
-    (command,) = [command for command in TRAIN if "my_lstm" in command]
-    run = python(copy, *small(shlex.split(command)[1:]))
-    assert run.returncode == 0, run.stderr
-    looking = [
-        "tests/test_choices.py::test_a_choice_composes_and_every_reference_in_it_resolves",
-        "tests/test_front.py::test_help_fits_one_screen_and_names_every_choice",
-    ]
-    options = ["-q", "-n0", "-p", "no:cacheprovider"]
-    found = python(copy, "-m", "pytest", *looking, *options)
-    assert found.returncode == 0, found.stdout[-3000:]
 
 
 def test_every_other_command_is_known():

@@ -1,18 +1,19 @@
-"""Parts come off: what the README says to delete leaves a template that trains."""
+"""Parts come off, and others come on: in a copy of this checkout, as the README says."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, TINY
-from tests.house.copies import copy_checkout, python
+from tests.conftest import TINY
+from tests.house.copies import Copy
+from tests.house.test_readme import README, TRAIN, small
 
-SECTION = (ROOT / "README.md").read_text().partition("## Take parts out")[2].partition("\n## ")[0]
+SECTION = README.partition("## Take parts out")[2].partition("\n## ")[0]
 ROWS = {
     what.strip(): re.findall(r"`(\S+/\S+)`", files)
     for what, files in re.findall(r"^\| ([^|]+) \| (`[^|]+) \|$", SECTION, re.MULTILINE)
@@ -31,6 +32,19 @@ sys.exit(pytest.main(["--collect-only", "-q", "-n0", "-p", "no:cacheprovider"]))
 """
 
 
+@pytest.fixture(scope="module")
+def one_copy(tmp_path_factory):
+    copy = Copy(tmp_path_factory.mktemp("house"))
+    yield copy
+    copy.end()
+
+
+@pytest.fixture
+def copy(one_copy) -> Copy:
+    one_copy.restore()
+    return one_copy
+
+
 def expand(pattern: str) -> list[str]:
     """What a shell makes of a name with braces."""
     parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
@@ -38,18 +52,17 @@ def expand(pattern: str) -> list[str]:
     return ["".join(words) for words in itertools.product(*parts)]
 
 
-def strip(copy: Path, what: str) -> list[str]:
+def strip(copy: Copy, what: str) -> list[str]:
     """Deletes what a row names, all of which is there; the strategies that are gone."""
-    gone = [copy / name for pattern in ROWS[what] for name in expand(pattern)]
+    gone = [copy.folder / name for pattern in ROWS[what] for name in expand(pattern)]
     for path in gone:
         assert path.exists(), path
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return [path.stem for path in gone if path.parent.name == "strategy"]
 
 
-def look(copy: Path, gone: list[str]) -> None:
-    found = python(copy, "-c", LOOK, str(copy), *gone)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+def look(copy: Copy, gone: list[str]) -> None:
+    copy.python("-c", LOOK, str(copy.folder), *gone)
 
 
 def test_the_table_is_read():
@@ -58,14 +71,29 @@ def test_the_table_is_read():
 
 
 @pytest.mark.parametrize("what", ROWS)
-def test_without_one_part_every_module_imports_and_every_test_is_collected(what, tmp_path):
-    copy = copy_checkout(tmp_path / "copy")
+def test_without_one_part_every_module_imports_and_every_test_is_collected(what, copy):
     look(copy, strip(copy, what))
 
 
-def test_without_all_of_them_it_still_trains(tmp_path):
-    copy = copy_checkout(tmp_path / "copy")
+def test_without_all_of_them_it_still_trains(copy):
     look(copy, [name for what in ROWS for name in strip(copy, what)])
-    run = python(copy, "train.py", *TINY, "run_dir=outputs/a")
-    assert run.returncode == 0, run.stderr
-    assert (copy / "outputs" / "a" / "result.json").exists()
+    copy.python("train.py", *TINY, "run_dir=outputs/a")
+    assert (copy.folder / "outputs" / "a" / "result.json").exists()
+
+
+def test_what_a_user_adds_runs_and_fails_no_test_but_those_of_this_folder(copy):
+    """The four files as shown, a Makefile, and a README of one's own."""
+    shown = re.findall(r"`((?:src|conf)/\S+\.(?:py|yaml))`\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert len(shown) == 4
+    for name, text in shown:
+        assert not (copy.folder / name).exists()
+        (copy.folder / name).write_text(text)
+    (copy.folder / "Makefile").write_text("train:\n\tpython train.py\n")
+    (copy.folder / "README.md").write_text("# My project\n")
+    (command,) = [command for command in TRAIN if "my_lstm" in command]
+    copy.python(*small(shlex.split(command)[1:]))
+    looking = [
+        "tests/test_choices.py::test_a_choice_composes_and_every_reference_in_it_resolves",
+        "tests/test_front.py::test_help_fits_one_screen_and_names_every_choice",
+    ]
+    copy.python("-m", "pytest", *looking, "-q", "-n0", "-p", "no:cacheprovider")
