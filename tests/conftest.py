@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from composed_once import compose_once
 from no_network import forbid_network
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,7 @@ LONGEST = [
 ]
 
 forbid_network()
+compose_once()
 with suppress(ImportError):  # an extra
     import hypothesis
 

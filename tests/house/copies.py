@@ -23,7 +23,8 @@ for line in sys.stdin:
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 1)
         os.dup2(1, 2)
         os.chdir(copy)
-        sys.path[:0], sys.pycache_prefix = [copy + "/src", copy], compiled
+        sys.path[:0] = [copy + "/src", copy]
+        sys.pycache_prefix, sys.dont_write_bytecode = compiled, False
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
         os.environ["GPTRAIN_OUTPUT_DIR"] = copy + "/outputs"
         kind, *sys.argv = arguments if arguments[0] in ("-c", "-m") else ("", *arguments)

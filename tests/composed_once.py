@@ -1,0 +1,68 @@
+"""Hydra finds and merges the files of one choice of groups once for all tests of a process.
+
+A run composes its config three times, 0.1 s each, which is more than a tiny run's steps take; most
+tests type the same groups. What comes after it (overrides of keys, references, checks) is done anew
+for each command, as is everything where a yaml file has changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from unittest.mock import patch
+
+from hydra._internal import config_loader_impl, defaults_list
+
+_made: dict[tuple, object] = {}
+
+
+@cache
+def compose_once() -> None:
+    """From here on in this process; where Hydra is another inside, nothing changes."""
+    loader = config_loader_impl.ConfigLoaderImpl
+    for owner, name, wrap in (
+        (defaults_list, "_create_defaults_list", _find_once),
+        (loader, "_compose_config_from_defaults_list", _merge_once),
+    ):
+        if hasattr(owner, name):
+            patch.object(owner, name, wrap(getattr(owner, name))).start()
+
+
+def _find_once(find: Callable) -> Callable:
+    """The list of defaults; what is noted of the choices on the way is noted again."""
+
+    @wraps(find)
+    def found(repo, config_name, overrides, prepend_hydra, skip_missing):
+        typed = (overrides.override_choices, overrides.append_group_defaults, overrides.deletions)
+        key = (config_name, repr(typed), prepend_hydra, skip_missing, _files(repo))
+        if key not in _made:
+            listed = find(repo, config_name, overrides, prepend_hydra, skip_missing)
+            notes = {k: v for k, v in vars(overrides).items() if k != "config_overrides"}
+            _made[key] = copy.deepcopy((listed, notes))
+        listed, notes = copy.deepcopy(_made[key])
+        vars(overrides).update(notes)
+        return listed
+
+    return found
+
+
+def _merge_once(merge: Callable) -> Callable:
+    @wraps(merge)
+    def merged(self, defaults, repo):
+        key = ("merged", repr(defaults), _files(repo))
+        if key not in _made:
+            _made[key] = copy.deepcopy(merge(self, defaults, repo))
+        return copy.deepcopy(_made[key])
+
+    return merged
+
+
+def _files(repo: object) -> tuple:
+    """The sources of a config, and each yaml file in them as it is now."""
+    sources = [(source.provider, source.scheme(), source.path) for source in repo.get_sources()]
+    folders = [Path(path) for _, scheme, path in sources if scheme == "file"]
+    files = sorted(path for folder in folders for path in folder.rglob("*.yaml"))
+    state = [(str(path), (stat := path.lstat()).st_mtime_ns, stat.st_size) for path in files]
+    return (*sources, *state)
