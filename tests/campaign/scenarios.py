@@ -1,4 +1,8 @@
-"""The table: what is done to a run, how it must end, and how it must go on."""
+"""The table: what is done to a run, how it must end, and how it must go on.
+
+`quick` tries of a row are among the tests: of the faults that no other test reaches. A stop under
+every strategy is in tests/strategies, another run's words in tests/lit/test_resume_changes.py.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,14 @@ SCENARIOS = (
     Scenario("F01", "SIGKILL of rank 1, launcher restarts", KILL, rank=1, codes=(0,),
              first=("launcher.max_restarts=1",), quick=1, full=100),
     Scenario("F02", "SIGKILL of rank 0", KILL, rank=0, **DEAD, full=100),
-    *(Scenario("F02", f"the same, {one}", KILL, LOG, step=8, **DEAD, reference=(one,), quick=1)
-      for one in ("strategy=ddp", *PARTITIONED)),
+    *(Scenario("F02", f"the same, {one}", KILL, LOG, step=8, **DEAD, reference=(one,),
+               quick=one in FSDP) for one in ("strategy=ddp", *PARTITIONED)),
     Scenario("F03", "SIGKILL of all processes", KILL, target="group", codes=(-9,), full=100),
     Scenario("F04", "SIGKILL of the launcher", KILL, target="launcher", codes=(-9,), quick=1),
     Scenario("F05", "faults until done", ("SIGKILL", "SIGUSR1"), codes=(0, 70, 75), within_s=60.0,
              one_try=trial.storm, reference=("trainer.max_steps=400",)),
     Scenario("F06", "a signal to one rank", ("SIGTERM", "SIGUSR1", "SIGINT"),
-             (*STEP, "setup", "start"), **TOLD, quick=1, full=80),
+             (*STEP, "setup", "start"), **TOLD, full=80),
     *(Scenario("F06", f"the same, {one}", ("SIGTERM",), STEP, **TOLD, reference=(one,))
       for one in PARTITIONED),
     Scenario("F07", "SIGTERM to all, data workers too", ("SIGTERM",), STEP, target="group", **TOLD,
@@ -71,13 +75,13 @@ SCENARIOS = (
              blames=True, quick=1, full=50,
              says=r"(?s)Traceback.*: planted; at step \d+, of whose samples rank {rank} has"),
     Scenario("F21", "an exception on one rank", ("fail",), tuple(HOOKS), cause="error", blames=True,
-             says="AssertionError: planted", quick=1, full=64),
+             says="AssertionError: planted", full=64),
     Scenario("F22", "SIGSTOP of a rank", ("SIGSTOP",), STEP[:4], **HUNG, quick=1, full=20),
     Scenario("F23", "SIGSTOP for two seconds", ("pause",), STEP[:4], codes=(0,),
              first=("launcher.timeout_s=6",), full=20),
     Scenario("F24", "the interpreter's lock is held", ("hold_interpreter",), ("forward",), **HUNG),
     Scenario("F25", "a rank does not come to a collective", ("sleep",), STEP[:4], codes=(76,),
-             cause="hang", first=("strategy.timeout_s=3",), **WAITS, quick=1, full=20),
+             cause="hang", first=("strategy.timeout_s=3",), **WAITS, full=20),
     Scenario("F25", "a collective of one rank alone", ("call_alone",), STEP[:4], codes=(70, 76),
              first=("strategy.timeout_s=3",), **WAITS, full=20),
     Scenario("F26", "a rank is slow", ("lag",), STEP[:4], step=8, always=True, codes=(0,)),
@@ -85,7 +89,7 @@ SCENARIOS = (
              says="out of memory: .*a micro-batch is 4 sequences of 33", full=20),
     Scenario("F29", "resumed on 1 or 4 ranks", full=15, one_try=trial.other_ranks,
              reference=("data.global_batch_size=8", "model.dropout=0.0")),
-    Scenario("F30", "resumed as another run", quick=1, full=20, one_try=trial.changed),
+    Scenario("F30", "resumed as another run", full=20, one_try=trial.changed),
     Scenario("F31", "three starts in one folder", quick=1, full=20, one_try=trial.crowd),
     Scenario("F32", "a stale lock names a live process", harm=trial.reuse_pid),
     Scenario("F33", "older files of 2096", says=r"from step (15|55)", harm=lambda newest, _:
