@@ -13,10 +13,11 @@ from tests.conftest import ROOT
 # Forks itself for each command, so that what does not lie in a copy is imported once. It has
 # computed nothing, so it has no threads.
 WARM = """
-import contextlib, importlib, json, os, runpy, sys
+import contextlib, gc, importlib, json, os, runpy, sys
 for name in sys.argv[1:]:
     with contextlib.suppress(ImportError):  # of an extra
         importlib.import_module(name)
+gc.collect(), gc.freeze()
 for line in sys.stdin:
     copy, output, compiled, arguments = json.loads(line)
     if (child := os.fork()) == 0:
@@ -39,7 +40,8 @@ for line in sys.stdin:
 """
 HEAVY = [
     "hydra", "hypothesis", "lightning.pytorch", "pydantic", "pytest", "torch._dynamo",
-    "torch.utils.tensorboard", "torchmetrics.classification", "transformers", "wandb",
+    "torch.utils.tensorboard", "torchmetrics.classification", "wandb",
+    "transformers.models.gpt2.modeling_gpt2",
 ]  # fmt: skip
 
 
