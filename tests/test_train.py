@@ -207,3 +207,22 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
     told = next(i for i, line in enumerate(lines) if line.startswith("stopped "))
     assert any("Epoch 0:" in line for line in lines[:told])
     assert not any("Epoch 0:" in line for line in lines[told:])
+
+
+def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train):
+    words = ("trainer.enable_progress_bar=true", "data.global_batch_size=8", "data.batch_size=4",
+             "data.num_samples=4000")  # fmt: skip
+
+    def last_count(run):
+        assert run.code == 0, run.err
+        return re.findall(r"Epoch 0: [^|]*\|[^|]*\| (\d+/\d+) ", run.out)[-1]
+
+    assert last_count(train(*words, "trainer.max_steps=3")) == "6/6"
+    assert last_count(train(*words, "trainer.max_steps=5", "ckpt_path=last")) == "10/10"
+    stops = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
+    stops += " stopping_threshold: 99, check_on_train_epoch_end: false}"
+    early = train(
+        *words, f"+callbacks.early={stops}", "trainer.max_steps=90", "trainer.val_check_interval=2",
+        name="early",
+    )  # fmt: skip
+    assert last_count(early) == "4/180"
