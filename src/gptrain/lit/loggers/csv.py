@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,16 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.survive_trouble import survives_trouble
+from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
 from gptrain.resilience import fileops
 
 
-class CSVLogger(Logger):
+class CSVLogger(SurvivesTrouble, Logger):
     """metrics.csv in `save_dir` itself, a row per step, written at once.
 
-    Lightning's own begins such a file anew whenever a process starts.
+    Lightning's own has a row per call, and begins its file anew whenever a process starts.
     """
 
-    broken = False
     name, version = "", ""
 
     def __init__(self, save_dir: str):
@@ -31,15 +31,9 @@ class CSVLogger(Logger):
         self._last: dict[str, Any] = {}  # the row that a later call of the same step completes
         self._last_start = 0  # its place in the file, bytes
 
-    @property
-    def save_dir(self) -> str:
-        """The folder of metrics.csv."""
-        return str(self._path.parent)
-
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Nothing: they are in .hydra/config.yaml, and in no table of steps."""
 
-    @survives_trouble
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Adds to the row of this step, or a row; a name that is new adds a column.
@@ -49,45 +43,44 @@ class CSVLogger(Logger):
         """
         if not metrics:
             return
-        if not self._columns and self._path.exists():
+        if not self._columns:
             self._write(*self._read())
-        step = max(int(step or 0), int(self._last.get("step") or 0))
-        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        if str(self._last.get("step")) == str(step):
-            row = {**self._last, **row}
-            with self._path.open("r+b") as file:
-                file.truncate(self._last_start)
-        added = [name for name in row if name not in self._columns]
-        if added:
-            rows = self._read()[1] if self._path.exists() else []
-            self._write(self._columns + added, rows)
+        row = {name: float(value) for name, value in metrics.items()}
+        row["step"] = max(int(step or 0), self._last.get("step", 0))
+        if row["step"] == self._last.get("step"):
+            row = self._last | row
+            os.truncate(self._path, self._last_start)
+        if row.keys() - set(self._columns):
+            columns, rows = self._read()
+            self._write([*dict.fromkeys((*columns, *row))], rows)
         with self._path.open("a", newline="") as file:
             self._last, self._last_start = row, file.tell()
             csv.DictWriter(file, self._columns).writerow(row)
 
-    @survives_trouble
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
         """Removes the rows after step, and one that was cut short."""
-        if self._path.exists():
-            columns, rows = self._read()
-            self._write(columns, [row for row in rows if int(row["step"]) <= step])
+        columns, rows = self._read()
+        self._write(columns, [row for row in rows if int(row["step"]) <= step])
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        if not self._path.exists():
+            return ["step"], []
         with self._path.open(newline="") as file:
             reader = csv.DictReader(file)
             # Where the process was killed within a row its last cells are missing.
             rows = [row for row in reader if None not in row.values()]
-            return list(reader.fieldnames or []), rows
+            return list(reader.fieldnames or ["step"]), rows
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
-        writer.writerows(rows[:-1])
-        start = len(text.getvalue().encode())
-        writer.writerows(rows[-1:])
-        fileops.replace(self._path, text.getvalue().encode())
-        self._columns, self._last, self._last_start = columns, {}, start
+        writer.writerows(rows)
+        content = text.getvalue().encode()
+        fileops.replace(self._path, content)
+        self._columns, self._last_start = columns, content.rfind(b"\n", 0, -1) + 1
+        last = rows[-1] if rows else {}
+        self._last = {name: value for name, value in last.items() if value != ""}
         if rows:
-            self._last = {name: value for name, value in rows[-1].items() if value != ""}
+            self._last["step"] = int(last["step"])

@@ -8,11 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
+WRITES = ("log_metrics", "log_hyperparams", "go_on_from", "save", "finalize")
 
 
-def survives_trouble(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A log folder that is full or gone costs points of a curve, never the run: one warning."""
+class SurvivesTrouble:
+    """Mixed into a logger: a full disk costs points of a curve, never the run; one warning."""
 
+    broken = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in WRITES:
+            if hasattr(cls, name):
+                setattr(cls, name, _survives(getattr(cls, name)))
+
+
+def _survives(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(self, *args, **kwargs):
         if self.broken:
@@ -20,7 +31,9 @@ def survives_trouble(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
-            trouble = refusal(error)
+            trouble: BaseException | None = error
+            while trouble is not None and not isinstance(trouble, OSError):
+                trouble = trouble.__cause__  # Lightning's TensorBoardLogger makes ValueErrors of it
             if trouble is None:
                 raise
             self.broken = True
@@ -28,13 +41,3 @@ def survives_trouble(method: Callable[..., Any]) -> Callable[..., Any]:
             return None
 
     return guarded
-
-
-def refusal(error: BaseException | None) -> OSError | None:
-    """The OSError that an error comes from; Lightning's TensorBoardLogger makes ValueErrors of it.
-
-    None where there is none: such an error is no trouble with a disk.
-    """
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__
-    return error

@@ -7,11 +7,11 @@ from typing import Any
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.survive_trouble import survives_trouble
+from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
 from gptrain.resilience.lock import read_holder
 
 
-class WandbLogger(pl_loggers.WandbLogger):
+class WandbLogger(SurvivesTrouble, pl_loggers.WandbLogger):
     """A run of Weights & Biases whose id is that of the run folder.
 
     So a run that is resumed or requeued goes on in the same one, and each job of a sweep has its
@@ -22,17 +22,10 @@ class WandbLogger(pl_loggers.WandbLogger):
         options: any of wandb.init's (project, mode, entity, group, tags …).
     """
 
-    broken = False
-
     def __init__(self, save_dir: str, **options: Any):
-        run_id = read_holder(save_dir).get("run_id")
-        super().__init__(save_dir=save_dir, id=run_id, **options)
+        super().__init__(save_dir=save_dir, id=read_holder(save_dir).get("run_id"), **options)
         self._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
 
-    log_metrics = survives_trouble(pl_loggers.WandbLogger.log_metrics)
-    log_hyperparams = survives_trouble(pl_loggers.WandbLogger.log_hyperparams)
-
-    @survives_trouble
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Closes the run, so that the next job of a sweep in this process opens its own."""
