@@ -50,7 +50,8 @@ class TextDataModule(pl.LightningDataModule):
         super().__init__()
         self.train, self.val, self.test = train, val, test if test is not None else val
         self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
-        self.epoch_steps, self.ranks_per_sample = lengths.epoch_steps, ranks_per_sample
+        self.epoch_steps, self.validate_every = lengths.epoch_steps, lengths.validate_every
+        self.ranks_per_sample = ranks_per_sample
         self.num_workers, self.pin_memory = num_workers, pin_memory
         accumulate = lengths.batch.accumulate
         self.batches = TrainBatches(
@@ -66,7 +67,7 @@ class TextDataModule(pl.LightningDataModule):
 
     @property
     def waited_s(self) -> float:
-        """Seconds that training has waited for its batches so far; on a GPU an upper bound."""
+        """Of the batches of training so far."""
         return 0.0 if self.train_loader is None else self.train_loader.waited_s
 
     def train_dataloader(self) -> DataLoader:
@@ -109,9 +110,7 @@ class Loader(DataLoader):
     """A DataLoader whose workers start with stop signals blocked, and which times its batches.
 
     Attributes:
-        waited_s: how long the device has waited for batches. A CPU waits for the whole of a fetch.
-            A GPU still has all that it was given before: only where it came to the end of that is
-            the fetch counted, which reads an event and waits for nothing.
+        waited_s: seconds in which training has waited for a batch; a GPU may have been busy.
     """
 
     waited_s = 0.0
@@ -119,17 +118,8 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         with hold_back():
             batches = super().__iter__()
-        return self._timed(batches)
-
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        on_gpu = self.pin_memory and torch.cuda.is_available()
-        while True:
-            given = torch.cuda.current_stream().record_event() if on_gpu else None
-            start_s = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            if given is None or given.query():
-                self.waited_s += time.perf_counter() - start_s
+        start_s = time.perf_counter()
+        for batch in batches:
+            self.waited_s += time.perf_counter() - start_s
             yield batch
+            start_s = time.perf_counter()

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torchmetrics import Metric, SumMetric
+from torchmetrics import Metric
 
-from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
+from gptrain.lit.losses import LossOptions
 from gptrain.lit.strategies.base import NetStrategy
 from gptrain.loss import IGNORED
 
@@ -63,10 +63,7 @@ class LanguageModel(pl.LightningModule):
         self.loss_options = loss or LossOptions()
         self.metrics = nn.ModuleDict(metrics or {})
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        # Sums: MeanMetric(nan_strategy="disable") leaves out its weights (torchmetrics 1.9).
-        self.eval_nats, self.eval_tokens, self.eval_bytes = (
-            SumMetric(nan_strategy="disable").set_dtype(torch.float64) for _ in range(3)
-        )
+        self.eval_sums: Tensor | float = 0.0  # of this rank: nats, tokens and, if known, bytes
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V)."""
@@ -97,15 +94,12 @@ class LanguageModel(pl.LightningModule):
     def evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end."""
         counted = targets != IGNORED  # (B, T)
-        nats = self._loss(tokens, targets, "sum", self.loss_options.plain)
-        self.eval_nats.update(nats.double())
-        self.eval_tokens.update(counted.sum())
+        sums = [self._loss(tokens, targets, "sum", self.loss_options.plain), counted.sum()]
         if self.token_bytes is not None:
-            self.eval_bytes.update((self.token_bytes[targets.clamp(min=0)] * counted).sum())
+            sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())
+        self.eval_sums = self.eval_sums + torch.stack([part.double() for part in sums])
         if self.metrics:
-            strategy = self._strategy()
-            chunks = whole_net_logits if strategy is None else strategy.logits
-            for logits, chunk_targets in chunks(self.net, tokens, targets):
+            for logits, chunk_targets in self._strategy().logits(self.net, tokens, targets):
                 for metric in self.metrics.values():
                     metric.update(logits, chunk_targets)
 
@@ -115,18 +109,15 @@ class LanguageModel(pl.LightningModule):
         Empty where a subclass has evaluated in its own way. All ranks must call it.
         """
         values = {}
-        if self.eval_tokens.update_called:
-            nats = self.eval_nats.compute()
-            values["loss"] = nats / self.eval_tokens.compute()
-            values["perplexity"] = values["loss"].exp()
-            if self.token_bytes is not None:
-                values["bits_per_byte"] = nats / self.eval_bytes.compute() / math.log(2)
-            strategy = self._strategy()
+        if isinstance(self.eval_sums, Tensor):
+            nats, n_tokens, *n_bytes = self.trainer.strategy.reduce(self.eval_sums, reduce_op="sum")
+            values = {"loss": nats / n_tokens, "perplexity": (nats / n_tokens).exp()}
+            if n_bytes:
+                values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                share = strategy.share_metric if strategy is not None else Metric.compute
-                values[name] = share(metric)
-        for metric in (self.eval_nats, self.eval_tokens, self.eval_bytes, *self.metrics.values()):
-            metric.reset()
+                values[name] = self._strategy().share_metric(metric)
+                metric.reset()
+            self.eval_sums = 0.0
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -138,8 +129,7 @@ class LanguageModel(pl.LightningModule):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Lightning's, but where training_step has formed the gradients already (a pipeline)."""
-        strategy = self._strategy()
-        if strategy is None or not strategy.forward_runs_backward:
+        if not self._strategy().forward_runs_backward:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def clip_gradients(
@@ -153,8 +143,8 @@ class LanguageModel(pl.LightningModule):
         Under 16-mixed Lightning leaves the scale of the loss in the gradients of an optimizer that
         can take it away itself, a fused one: clipped like that, they would vanish.
         """
-        strategy = self._strategy()
-        if strategy is None or gradient_clip_algorithm not in (None, "norm"):
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, NetStrategy) or gradient_clip_algorithm not in (None, "norm"):
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -165,14 +155,12 @@ class LanguageModel(pl.LightningModule):
     def _loss(
         self, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
     ) -> Tensor:
-        strategy = self._strategy()
-        compute = whole_net_loss if strategy is None else strategy.loss
-        return compute(self.net, tokens, targets, reduction, options)
+        return self._strategy().loss(self.net, tokens, targets, reduction, options)
 
-    def _strategy(self) -> NetStrategy | None:
-        """Who computes loss and norms: the strategy, unless it is Lightning's own, or none."""
+    def _strategy(self) -> NetStrategy:
+        """Who computes loss and metrics: the trainer's, or where that is not ours one device's."""
         try:
             strategy = self.trainer.strategy
         except RuntimeError:  # attached to no trainer, as in a notebook
-            return None
-        return strategy if isinstance(strategy, NetStrategy) else None
+            strategy = None
+        return strategy if isinstance(strategy, NetStrategy) else NetStrategy()
