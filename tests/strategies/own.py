@@ -104,7 +104,7 @@ class Record(pl.Callback):
                 lambda it, *_: seen["lrs"].append([group["lr"] for group in it.param_groups])
             )
         seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        seen["peak"] = next(c.peak for c in trainer.callbacks if hasattr(c, "peak"))
+        seen["peak"] = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
         seen["peak"] = seen["peak"] and seen["peak"].flops_per_s
         seen["offload"] = [
             type(part._get_fsdp_state()._fsdp_param_group.offload_policy).__name__

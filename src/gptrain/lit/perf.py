@@ -1,19 +1,64 @@
-"""What perf/mfu is made of: the FLOPs of a token, and the peak of the device they run on."""
+"""What perf/* is: the time of a step, the FLOPs of a token, the peak of the device they run on."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
+import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from gptrain.plan import Lengths
 from gptrain.plan.flops import peak_flops_per_s, train_flops_per_token
 
 MEASURE_S = 0.15  # spent on measuring a peak that no table knows
 SIDE = {"cpu": 384, "mps": 4096}  # of the matrices multiplied: full speed, a millisecond each
 LARGE_SIDE = 8192  # on anything faster: a GPU of 1e15 FLOP/s takes a millisecond, too
+
+
+class Speed:
+    """Times the steps of a training.
+
+    Attributes:
+        peak: of one device, what perf/mfu is measured against; known on rank 0.
+    """
+
+    def __init__(self, lengths: Lengths, trainer: pl.Trainer, net: nn.Module | None):
+        self.lengths, self.trainer, self.device = lengths, trainer, trainer.strategy.root_device
+        self.peak, self.token_flops = None, 0
+        if net is not None:  # attention counts where the net tells its sizes
+            layers, width = getattr(net, "n_layers", 0), getattr(net, "d_model", 0)
+            n_weights, seq_len = trainer.strategy.info.n_matrix_weights, lengths.sample_tokens
+            self.token_flops = train_flops_per_token(n_weights, layers, width, seq_len)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            self.peak = find_peak(self.device, trainer.precision)
+        self.start()
+
+    def start(self) -> None:
+        """Begins anew: what was before is in no figure."""
+        wait_for(self.device)  # the clock is read when the step is done
+        now = self.trainer.global_step, time.perf_counter(), self.trainer.datamodule.waited_s
+        self._last = now
+
+    def read(self) -> dict[str, float]:
+        """Logged names and values, of the steps since it began or was last read."""
+        last = self._last
+        self.start()
+        steps, seconds, waited_s = (now - then for now, then in zip(self._last, last, strict=True))
+        step_s, step_tokens = seconds / max(1, steps), self.lengths.step_tokens
+        metrics = {
+            "tokens": float(self.trainer.global_step * step_tokens),
+            "perf/tokens_per_s": step_tokens / step_s,
+            "perf/step_s": step_s,
+            "perf/data_wait_s": waited_s / max(1, steps),
+        }
+        if self.peak is not None and self.token_flops:
+            flops_per_s = self.token_flops * step_tokens / step_s / self.trainer.world_size
+            metrics["perf/mfu"] = flops_per_s / self.peak.flops_per_s
+        if self.device.type == "cuda":
+            metrics["perf/gpu_mem_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -59,43 +104,23 @@ def measure_matmul(
     )
     best_s, until_s = float("inf"), time.perf_counter() + seconds
     while best_s == float("inf") or time.perf_counter() < until_s:
-        _wait(device)
+        wait_for(device)
         start_s = time.perf_counter()
         torch.mm(left, right, out=out)
-        _wait(device)
+        wait_for(device)
         best_s = min(best_s, time.perf_counter() - start_s)
     return 2 * side**3 / best_s
 
 
-def net_flops_per_token(
-    net: nn.Module, seq_len: int, stages: dist.ProcessGroup | None = None
-) -> int:
-    """Model FLOPs of one token's training step, by the net's matrices and its `n_layers, d_model`.
-
-    Attention counts where the net tells both; without them it is left out.
-
-    Args:
-        seq_len: positions of a sequence.
-        stages: the ranks of a pipeline, each with some of the net; all of them must call this.
-    """
+def count_matrix_weights(net: nn.Module) -> int:
+    """Weights that multiply each token: all matrices, without tables that are only looked up in."""
     multiplied = {id(layer.weight) for layer in net.modules() if isinstance(layer, nn.Linear)}
     looked_up = {id(layer.weight) for layer in net.modules() if isinstance(layer, nn.Embedding)}
-    n_weights = sum(
-        parameter.numel()
-        for parameter in net.parameters()
-        if parameter.ndim >= 2 and id(parameter) not in looked_up - multiplied
-    )
-    if stages is not None:
-        device = next(net.parameters()).device
-        total = torch.tensor(n_weights, device=device)
-        dist.all_reduce(total, group=stages)
-        n_weights = int(total)
-    layers, width = getattr(net, "n_layers", 0), getattr(net, "d_model", 0)
-    return train_flops_per_token(n_weights, layers, width, seq_len)
+    only_looked_up = looked_up - multiplied
+    return sum(p.numel() for p in net.parameters() if p.ndim >= 2 and id(p) not in only_looked_up)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if device.type == "mps":
-        torch.mps.synchronize()
+def wait_for(device: torch.device) -> None:
+    """Until all that it was given is done; a CPU is always."""
+    if device.type in ("cuda", "mps"):
+        torch.accelerator.synchronize(device)

@@ -16,8 +16,6 @@ from gptrain.lit.callbacks.step_log import STEP, StepLog
 from gptrain.resilience.status import result_path, write_result
 
 log = logging.getLogger(__name__)
-SHOWN = ("train/loss", "val/loss", "val/bits_per_byte", "test/loss")  # of our own metrics
-OURS = ("train/", "perf/", "val/perplexity", "test/perplexity", "test/bits", "lr", "grad_norm")
 
 
 class Report:
@@ -29,16 +27,9 @@ class Report:
         hyper_parameters: the whole config, for the loggers.
     """
 
-    def __init__(
-        self,
-        lines: dict[str, str],
-        step_tokens: int,
-        hyper_parameters: dict[str, Any],
-    ):
+    def __init__(self, lines: dict[str, str], step_tokens: int, hyper_parameters: dict[str, Any]):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.step_tokens = step_tokens
-        self.hyper_parameters = hyper_parameters
-        self.start_s = time.perf_counter()
+        self.step_tokens, self.hyper_parameters = step_tokens, hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
         """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
@@ -58,9 +49,11 @@ class Report:
         if not trainer.is_global_zero:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
-        best = best_checkpoint(trainer)
+        steps_log, is_fit = find_callback(trainer, StepLog), trainer.state.fn == "fit"
+        checkpoints = find_callback(trainer, Checkpoints)
+        best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = result_path(self.run_dir, self.hyper_parameters["task"])
-        is_new = trainer.state.fn != "fit" or step_log(trainer).first_step is not None
+        is_new = not is_fit or steps_log.first_step is not None
         if not trainer.fast_dev_run and (is_new or not path.exists()):
             write_result(
                 path,
@@ -70,36 +63,19 @@ class Report:
                 seconds=seconds,
                 checkpoint=best,
             )
-        log.info("%-9s %s", "result", self._result(trainer, metrics, seconds))
+        parts = [steps_taken(steps_log.first_step, steps, seconds)] if is_fit else []
+        shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
+        parts += [f"{name} {metrics[name]:.4f}" for name in shown]
+        if "perf/tokens_per_s" in metrics:
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
+        if "perf/mfu" in metrics:
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps_log.speed.peak}")
+        log.info("%-9s %s", "result", " · ".join(parts))
         for callback in trainer.early_stopping_callbacks:
             if reason := callback.stopping_reason_message:
                 log.info("%-9s early, at step %d: %s", "stopped", steps, " ".join(reason.split()))
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
-
-    def _result(self, trainer: pl.Trainer, metrics: dict[str, float], seconds: float) -> str:
-        parts = [self._steps(trainer, seconds)] if trainer.state.fn == "fit" else []
-        parts += [f"{name} {metrics[name]:.4f}" for name in SHOWN if name in metrics]
-        others = (name for name in metrics if name.startswith(("val/", "test/")))
-        theirs = [name for name in others if name not in SHOWN and not name.startswith(OURS)]
-        parts += [f"{name} {metrics[name]:.4f}" for name in theirs]
-        if "perf/tokens_per_s" in metrics:
-            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
-        if "perf/mfu" in metrics:
-            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {step_log(trainer).peak}")
-        return " · ".join(parts)
-
-    def _steps(self, trainer: pl.Trainer, seconds: float) -> str:
-        """What this start did of the run's steps."""
-        steps, first = trainer.global_step, step_log(trainer).first_step
-        if first is None:
-            return (
-                f"nothing left to train, step {steps} was the run's last; further: "
-                "trainer.max_steps, trainer.max_epochs"
-            )
-        taken = steps - first
-        span = f", from step {first} to {steps}" if first else ""
-        return f"{taken} step{'' if taken == 1 else 's'} in {seconds:.0f} s{span}"
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if trainer.fast_dev_run:
@@ -109,15 +85,17 @@ class Report:
         return f"{test}tensorboard --logdir {folder}"
 
 
-def step_log(trainer: pl.Trainer) -> StepLog:
-    """The callback that counts and times the steps; every run has it."""
-    return next(part for part in trainer.callbacks if isinstance(part, StepLog))
+def steps_taken(first: int | None, last: int, seconds: float) -> str:
+    """What this start did of the run's steps."""
+    if first is None:
+        return (
+            f"nothing left to train, step {last} was the run's last; further: "
+            "trainer.max_steps, trainer.max_epochs"
+        )
+    span = f", from step {first} to {last}" if first else ""
+    return f"{last - first} step{'' if last - first == 1 else 's'} in {seconds:.0f} s{span}"
 
 
-def best_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """The checkpoint with the best monitored metric, the newest where none was measured."""
-    for part in trainer.callbacks:
-        if isinstance(part, Checkpoints):
-            ranking = part.store.ranking(part.monitor, part.mode)
-            return ranking[0] if ranking else part.store.newest()
-    return None
+def find_callback(trainer: pl.Trainer, kind: type[pl.Callback]) -> Any:
+    """The run's callback of that class, None where it has none."""
+    return next((part for part in trainer.callbacks if isinstance(part, kind)), None)

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import NetStrategy, StrategyInfo
 from gptrain.parallel.activation import (
     apply_activation_checkpointing,
@@ -53,6 +54,7 @@ def build_strategy(
         net = make_net()
         about["net_name"] = type(net).__name__  # FSDP changes the class, a pipeline drops layers
         about["n_parameters"] = sum(parameter.numel() for parameter in net.parameters())
+        about["n_matrix_weights"] = count_matrix_weights(net)
         return net
 
     def finish(net: nn.Module) -> None:

@@ -27,6 +27,7 @@ class StrategyInfo:
     name: str
     net_name: str
     n_parameters: int
+    n_matrix_weights: int
 
 
 class NetStrategy:
