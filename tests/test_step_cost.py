@@ -94,7 +94,7 @@ def test_where_the_flag_is_read_a_step_later_nothing_is_read_of_the_step_itself(
     watched, monkeypatch
 ):
     """What resolve_pending() reads was copied to the host a step ago: left out here."""
-    monkeypatch.setattr(finite, "is_read_later", lambda norm, opt: finite.is_fused_adam(opt))
+    monkeypatch.setattr(finite, "is_read_later", lambda norm, opt: opt.defaults["fused"])
     forget = lambda check: setattr(check, "_pending", None)  # noqa: E731
     monkeypatch.setattr(finite.FiniteCheck, "resolve_pending", forget)
     assert [seen.reads for seen in between(watched())] == [0] * (N_STEPS - len(LOGGED))

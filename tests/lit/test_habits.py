@@ -251,6 +251,10 @@ def test_callbacks_of_lightning(fit, callback):
         assert run.column("lr-AdamW/pg1")[:6] == pytest.approx(run.column("lr"))
 
 
+def test_the_learning_rate_monitor_goes_on_at_the_steps_of_a_run_that_was_not_stopped(resumes):
+    resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3, 4))
+
+
 def test_a_timer_ends_the_run(fit):
     run = fit(
         f"+callbacks.timer={{_target_: {LIGHTNING}.Timer, duration: {{microseconds: 1}}}}",
@@ -337,6 +341,22 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step
     assert stopped.steps()[-1] in (step, step + 1)
     resumed = fit(*words, "ckpt_path=last", name="stopped")
     assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
+
+
+@pytest.mark.parametrize("step, code", [(3, 75), (4, 75), (6, 75), (7, 0)])
+def test_a_run_leaves_in_the_middle_of_a_validation_but_not_of_its_last(fit, step, code):
+    words = [
+        f"{MODULES}.AskedInValidation", "data.num_samples=16", "trainer.max_epochs=9",
+        "trainer.val_check_interval=1", "trainer.max_steps=7", "model.dropout=0.1",
+    ]  # fmt: skip
+    full = fit(*words, name="full")
+    words += [f"+module.at={step}"]
+    stopped = fit(*words, code=code)
+    assert stopped.steps()[-1] == step
+    if code:
+        assert stopped.state(step)["validated"] is False
+        stopped = fit(*words, "ckpt_path=last")
+    assert not (wrong := differences(full.state(7), stopped.state(7))), wrong[:8]
 
 
 def test_swa_is_refused(refused):

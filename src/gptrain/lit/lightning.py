@@ -7,14 +7,13 @@ its signal handlers, its broadcast of a stop, and the state of its loops in a ch
 from __future__ import annotations
 
 import logging
-import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PassThroughProfiler
 
@@ -27,8 +26,6 @@ NOISE = (
     "It is recommended to use `self.log",  # torchmetrics has reduced over ranks already
     "You're resuming from a checkpoint that ended before the epoch ended",  # our order resumes
     "does not have many workers",  # batches are one gather from a memory map
-    "GPU available but not used",
-    "`srun` command is available on your system but is not used",  # our supervisor starts ranks
     "You called `self.log('step'",  # the x axis of all loggers: see callbacks.step_log
     "but loading a checkpoint outside the 'fit' stage",  # WeightAveraging: averages are loaded
     "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
@@ -44,7 +41,7 @@ class NoProfiler(PassThroughProfiler):
         return self.nothing
 
 
-class RankEnvironment(ClusterEnvironment):
+class RankEnvironment(TorchElasticEnvironment):
     """This process's place in the job, as gptrain.launch.process reads it of any launcher.
 
     Lightning's guess takes a run that is started by hand in a SLURM allocation for a task of srun
@@ -52,22 +49,8 @@ class RankEnvironment(ClusterEnvironment):
     that the address is not asked for.
     """
 
-    creates_processes_externally = True
-
     def __init__(self, process: Process, n_local: int):
         self.process, self.n_local = process, n_local
-
-    @staticmethod
-    def detect() -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", 0))
 
     def world_size(self) -> int:
         return self.process.world_size
@@ -81,11 +64,8 @@ class RankEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return self.process.rank // self.n_local
 
-    def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has said it."""
-
-    def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has said it."""
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Nothing: of several GPUs the Trainer is told one, see assemble.trainer."""
 
 
 def leave_signals_to_us(trainer: pl.Trainer) -> pl.Trainer:
@@ -100,28 +80,28 @@ def leave_signals_to_us(trainer: pl.Trainer) -> pl.Trainer:
     return trainer
 
 
-def loops_after(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bool) -> dict:
+def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
     """State of Lightning's loops for a run that stands right after optimizer step `step`.
 
     Lightning saves what each of its thirty counters was in the middle of a hook and guesses from
     it where the save happened: a save after a validation, before it, or inside it differ by ones
-    in several places. A run here is saved after an optimizer step only, so three facts determine
+    in several places. A run here is saved after an optimizer step only, so two facts determine
     all counters, on any number of ranks.
 
     Args:
-        validated: the validation of this step, where one is due, is done; false repeats it.
-        epoch_ended: at the last step of an epoch, whether the hooks of its end have run.
+        validated: what is due after this step is done: a validation, and the hooks of an epoch's
+            end; false repeats it.
     """
     state = trainer.fit_loop.state_dict()
     accumulate, epoch_steps = trainer.accumulate_grad_batches, trainer.datamodule.epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
-    if step_in_epoch == 0 and step and not epoch_ended:
+    if step_in_epoch == 0 and step and not validated:
         epoch, step_in_epoch = epoch - 1, epoch_steps
     n_batches, batch = step * accumulate, step_in_epoch * accumulate
-    begun = int(not (epoch_ended and step_in_epoch == 0))  # the epoch's first hooks have run
+    begun = int(step_in_epoch > 0)  # the epoch's first hooks have run
     # A step whose validation is due passes once more through the end of Lightning's loop body,
     # which counts it for the loggers.
-    passes_again = begun and (is_validated(trainer, n_batches) or not validated)
+    passes_again = begun and (is_validated(trainer, step) or not validated)
     val_begun = int(not validated)  # one batch begun and none finished: validate from the first
     micro, done = ("ready", "started", "processed", "completed"), ("ready", "completed")
     return state | {
@@ -143,24 +123,22 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bo
     }
 
 
-def is_validated(trainer: pl.Trainer, n_batches: int) -> bool:
-    """Whether a validation follows these micro-batches by the interval."""
-    return bool(trainer.val_check_batch) and n_batches % trainer.val_check_batch == 0
+def is_validated(trainer: pl.Trainer, step: int) -> bool:
+    """Whether a validation follows this optimizer step by the interval."""
+    return trainer.enable_validation and step % trainer.datamodule.validate_every == 0
 
 
-def finish_step(trainer: pl.Trainer, step: int, validated: bool, epoch_ended: bool) -> None:
+def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
     """What Lightning does of a step after the hooks in which it was saved: ReduceLROnPlateau.
 
     A step whose validation is due passes through that part of its loop again.
     """
     accumulate = trainer.accumulate_grad_batches
     epoch, step_in_epoch = divmod(step, trainer.datamodule.epoch_steps)
-    if step_in_epoch == 0:
-        interval, index, missed = "epoch", epoch, epoch_ended
-    else:
-        interval, index = "step", step_in_epoch * accumulate
-        missed = validated and not is_validated(trainer, step * accumulate)
-    for scheduled in trainer.lr_scheduler_configs if missed else ():
+    if not validated or (step_in_epoch and is_validated(trainer, step)):
+        return
+    interval, index = ("step", step_in_epoch * accumulate) if step_in_epoch else ("epoch", epoch)
+    for scheduled in trainer.lr_scheduler_configs:
         is_its_turn = scheduled.interval == interval and index % scheduled.frequency == 0
         value = trainer.callback_metrics.get(scheduled.monitor)
         if scheduled.reduce_on_plateau and is_its_turn and value is not None:

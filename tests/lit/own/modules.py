@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import lightning.pytorch as pl
 import torch
 from torch import nn
@@ -210,3 +214,18 @@ class LogsMine(LanguageModel):
     def training_step(self, batch, batch_idx):
         self.log("mine", abs(3.0 - self.global_step))
         return self.loss(*batch)
+
+
+class AskedInValidation(LanguageModel):
+    """Is asked to stop while the first batch after step `at` is validated, once in a folder."""
+
+    def __init__(self, *args, at=0, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.at = at
+
+    def validation_step(self, batch, batch_idx):
+        once = Path(self.trainer.default_root_dir) / "asked"
+        if self.global_step == self.at and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().validation_step(batch, batch_idx)

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.module import LanguageModel
 from gptrain.resilience.status import NonFinite
 
@@ -52,20 +52,19 @@ class FiniteCheck(Callback):
         self.resolve_pending()
         if trainer.precision == "16-mixed":
             return
-        strategy, step = trainer.strategy, trainer.global_step
-        if is_read_later(strategy.grad_norm, optimizer):
-            optimizer.found_inf = torch.isfinite(strategy.grad_norm).logical_not().float()
+        norm, step = trainer.strategy.grad_norm, trainer.global_step
+        losses = trainer.strategy.micro_losses
+        if is_read_later(norm, optimizer):
+            optimizer.found_inf = norm.isfinite().logical_not().float()
             host = optimizer.found_inf.to("cpu", non_blocking=True)  # into page-locked memory
-            copied = None
-            if optimizer.found_inf.is_cuda:
-                copied = torch.cuda.current_stream().record_event()
-            self._pending = trainer, step, list(strategy.micro_losses), host, copied
-        elif not math.isfinite(strategy.grad_norm):
-            self.skip_or_stop(trainer, step, strategy.micro_losses)
+            copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
+            self._pending = trainer, step, losses, host, copied
+        elif not math.isfinite(norm):
+            self.skip_or_stop(trainer, step, losses)
             optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
 
     def resolve_pending(self) -> None:
-        """Reads what is still unread: before a step is logged, validated, saved, and at the end.
+        """Reads what is still unread: before a step is logged, validated or saved.
 
         Raises: NonFinite.
         """
@@ -88,13 +87,7 @@ class FiniteCheck(Callback):
         if trainer.is_global_zero:
             log.warning("warning: %s; the step is skipped", error)
 
-    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.resolve_pending()
-
     def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, _: Any) -> None:
-        self.resolve_pending()
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.resolve_pending()
 
 
@@ -111,18 +104,5 @@ def is_read_later(grad_norm: Tensor, optimizer: Optimizer) -> bool:
     torch's fused SGD takes the flag too, but leaves its momentum uninitialised where it is up at
     the first step (2.13).
     """
-    return grad_norm.is_cuda and is_fused_adam(optimizer)
-
-
-def is_fused_adam(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    return isinstance(optimizer, Adam | AdamW) and all(group["fused"] for group in groups)
-
-
-def gather(value: Any) -> list[Any]:
-    """One value of each rank, on all ranks."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    is_adam = isinstance(optimizer, Adam | AdamW)
+    return grad_norm.is_cuda and is_adam and all(g["fused"] for g in optimizer.param_groups)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.vote import Vote
@@ -35,9 +34,6 @@ class Guarded(Callback):
         self.first_s = COMPILING_S if compiles else 0.0
         self.stops, self.stopping = Vote(), False
 
-    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.guard.leave_if_asked()
-
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.leave_if_asked()
         self.guard.heartbeat.beat(trainer.global_step, "train", allow_s=self.first_s)
@@ -66,8 +62,7 @@ class Guarded(Callback):
             self.guard.leave_if_asked()
         elif not trainer.sanity_checking:
             self._ask()
-            if self.stopping and puts_weights_back(trainer):
-                self._leave(trainer)
+            self._leave(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.guard.heartbeat.beat(phase="train")
@@ -93,29 +88,29 @@ class Guarded(Callback):
                 self.checkpoints.stopping = True
 
     def _leave(self, trainer: Trainer) -> None:
-        """Raises: Preempted, once all ranks know; the step is saved."""
-        if not self.stopping:
+        """Raises: Preempted, once all ranks know; the step is saved.
+
+        After the last step it is saved only: what is left is the validation, which is the end.
+        """
+        if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
             return
         if self.checkpoints is None:
             raise Preempted
-        if self.checkpoints.saved is None or self.checkpoints.saved[0] < trainer.global_step:
-            self.checkpoints.save(trainer, validated=False, at_once=True)  # it is being validated
-        raise Preempted(trainer.global_step)
+        if self.checkpoints.saved[0] < trainer.global_step:
+            self.checkpoints.save(trainer, validated=False)  # it is being validated
+        if trainer.global_step != self.checkpoints.n_steps:
+            raise Preempted(trainer.global_step)
 
 
-def puts_weights_back(trainer: Trainer) -> bool:
-    """Whether the module's weights are those of the training, in the middle of a validation.
+def acts_on_validation(trainer: Trainer) -> bool:
+    """Whether a callback or the module does at a validation's start what its end has to undo.
 
-    WeightAveraging, which validates its averages, is made to put them back. Somebody else's hooks
-    at the start of a validation may have done as much: they are waited for.
+    As WeightAveraging, which validates its averages: such a validation is not left in its middle.
     """
-    hooks = ("on_validation_start", "on_validation_epoch_start")
     for part in (*trainer.callbacks, trainer.lightning_module):
-        is_known = type(part).__module__.startswith(("gptrain.", "lightning."))
         base = LightningModule if part is trainer.lightning_module else Callback
-        if not is_known and any(getattr(type(part), h) is not getattr(base, h) for h in hooks):
-            return False
-    for part in trainer.callbacks:
-        if isinstance(part, WeightAveraging):
-            part.on_validation_epoch_end(trainer, trainer.lightning_module)
-    return True
+        for hook in ("on_validation_start", "on_validation_epoch_start"):
+            is_ours = type(part).__module__.startswith("gptrain.")
+            if not is_ours and getattr(type(part), hook) is not getattr(base, hook):
+                return True
+    return False

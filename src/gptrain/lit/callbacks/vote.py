@@ -1,13 +1,24 @@
-"""What any rank says, known to all of them a step later, so that no rank waits for the answer."""
+"""What ranks say to each other: a value of each at once, or a yes or no that nobody waits for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
+def gather(value: Any) -> list[Any]:
+    """One value of each rank, on all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 class Vote:
-    """A yes-or-no question that all ranks ask at the same steps.
+    """A yes-or-no question that all ranks ask at the same steps; answered a step later.
 
     It goes from host to host: a GPU would have to finish all that was queued on it before its
     host could read the answer.
