@@ -92,35 +92,28 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
         validated: what is due after this step is done: a validation, and the hooks of an epoch's
             end; false repeats it.
     """
-    state = trainer.fit_loop.state_dict()
     accumulate, epoch_steps = trainer.accumulate_grad_batches, trainer.datamodule.epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
     if step_in_epoch == 0 and step and not validated:
         epoch, step_in_epoch = epoch - 1, epoch_steps
-    n_batches, batch = step * accumulate, step_in_epoch * accumulate
     begun = int(step_in_epoch > 0)  # the epoch's first hooks have run
     # A step whose validation is due passes once more through the end of Lightning's loop body,
     # which counts it for the loggers.
     passes_again = begun and (is_validated(trainer, step) or not validated)
     val_begun = int(not validated)  # one batch begun and none finished: validate from the first
-    micro, done = ("ready", "started", "processed", "completed"), ("ready", "completed")
-    return state | {
-        "epoch_progress": _counts(epoch, epoch, micro, ready=begun, started=begun),
-        "epoch_loop.state_dict": {"_batches_that_stepped": step - int(passes_again)},
-        "epoch_loop.batch_progress": _counts(n_batches, batch, micro)
-        | {"is_last_batch": step_in_epoch == epoch_steps},
-        "epoch_loop.scheduler_progress": _counts(step, step_in_epoch, done),
-        "epoch_loop.automatic_optimization.optim_progress": {
-            "optimizer": {
-                "step": _counts(step, step_in_epoch, done),
-                "zero_grad": _counts(step, step_in_epoch, ("ready", "started", "completed")),
-            }
-        },
-        "epoch_loop.val_loop.batch_progress": _counts(
-            0, 0, micro, ready=val_begun, started=val_begun
-        )
-        | {"is_last_batch": False},
+    names = ("ready", "started", "processed", "completed")
+    state = trainer.fit_loop.state_dict()  # of a run that has not begun: all zeros
+    state["epoch_progress"] = _counts(epoch, epoch, names, ready=begun, started=begun)
+    state["epoch_loop.state_dict"] = {"_batches_that_stepped": step - int(passes_again)}
+    state["epoch_loop.batch_progress"] = {
+        **_counts(step * accumulate, step_in_epoch * accumulate, names),
+        "is_last_batch": step_in_epoch == epoch_steps,
     }
+    optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    optimizer["step"] = _counts(step, step_in_epoch, ("ready", "completed"))
+    validation = state["epoch_loop.val_loop.batch_progress"]
+    validation |= _counts(0, 0, names, ready=val_begun, started=val_begun)
+    return state
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -95,7 +96,7 @@ def clips_by_strategy(trainer: Trainer, module: LightningModule) -> bool:
     """Whether Lightning's clipping of this module ends in our strategy's, which measures."""
     if not isinstance(module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
-    return type(module).configure_gradient_clipping is LightningModule.configure_gradient_clipping
+    return not is_overridden("configure_gradient_clipping", module)
 
 
 def is_read_later(grad_norm: Tensor, optimizer: Optimizer) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.vote import Vote
@@ -107,10 +108,7 @@ def acts_on_validation(trainer: Trainer) -> bool:
 
     As WeightAveraging, which validates its averages: such a validation is not left in its middle.
     """
-    for part in (*trainer.callbacks, trainer.lightning_module):
-        base = LightningModule if part is trainer.lightning_module else Callback
-        for hook in ("on_validation_start", "on_validation_epoch_start"):
-            is_ours = type(part).__module__.startswith("gptrain.")
-            if not is_ours and getattr(type(part), hook) is not getattr(base, hook):
-                return True
-    return False
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    parts = (*trainer.callbacks, trainer.lightning_module)
+    theirs = [part for part in parts if not type(part).__module__.startswith("gptrain.")]
+    return any(is_overridden(hook, part) for part in theirs for hook in hooks)

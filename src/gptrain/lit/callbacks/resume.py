@@ -67,18 +67,16 @@ def go_on(trainer: Trainer, checkpoint: dict[str, Any], changed: frozenset[str])
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
     """Gives the optimizer the new value of each option that was allowed to change; says which."""
     said: dict[str, None] = {}  # groups have most options alike
-    for group, fresh in zip(
-        trainer.optimizers[0].param_groups, trainer.strategy.fresh_options or [], strict=True
-    ):
+    groups = trainer.optimizers[0].param_groups
+    for group, fresh in zip(groups, trainer.strategy.fresh_options, strict=True):
         for key in changed & fresh.keys():
             name = "initial_lr" if key == "lr" and "initial_lr" in fresh else key
             before, now = group[name], fresh[name]
-            if before == now:
-                continue
-            group[name] = now
-            if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
-                group["lr"] *= now / before if before else 1.0
-            said[f"resumed with optimizer.{key}: {before} before, {now} now"] = None
+            if before != now:
+                said[f"resumed with optimizer.{key}: {before} before, {now} now"] = None
+                group[name] = now
+                if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
+                    group["lr"] *= now / before if before else 1.0
     return list(said)
 
 
