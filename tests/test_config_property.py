@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gptrain.config.values import known_keys
+from gptrain.config import compose_command
+from gptrain.config.compose import plain
+from gptrain.config.values import walk
 from tests.command_line import answer
 
 VALID = [
@@ -23,7 +25,7 @@ VALID = [
     ["model=gpt_nano", "checkpoint=every_n_steps", "trainer.max_steps=10"],
 ]
 CODES = {0, 2, 65, 66, 73}
-KEYS = sorted(known_keys())
+KEYS = sorted({key for words in VALID for key, _ in walk(plain(compose_command(words))) if key})
 numbers = st.one_of(
     st.integers(-3, 40).map(str),
     st.integers().map(str),

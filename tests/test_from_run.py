@@ -94,14 +94,6 @@ def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_
     assert hashes(run.folder) == before
 
 
-def test_an_evaluation_may_not_lie_in_the_folder_that_it_evaluates(train):
-    run = train("logger=none")
-    before = hashes(run.folder)
-    again = train("task=test", f"from_run='{run.folder}'", tiny=False)  # the same run_dir
-    assert again.code == 2 and "run_dir" in again.err
-    assert hashes(run.folder) == before
-
-
 def test_a_run_goes_on_without_a_word_of_its_options_typed_again(train):
     options = ("scheduler=constant", "logger=csv", "trainer.log_every_n_steps=1")
     run = train(*options, "trainer.val_check_interval=2")

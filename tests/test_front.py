@@ -11,9 +11,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
-from gptrain.config import ConfigError, check, compose_command, forms
+from gptrain.config import ConfigError, check, compose_command
 from gptrain.config.cli import run_command
-from gptrain.config.schema import Run
+from gptrain.config.schema import Count, Run
 from gptrain.problems import JobFailed, Problem
 from tests.command_line import refused
 
@@ -218,7 +218,7 @@ class Elsewhere(Run):
     """A command of its own keys, about another machine."""
 
     runs_here = False
-    rounds: forms.Count
+    rounds: Count
 
 
 def test_a_command_about_another_machine_checks_the_config_alone():

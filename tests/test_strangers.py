@@ -72,6 +72,9 @@ OVERRIDES = {
     "doubling": ["+data.a0=xxxxxxxxxx", *(f"+data.a{i}=${{data.a{i - 1}}}${{data.a{i - 1}}}"
                                           for i in range(1, 40))],
     "key": ["+data.train.${oc.env:HOME}=1"],
+    "glued": ["+data.x='$'", "data.train.seed='${data.x}{oc.create:\"{_target_: torch.load, "
+              "weights_only: false, f: evil.pt}\"}'"],
+    "own place": ["data=text", "data.train={cache_dir: victim}"],
 }  # fmt: skip
 
 
@@ -179,8 +182,6 @@ CONFIGS = {
     "huge": {"model": MODEL | {"d_model": 10**30}},
     "wrong": {"model": MODEL | {"d_model": "many"}},
     "argument": {"model": MODEL | {"nosuch": 1}},
-    "monitor": {"model": MODEL, "checkpoint": {"monitor": [1], "mode": "sideways"}} | {
-        "seed": create(EVIL)},
     "f12": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
         for a, b in zip("abcdefghi", "bcdefghij", strict=True)) + "model: {_target_: x, y: *j}\n",
@@ -192,6 +193,8 @@ CONFIGS = {
     "relative": "a0: {v: xxxxxxxxxx}\n" + "".join(
         f"a{i}: {{v: ['${{..a{i - 1}.v}}', '${{..a{i - 1}.v}}']}}\n" for i in range(1, 40))
         + "model: {_target_: torch.nn.Identity, x: '${a39}'}\n",
+    "glued": {"model": {"_target_": IDENTITY, "d": "$",
+                        "x": "${model.d}{oc.create:'" + EVIL + "'}"}},
     "loop": {"model": {"_target_": IDENTITY, "x": "${model.y}", "y": "${model.x}"}},
 }  # fmt: skip
 
@@ -206,6 +209,13 @@ def test_the_config_of_a_folder_is_data(attack, world):
     plant(world / "old")
     folder = config(world / "old", CONFIGS[attack])
     refused(lambda: gptrain.load(folder))
+
+
+def test_what_a_net_does_not_depend_on_is_not_looked_at(world):
+    plant(world / "old")
+    more = {"seed": create(EVIL), "checkpoint": {"monitor": [1], "mode": "sideways"}}
+    net = gptrain.load(config(world / "old", {"model": MODEL, **more}))
+    assert isinstance(net, SimpleGPT)
 
 
 @pytest.mark.parametrize("attack", ["f01", "f02", "f03", "f06", "f14", "f15b", "wrong"])

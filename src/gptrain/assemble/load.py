@@ -13,13 +13,12 @@ from torch import nn
 from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import VAL_LOSS, find_weights
 from gptrain.assemble.weights import load_weights
-from gptrain.config import register_resolvers, trust
+from gptrain.config import trust
 from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.resilience.safe_load import load_file
 from gptrain.small_files import read_yaml
 
 CHOICES = ("best", "last")
-NOT_READ = ("callbacks", "logger", "profiler", "hydra")  # a net cannot depend on these groups
 _PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
@@ -42,22 +41,23 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
     source = Path(source).expanduser()
-    cfg, run_dir = _read_config(source)
-    if problems := trust.check_targets(cfg["model"], "model", allowed_targets, run_dir):
+    content, run_dir = _read_config(source)
+    model = {"model": content["model"]}
+    if problems := list(trust.check(model, None, allowed_targets, run_dir)):
         raise ConfigError(problems)
-    found = find_weights(source, which, _monitor(cfg))
+    found = find_weights(source, which, _monitor(content))
     try:
         with torch.random.fork_rng(devices=[]):
-            net = build_net(OmegaConf.create({"model": cfg["model"]}))
+            net = build_net(OmegaConf.create(model))
     except (TypeError, ValueError, RuntimeError) as error:  # of arguments that do not fit
         wrong = f"cannot be made: {str(error).splitlines()[0]}"
-        raise ConfigError.of("model", cfg["model"]["_target_"], wrong, code=BAD_DATA) from error
+        raise ConfigError.of("model", model["model"]["_target_"], wrong, code=BAD_DATA) from error
     load_weights(net, found)
     return net.eval()
 
 
 def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
-    """Plain values of the config of the run around source, or of the net in a file; its folder."""
+    """The record of the run around source, or of the net in a file; and its folder."""
     folders = (source, *source.absolute().parents[:_PLACES])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]
     if config := next((file for file in files if file.is_file()), None):
@@ -67,14 +67,12 @@ def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
-    read = {key: content[key] for key in content if key not in NOT_READ} if config else {}
-    register_resolvers()
-    return trust.plain(read | {"model": model}), run_dir
+    return content, run_dir
 
 
-def _monitor(cfg: dict[str, Any]) -> tuple[str, str]:
+def _monitor(content: dict[str, Any]) -> tuple[str, str]:
     """What tells the best checkpoint of a run, and whether its lowest or its highest is best."""
-    match cfg.get("checkpoint"):
+    match content.get("checkpoint"):
         case {"monitor": str(monitor), "mode": "min" | "max" as mode}:
             return monitor, mode
     return VAL_LOSS

@@ -17,8 +17,7 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config import forms
-from gptrain.config.schema import Run
+from gptrain.config.schema import Count, Run
 from gptrain.problems import ConfigError
 
 log = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class BenchRun(Run):
     """A run's keys and the command's own."""
 
     size: Literal[tuple(SIZES)]
-    rounds: forms.Count  # turns of each loop
-    steps: forms.Count  # of a turn
+    rounds: Count  # turns of each loop
+    steps: Count  # of a turn
     loops: list[Literal[LOOPS]]
 
 

@@ -1,7 +1,6 @@
 """The front of every command: composes a run's config, and answers wrong input in one line."""
 
 from gptrain.config.cli import check, compose_command, main
-from gptrain.config.compose import register_resolvers
 from gptrain.problems import ConfigError, Problem
 
-__all__ = ["ConfigError", "Problem", "check", "compose_command", "main", "register_resolvers"]
+__all__ = ["ConfigError", "Problem", "check", "compose_command", "main"]

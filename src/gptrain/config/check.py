@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gptrain.config.schema import DATA, STRATEGIES, Run
-from gptrain.config.values import find_wrong_values
+from gptrain.config.compose import plain
+from gptrain.config.schema import DATA, DUMMY, SIMPLE_GPT, STRATEGIES, Run
+from gptrain.config.values import find_wrong_values, walk
 from gptrain.launch.process import this_process
 from gptrain.plan import effective_max_epochs, parallel_dims, plan_batch, run_steps
 from gptrain.problems import BAD_CONFIG, DONE, Problem, show
 
-DUMMY = "gptrain.data.DummyTextDataset"
-SIMPLE_GPT = "gptrain.models.SimpleGPT"
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16
 ANY_NET = ("auto", "single", "ddp")  # strategies that take any net
@@ -45,11 +45,14 @@ class Config:
     def errors(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.code != DONE]
 
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        return dict(walk(self.values))
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key; `default` where it is absent, null, or was found wrong."""
-        parts = key.split(".")
-        is_wrong = any(".".join(parts[:i]) in self.wrong for i in range(1, len(parts) + 1))
-        found = None if is_wrong else _at(self.values, key)
+        is_wrong = any(f"{key}.".startswith(f"{wrong}.") for wrong in self.wrong)
+        found = None if is_wrong else self.flat.get(key)
         return default if found is None else found
 
     def add(self, found: Iterator[Problem]) -> None:
@@ -64,21 +67,20 @@ class Config:
         self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
     ) -> Problem:
         """A problem of a key, with its value."""
-        return Problem(key, show(_at(self.values, key)), wrong, allowed, attempt, code)
+        return Problem(key, show(self.flat.get(key)), wrong, allowed, attempt, code)
 
 
 def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
     """Everything that is wrong with a config by itself. Hydra's own node is not looked at."""
-    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
     try:
-        run = Config(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True), schema)
+        run = Config(plain(cfg, resolve=True), schema)
     except (OmegaConfBaseException, RecursionError) as error:
         key, wrong = getattr(error, "full_key", None) or "", str(error).splitlines()[0]
         is_unset = isinstance(error, MissingMandatoryValue)
         wrong = "required and not set" if is_unset else f"cannot be resolved: {wrong}"
         return Config({}, schema, [Problem(key, None, wrong)])
     run.add(find_wrong_values(run.values, schema))
-    for rule in (check_sizes, check_batch, check_length, check_strategy, check_start):
+    for rule in (check_sizes, check_length, check_strategy, check_start):
         run.add(rule(run))
     if (world_size := find_world_size(run)) is not None:
         run.add(check_world(run, world_size))
@@ -115,8 +117,6 @@ def check_sizes(run: Config) -> Iterator[Problem]:
         below = width // heads * heads
         near = ", ".join(str(size) for size in (below, below + heads) if size)
         yield run.error("model.d_model", f"not divisible by model.n_heads={heads}; nearest: {near}")
-    sizes = (run.get(f"strategy.{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
-    yield from _check_split(run, *sizes)
     target, length = run.get("data.train._target_"), run.get("data.seq_len")
     longest, vocabulary = run.get("model.max_seq_len"), run.get("model.vocab_size")
     if target not in DATA:
@@ -130,29 +130,6 @@ def check_sizes(run: Config) -> Iterator[Problem]:
     if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
         wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
         yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
-
-
-def check_batch(run: Config) -> Iterator[Problem]:
-    """Accumulation is given or derived, and a pipeline's batch divides into microbatches."""
-    if run.get("data.global_batch_size") and run.get("trainer.accumulate_grad_batches", 1) != 1:
-        wrong = "data.global_batch_size is set too, and derives it"
-        attempt = "trainer.accumulate_grad_batches=1, or data.global_batch_size=null"
-        yield run.error("trainer.accumulate_grad_batches", wrong, attempt)
-    batch, given = run.get("data.batch_size"), run.get("strategy.microbatches")
-    stages = count_devices(run.get("trainer.devices"))
-    stages = run.get("strategy.pipeline_parallel_size", stages)
-    micro = given or 2 * (stages or 0)
-    if "pipeline" not in run.get("strategy.name", "") or not batch or not micro:
-        return
-    key = "strategy.microbatches" if given else "data.batch_size"
-    if batch % micro:
-        wrong = f"not divisible into {micro} microbatches, two per stage"
-        wrong = f"does not divide data.batch_size={batch}" if given else wrong
-        yield run.error(key, wrong, f"data.batch_size={micro * max(1, batch // micro)}")
-    elif stages and micro < stages and run.get("strategy.schedule") != "gpipe":
-        wrong = f"1f1b needs at least one microbatch per stage ({stages})"
-        attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
-        yield run.error(key, wrong, attempt)
 
 
 def check_length(run: Config) -> Iterator[Problem]:
@@ -186,10 +163,6 @@ def check_strategy(run: Config) -> Iterator[Problem]:
     name, precision = run.get("strategy.name"), run.get("trainer.precision")
     if run.get("trainer.accelerator") == "cpu":
         yield from check_cpu(run)
-    is_alone = count_devices(run.get("trainer.devices")) == run.get("trainer.num_nodes") == 1
-    if is_alone and name not in (None, "auto", "single"):
-        attempt = "trainer.devices=2"
-        yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
     if name not in STRATEGIES or name in ANY_NET:
         return
     if precision in FP16:
@@ -223,27 +196,21 @@ def check_start(run: Config) -> Iterator[Problem]:
 def check_world(run: Config, world_size: int) -> Iterator[Problem]:
     """How so many ranks share the work: sizes, batch and steps."""
     name = run.get("strategy.name")
-    if name == "single" and world_size > 1:
-        wrong, attempt = f"{world_size} devices under strategy=single", "strategy=ddp"
-        yield run.error("trainer.devices", wrong, attempt)
-    if name not in STRATEGIES or (name == "single" and world_size > 1):
+    if name not in STRATEGIES or any(key.startswith("strategy.") for key in run.wrong):
         return
-    options = run.values["strategy"]
-    sizes = {key: options.get(key) for key in ("tensor_parallel_size", "pipeline_parallel_size")}
-    for key, size in sizes.items():
-        if isinstance(size, int) and size > 0 and world_size % size:
-            wrong, allowed = f"does not divide {world_size} ranks", divisors(world_size)
-            yield run.error(f"strategy.{key}", wrong, allowed=allowed)
-    if any(key.startswith("strategy.") for key in run.wrong):
-        return
+    keys = [f"strategy.{axis}_parallel_size" for axis in ("tensor", "pipeline")]
     try:
-        dims = parallel_dims(name, world_size, *sizes.values())
+        dims = parallel_dims(name, world_size, *map(run.get, keys))
     except ValueError as error:
-        key = next((f"strategy.{key}" for key, size in sizes.items() if size), "strategy")
-        yield Problem(key, None, str(error).partition(": ")[2])
+        yield run.error(next(filter(run.get, keys), "trainer.devices"), str(error))
         return
+    if world_size == 1 and name not in ("auto", "single"):
+        attempt = "trainer.devices=2"
+        yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
     if run.get("model._target_") == SIMPLE_GPT:
         yield from _check_split(run, dims.tensor, dims.pipeline)
+    if "pipeline" in name:
+        yield from _check_microbatches(run, dims.pipeline)
     yield from _check_steps(run, dims.data)
 
 
@@ -267,6 +234,20 @@ def _check_split(run: Config, tensor: int, pipeline: int) -> Iterator[Problem]:
     if layers and stages > layers:
         wrong = f"{stages} stages, but model.n_layers={layers}: each holds at least one"
         yield run.error("strategy.pipeline_parallel_size", wrong)
+
+
+def _check_microbatches(run: Config, stages: int) -> Iterator[Problem]:
+    batch, given = run.get("data.batch_size"), run.get("strategy.microbatches")
+    micro = given or 2 * stages
+    key = "strategy.microbatches" if given else "data.batch_size"
+    if batch and batch % micro:
+        wrong = f"not divisible into {micro} microbatches, two per stage"
+        wrong = f"does not divide data.batch_size={batch}" if given else wrong
+        yield run.error(key, wrong, f"data.batch_size={micro * max(1, batch // micro)}")
+    elif micro < stages and run.get("strategy.schedule") != "gpipe":
+        wrong = f"1f1b needs at least one microbatch per stage ({stages})"
+        attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
+        yield run.error(key, wrong, attempt)
 
 
 def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
@@ -294,9 +275,3 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     if steps and warmup > steps and not run.get("scheduler.total_steps"):
         wrong = f"longer than the run of {steps} steps"
         yield run.error("scheduler.warmup_steps", wrong, code=DONE)
-
-
-def _at(node: Any, key: str) -> Any:
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node

@@ -7,11 +7,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,16 +18,10 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from gptrain.config.check import check_config
-from gptrain.config.compose import (
-    CONF,
-    REFUSALS,
-    Place,
-    compose_and_explain,
-    compose_config,
-    parse,
-)
+from gptrain.config.compose import CONF, compose_and_explain, compose_config, parse
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
@@ -48,21 +41,15 @@ from gptrain.problems import (
 
 LINGER_S = 10.0  # ranks start within seconds of each other
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
-HYDRAS_OWN = ("BasicSweeper", "BasicLauncher")  # jobs of this process, none of which is a trial
 Job = Callable[[DictConfig], "float | None"]
 
 
-class SweepStopped(BaseException):
-    """Ends a sweep at once; Hydra, which keeps exceptions of jobs, lets it pass."""
-
-
-@dataclass
-class Outcome:
+class Ended(NamedTuple):
     """What became of a job that was started."""
 
+    code: int
+    said: str
     overrides: list[str]
-    code: int = DONE
-    said: str = "done"
 
 
 def main(
@@ -97,62 +84,49 @@ def run_command(
         if args.help:
             print(help_text(usage))
             return DONE
-        place = Place(args.config_name or "train", args.config_dir)
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
-        overrides = [*own, *expand(args.overrides, place)]
-        is_sweep = args.multirun or "hydra.mode=multirun" in map(str.lower, overrides)
-        if is_sweep or args.cfg or args.info:
-            check_sweep(overrides, place)
+        if args.config_dir:
+            folder = os.path.abspath(args.config_dir)
+            args.overrides.insert(0, f"hydra.searchpath=['file://{folder}']")
+        overrides = [*own, *expand(args.overrides)]
+        if args.multirun or args.cfg or args.info:
+            check_sweep(overrides)
         else:
-            check_command(overrides, schema, place)
-    except ConfigError as error:
-        _tell([problem.line for problem in error.problems])
-        return error.code
-    except REFUSALS as error:
-        _tell([Problem("", None, first_line(error)).line])
-        return BAD_CONFIG
-    named = {"config-dir": args.config_dir, "cfg": args.cfg, "info": args.info}
-    flags = [f"--{name}={value}" for name, value in named.items() if value]
-    flags += ["--multirun"] if is_sweep else []
-    return _run(job, [*flags, *overrides, *_quiet_rank()], place, schema, is_sweep)
+            cfg, found = compose_and_explain(overrides)
+            HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
+            _tell(check(cfg, schema, found))
+    except Exception as error:
+        return _ending(error)[0]
+    flags = [f"--{name}={getattr(args, name)}" for name in ("cfg", "info") if getattr(args, name)]
+    flags += ["--multirun"] if args.multirun else []
+    return _run(job, [*flags, *overrides, *_quiet_rank()], schema, args.multirun)
 
 
-def check(cfg: DictConfig, schema: type[Run] = Run) -> list[Problem]:
+def check(cfg: DictConfig, schema: type[Run] = Run, found: Sequence[Problem] = ()) -> list[Problem]:
     """The warnings of a composed config that can run.
 
-    Raises: ConfigError with every problem.
+    Args:
+        found: what was wrong already.   Raises: ConfigError with every problem.
     """
     run = check_config(cfg, schema)
-    if schema.runs_here:
-        run.add(check_place(run, _find_folder(cfg)))
+    if schema.runs_here and run.values and not found:
+        run.add(check_place(run, _run_folder(cfg)))
         if not run.errors:  # torch is worth it now
             run.add(check_machine(run))
-    if run.errors:
-        raise ConfigError(run.problems)
-    return run.problems
-
-
-def check_command(overrides: list[str], schema: type[Run], place: Place) -> None:
-    """Composes and checks a command, and prints its warnings. Raises: ConfigError."""
-    cfg, problems = compose_and_explain(overrides, place)
-    HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
-    try:
-        problems += check_config(cfg, schema).problems if problems else check(cfg, schema)
-    except ConfigError as error:
-        problems += error.problems
+    problems = [*found, *run.problems]
     if any(problem.code for problem in problems):
         raise ConfigError(problems)
-    _tell([problem.line for problem in problems])
+    return problems
 
 
-def check_sweep(overrides: list[str], place: Place) -> None:
+def check_sweep(overrides: list[str]) -> None:
     """Composes the first job of a sweep; each is checked as it starts. Raises: ConfigError."""
     parsed, problems = parse(overrides)
     if this_process().launcher in ("torchrun", "slurm"):
         wrong = "a sweep cannot run inside the ranks of a launcher"
         attempt = "python train.py -m ... trainer.devices=<n>"
         problems.append(Problem("-m", None, wrong, attempt=attempt))
-    problems += compose_and_explain([_first_value(one) for one in parsed], place)[1]
+    problems += compose_and_explain([_first_value(one) for one in parsed])[1]
     if problems:
         raise ConfigError(problems)
 
@@ -163,12 +137,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*")
     for flag in ("--help", "-h"), ("--multirun", "-m"):
         parser.add_argument(*flag, action="store_true")
-    for flag in (
-        ("--config-dir", "-cd"),
-        ("--config-name", "-cn"),
-        ("--cfg", "-c"),
-        ("--info", "-i"),
-    ):
+    for flag in ("--config-dir", "-cd"), ("--cfg", "-c"), ("--info", "-i"):
         parser.add_argument(*flag)
     args = parser.parse_intermixed_args(argv)
     if args.config_dir and not os.path.isdir(args.config_dir):
@@ -202,92 +171,88 @@ def help_text(usage: str) -> str:
   conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
 
 
-def table(outcomes: list[Outcome]) -> list[str]:
+def table(jobs: list[Ended]) -> list[str]:
     """A line per job: its number, what happened, and its overrides."""
     lines = ["job  ended  overrides"]
-    for number, one in enumerate(outcomes):
-        end = f"failed ({one.code}): {one.said}" if one.code else one.said
-        lines.append(f"{number:3}  {end}  {' '.join(one.overrides)}")
+    for number, (code, said, overrides) in enumerate(jobs):
+        end = f"failed ({code}): {said}" if code else said
+        lines.append(f"{number:3}  {end}  {' '.join(overrides)}")
     return lines
 
 
-def _run(job: Job, argv: list[str], place: Place, schema: type[Run], is_sweep: bool) -> int:
+def _run(job: Job, argv: list[str], schema: type[Run], is_sweep: bool) -> int:
     """Lets Hydra run the job or the jobs; the code of the first that failed."""
-    outcomes: list[Outcome] = []
+    jobs: list[Ended] = []
 
     def attempt(cfg: DictConfig) -> float | None:
-        """Runs one job; what it raises is kept for the end, so that it ends no other job."""
+        """Runs one job; Hydra, and with it a search, is told of its failure in a sweep."""
         node = HydraConfig.get()
-        outcome = Outcome(list(node.overrides.task))
-        outcomes.append(outcome)
+        overrides = list(node.overrides.task)
         try:
             if is_sweep:
-                _tell([problem.line for problem in check(cfg, schema)])
+                _tell(check(cfg, schema))
             value = job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, ConfigError) and _rank() == 0:
                 with suppress(OSError):  # somebody's files are there
                     Path(node.runtime.output_dir).rmdir()  # Hydra has made it
-            outcome.code, outcome.said = _ending(error, bool(cfg.get("debug")))
-            if is_sweep and outcome.code in STOPPED:
-                raise SweepStopped from error
-            parts = (node.sweeper["_target_"], node.launcher["_target_"])
-            if is_sweep and not all(map(str.endswith, parts, HYDRAS_OWN)):
-                raise JobFailed(outcome.code, outcome.said) from error  # a search must know
+            code, said = _ending(error, bool(cfg.get("debug")))
+            jobs.append(Ended(code, said, overrides))
+            if is_sweep and code in STOPPED:
+                raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
+            if is_sweep and code:
+                raise JobFailed(code, said) from error
             return None
-        if value is not None:
-            outcome.said = f"{cfg.get('objective')} {value:g}"
+        said = "done" if value is None else f"{cfg.get('objective')} {value:g}"
+        jobs.append(Ended(DONE, said, overrides))
         return value
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
     typed, sys.argv = sys.argv, [sys.argv[0], *argv]
     code = DONE
     try:
-        hydra.main(CONF, place.config_name, "1.3")(attempt)()
-    except SweepStopped:
-        pass
+        hydra.main(CONF, "train", "1.3")(attempt)()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        if not any(outcome.code for outcome in outcomes):
-            code = _ending(error, debug=False)[0]  # of Hydra itself
+        code = next((one.code for one in jobs if one.code), None) or _ending(error)[0]
     finally:
         sys.argv = typed
-    failed = [outcome.code for outcome in outcomes if outcome.code]
-    if is_sweep and outcomes and (failed or code):
-        _tell(table(outcomes))
-    return code or (failed[0] if failed else DONE)
+    code = code or next((one.code for one in jobs if one.code), DONE)
+    if is_sweep and jobs and code:
+        print("\n".join(table(jobs)), file=sys.stderr, flush=True)
+    return code
 
 
-def _ending(error: BaseException, debug: bool) -> tuple[int, str]:
-    """Code and reason of what a job raised, after it was printed, if nobody has done so yet."""
+def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
+    """Code and reason of what a command or its job raised, told here if nobody has done so."""
     if debug and not isinstance(error, JobFailed):
         traceback.print_exception(error)
-    if isinstance(error, JobFailed):
-        return error.code, first_line(error)
-    if isinstance(error, ConfigError):
-        _tell([problem.line for problem in error.problems])
-        return error.code, str(error.problems[0])
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
-    if isinstance(error, SystemExit):
-        code = error.code or DONE if not isinstance(error.code, str) else FAILED
-        return code, f"exit {code}" if code else "done"
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        _tell([Problem("", None, first_line(error)).line])
-        return BAD_CONFIG, first_line(error)
-    wrong = f"{type(error).__name__}: {first_line(error)}"
-    _tell([Problem("", None, wrong, attempt="debug=true").line])
-    return code_of(error) if isinstance(error, OSError) else FAILED, first_line(error)
+    code, said, attempt = FAILED, first_line(error), ""
+    match error:
+        case JobFailed():
+            return error.code, said
+        case KeyboardInterrupt():
+            return INTERRUPTED, "interrupted"
+        case SystemExit():
+            code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
+            return code, f"exit {code}" if code else "done"
+        case ConfigError():
+            _tell(error.problems)
+            return error.code, str(error.problems[0])
+        case HydraException() | OmegaConfBaseException() | YAMLError():
+            code = BAD_CONFIG
+        case _:
+            code = code_of(error) if isinstance(error, OSError) else FAILED
+            said, attempt = f"{type(error).__name__}: {said}", "debug=true"
+    _tell([Problem("", None, said, attempt=attempt)])
+    return code, said
 
 
-def _find_folder(cfg: DictConfig) -> tuple[str, str]:
-    """The key that names the run folder, and the folder."""
-    if "hydra" in cfg:  # before Hydra has made it
-        chosen = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-        is_run_dir = chosen == OmegaConf.select(cfg, "run_dir", throw_on_resolution_failure=False)
-        return "run_dir" if is_run_dir else "hydra.run.dir", str(chosen)
-    node = HydraConfig.instance().cfg
-    folder = OmegaConf.select(node, "hydra.runtime.output_dir", default=None) if node else None
-    return "run_dir", str(folder or cfg.run_dir)
+def _run_folder(cfg: DictConfig) -> str:
+    """The folder that Hydra has made for the job, or will make."""
+    node = HydraConfig.instance().cfg or {}
+    places = (node, "hydra.runtime.output_dir"), (node, "hydra.run.dir"), (cfg, "run_dir")
+    found = (OmegaConf.select(one, key) for one, key in places if one)
+    return str(next(filter(None, found)))
 
 
 def _first_value(one: Override) -> str:
@@ -303,10 +268,11 @@ def _quiet_rank() -> list[str]:
     return [] if _rank() == 0 else ["++hydra.job_logging.root={level:ERROR,handlers:[]}"]
 
 
-def _tell(lines: list[str]) -> None:
+def _tell(problems: list[Problem]) -> None:
     """Prints on stderr, once per job and not once per rank."""
-    if lines and _rank() == 0:
-        print("\n".join(dict.fromkeys(lines)), file=sys.stderr, flush=True)
+    if problems and _rank() == 0:
+        lines = dict.fromkeys(problem.line for problem in problems)
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

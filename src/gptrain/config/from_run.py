@@ -3,19 +3,19 @@
 python train.py from_run=outputs/a task=test            its best checkpoint, evaluated
 python train.py from_run=outputs/a optimizer.lr=1e-3    the same run with another learning rate
 
-The folder may be a stranger's: what its overrides name and refer to is judged by `trust`.
+The folder may be a stranger's: what its overrides say beyond today's conf/ is judged by `trust`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
 
 from gptrain.config import trust
-from gptrain.config.compose import ANYWHERE, Place, compose_and_explain, compose_config, parse
+from gptrain.config.compose import compose_and_explain, compose_config, parse, plain
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.small_files import UnreadableFile, read_yaml
 
@@ -24,9 +24,12 @@ NOT_TAKEN = {
     "run_dir", "output_dir", "logger", "profiler", "hydra", "ckpt_path", "allow_changes",
     "from_run", "allowed_targets",
 }  # fmt: skip
+TYPED = ("allowed_targets", "hydra.searchpath")  # what the user allows, and --config-dir
+FREE = ("name", "init_from")  # keys without a dot that are no choices
+OUTSIDE = r"\.\.|://|\$|(^|[\[,'\" ])/"  # a choice of no file in conf/
 
 
-def expand(typed: list[str], place: Place = ANYWHERE) -> list[str]:
+def expand(typed: list[str]) -> list[str]:
     """The overrides of the run that `from_run` names, where it is typed, before those typed.
 
     A typed key replaces an old one; a typed `~key` leaves an old override out.
@@ -39,15 +42,9 @@ def expand(typed: list[str], place: Place = ANYWHERE) -> list[str]:
         return typed
     settled = {one.key_or_group for one in now}
     settled |= {"init_from"} if "ckpt_path" in settled else set()  # it goes on, past its beginning
-    run_dir = Path(folders[-1])
     every = [one for one in read_overrides(folders[-1]) if not _is_left_out(one)]
     old = [one for one in every if one.key_or_group not in settled]
-    allowed = [one.input_line for one in now if one.key_or_group == "allowed_targets"]
-    problems = [
-        Problem("from_run", folders[-1], f"was started with {line}: {why}", attempt=f"'~{key}'")
-        for key, line, why in _find_refused(old, allowed, place, run_dir)
-    ]
-    if problems:
+    if problems := list(_find_refused(old, now, folders[-1])):
         raise ConfigError(problems)
     gone = {one.key_or_group for one in every if not one.is_delete()}
     deleted = {one.input_line for one in now if one.is_delete() and one.key_or_group in gone}
@@ -65,13 +62,13 @@ def read_overrides(run_dir: str) -> list[Override]:
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise UnreadableFile(file, "not a list of overrides")
     except (FileNotFoundError, NotADirectoryError):
-        wrong, code = f"no run in this folder, {file} is missing", INPUT_NOT_FOUND
-        raise ConfigError([Problem("from_run", run_dir, wrong, code=code)]) from None
+        wrong = f"no run in this folder, {file} is missing"
+        raise ConfigError.of("from_run", run_dir, wrong, code=INPUT_NOT_FOUND) from None
     except (UnreadableFile, OSError) as error:
-        raise ConfigError([Problem("from_run", run_dir, str(error), code=BAD_DATA)]) from None
+        raise ConfigError.of("from_run", run_dir, str(error), code=BAD_DATA) from None
     parsed, problems = parse(lines)
     if problems:
-        raise ConfigError([Problem("from_run", run_dir, str(problems[0]), code=BAD_DATA)])
+        raise ConfigError.of("from_run", run_dir, str(problems[0]), code=BAD_DATA)
     return parsed
 
 
@@ -81,38 +78,23 @@ def _is_left_out(one: Override) -> bool:
     return any(part[0] in NOT_TAKEN or part[-1] in trust.WRITTEN for part in parts)
 
 
-def _find_refused(
-    old: list[Override], allowed: list[str], place: Place, run_dir: Path
-) -> Iterator[tuple[str, str, str]]:
-    """(key, override, why) of old overrides that `trust` or today's schema refuses."""
-    allowed_now, refused = compose_config(allowed, place).allowed_targets, False
-    for one in old:
-        for why in _find_distrust(one, allowed_now, run_dir):
-            refused = True
-            yield one.key_or_group, one.input_line, why
-    if not refused:
-        cfg, problems = compose_and_explain([one.input_line for one in old], place)
-        values = OmegaConf.to_container(
-            OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"])
-        )
-        for problem in problems or trust.check_references(values):
-            yield problem.key, f"{problem.key}={problem.value}", problem.wrong
-
-
-def _find_distrust(one: Override, allowed: list[str], run_dir: Path) -> Iterator[str]:
-    value = one.input_line.partition("=")[2]
-    if one.is_sweep_override() or not trust.is_plain(one.input_line):
-        yield "not a plain value"
-    elif "." not in one.key_or_group and one.key_or_group != "init_from" and _is_outside(value):
-        yield "not a choice of conf/"
-    elif "_target_" in one.input_line and not one.is_delete():
-        group, *rest = one.key_or_group.split(".")
-        node = OmegaConf.to_container(OmegaConf.create({"at": one.value()}))["at"]
-        for part in reversed(rest):
-            node = {part: node}
-        for problem in trust.check_targets(node, group, allowed, run_dir):
-            yield f"{problem.wrong}{f'; {problem.attempt}' * bool(problem.attempt)}"
-
-
-def _is_outside(choice: str) -> bool:
-    return ".." in choice or "://" in choice or choice.lstrip("['\"").startswith("/")
+def _find_refused(old: list[Override], now: list[Override], run_dir: str) -> Iterator[Problem]:
+    """What of an old run's overrides today's schema or `trust` refuses."""
+    lines = [one.input_line for one in old]
+    undotted = [one for one in old if "." not in one.key_or_group]
+    found = [
+        Problem(one.key_or_group, value, "not a choice of conf/")
+        for one in undotted
+        if re.search(OUTSIDE, value := one.input_line.partition("=")[2])
+        and one.key_or_group not in FREE
+    ]
+    if not found:  # what is composed reads no file but those of conf/
+        here = [one.input_line for one in now if one.key_or_group in TYPED]
+        cfg, found = compose_and_explain([*here, *lines])
+    if not found:
+        choices = [one.input_line for one in undotted if "{" not in one.input_line]
+        own = compose_config([*here, *choices])
+        found = trust.check(plain(cfg), plain(own), cfg.allowed_targets, Path(run_dir))
+    for one in found:
+        wrong = f"was started with {one.key}={one.value}: {one.wrong}"
+        yield Problem("from_run", run_dir, wrong, attempt=one.attempt or f"'~{one.key}'")

@@ -9,12 +9,10 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import (
-    SIMPLE_GPT,
     Config,
     check_cpu,
     check_world,
@@ -22,15 +20,14 @@ from gptrain.config.check import (
     find_world_size,
     stages_per_rank,
 )
-from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
-from gptrain.config.suggest import nearest
+from gptrain.config.schema import DATA, GROUPS, KNOWN, SIMPLE_GPT
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import run_stamp, this_process
 from gptrain.plan import parallel_dims
 from gptrain.plan.memory import bytes_per_parameter, rank_parameters, weight_bytes
 from gptrain.plan.shape import GPTShape
-from gptrain.problems import BAD_CONFIG, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, show
+from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem
 
 GIB = 2**30
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
@@ -40,20 +37,16 @@ OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if gro
 OURS["module"] = {"loss", "metrics"}
 
 
-def check_place(run: Config, folder: tuple[str, str]) -> Iterator[Problem]:
-    """Launcher, run folder and files, by the standard library alone.
-
-    Args:
-        folder: that the job will write into, and the key that names it.
-    """
+def check_place(run: Config, folder: str) -> Iterator[Problem]:
+    """Launcher, the folder that the job will write into, files; by the standard library alone."""
     try:
         process = this_process()
     except (ValueError, KeyError) as error:
         yield Problem("", None, f"the launcher's environment cannot be read: {error}")
         return
     yield from check_launcher(run)
-    if process.rank == 0 and process.launcher != "gptrain" and not run.wrong & {folder[0], "name"}:
-        yield from check_folder(run, *folder)
+    if process.rank == 0 and process.launcher != "gptrain" and not run.wrong & {"run_dir", "name"}:
+        yield from check_folder(folder)
     yield from check_files(run)
 
 
@@ -110,23 +103,14 @@ def check_launcher(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.num_nodes", wrong, f"trainer.num_nodes={nodes}")
 
 
-def check_folder(run: Config, key: str, name: str) -> Iterator[Problem]:
-    """A run folder that can be made, and holds no finished run, nor the one that is read."""
-    folder, code, reason = Path(name).expanduser().absolute(), FOLDER_UNUSABLE, ""
+def check_folder(name: str) -> Iterator[Problem]:
+    """A run folder that can be made, or written into."""
+    folder = Path(name).expanduser().absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    old, attempt = run.get("from_run"), f"{key}=<folder>"
-    trains = run.get("task") == "fit" and run.schema is Run
-    if not parent.is_dir():
-        reason = f"cannot write ({parent} is a file)"
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        reason = f"cannot write (no permission in {parent})"
-    elif trains and not run.get("ckpt_path") and (folder / "result.json").exists():
-        reason, attempt = "already holds a finished run", "ckpt_path=last, or another run_dir"
-    elif old and not trains and Path(old).expanduser().resolve() == folder.resolve():
-        reason, code = "the folder of the old run, whose files this one would replace", BAD_CONFIG
-        attempt = f"no {key}: a folder of its own is made"
-    if reason:
-        yield Problem(key, name, reason, attempt=attempt, code=code)
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is a file"
+        wrong, attempt = f"cannot write ({why})", "run_dir=<folder>"
+        yield Problem("run_dir", name, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
 def check_files(run: Config) -> Iterator[Problem]:
@@ -154,17 +138,15 @@ def check_visible(
         visible: GPUs that this process sees.   shown: CUDA_VISIBLE_DEVICES.
         is_rank: a launcher started it, and may show each rank one GPU, its own, as number 0.
     """
-    if is_rank and visible == 1:
-        return
+    from gptrain.launch.devices import listed_numbers
+
     asked = run.get("trainer.devices")
-    if isinstance(asked, str) and "," in asked:
-        asked = [int(part) for part in asked.split(",") if part]
+    numbers = listed_numbers(asked) or range(count_devices(asked) or 0)
+    if max(numbers, default=0) < visible or (is_rank and visible == 1):
+        return
     wrong = f"only {visible} GPU{'s' * (visible != 1)} visible"
     wrong += f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
-    if isinstance(asked, list) and max(asked) >= visible:
-        yield run.error("trainer.devices", wrong, allowed=f"0 .. {visible - 1}")
-    elif (count_devices(asked) or 0) > visible:
-        yield run.error("trainer.devices", wrong, f"trainer.devices={visible}")
+    yield run.error("trainer.devices", wrong, f"trainer.devices={visible}")
 
 
 def check_classes(run: Config) -> Iterator[Problem]:
@@ -192,25 +174,18 @@ def _check_keywords(
 ) -> Iterator[Problem]:
     """Keywords that a class or function does not take, and those that it needs."""
     try:
-        parameters = list(inspect.signature(found).parameters.values())
+        signature = inspect.signature(found)
     except (ValueError, TypeError):
         return  # written in C, without one
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    ours = SUPPLIED.get(place, 0)
-    named = {one.name: one for one in [p for p in parameters if p.kind in kinds][ours:]}
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    unknown = given.keys() - OURS.get(place, set()) - named.keys()
-    for key in sorted(unknown) if not takes_any else ():
-        near = nearest(key, named)
-        wrong = f"{found.__qualname__} takes no such argument"
-        wrong += f", did you mean {place}.{near}?" if near else ""
-        yield Problem(f"{place}.{key}", show(given[key]), wrong, ", ".join(named) or "none")
-    if node.get("_partial_") or node.get("_args_") or place in SUPPLIED:
-        return
-    for name, one in named.items():
-        if one.default is one.empty and name not in given:
-            wrong, key = f"{found.__qualname__} needs it", f"{place}.{name}"
-            yield Problem(key, None, wrong, attempt=f"+{key}=<value>")
+    ours = OURS.get(place, set()) - signature.parameters.keys()
+    given = {key: value for key, value in given.items() if key not in ours}
+    is_whole = place not in SUPPLIED and not node.get("_partial_") and not node.get("_args_")
+    try:
+        bind = signature.bind if is_whole else signature.bind_partial
+        bind(*[None] * SUPPLIED.get(place, 0), **given)
+    except TypeError as error:
+        allowed = ", ".join(signature.parameters)
+        yield Problem(f"{place}._target_", node["_target_"], str(error), allowed)
 
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
@@ -232,23 +207,16 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
         bytes_per_parameter(precision, optimizer, momentum) if trains else weight_bytes(precision)
     )
     need = held * each * (n_local if on_host else 1)
-    have = _host_bytes() if on_host else _device_bytes(n_local)
+    if on_host:
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        have = _device_bytes(n_local)
     if have is not None and need > have:
         what = "weights, gradients and optimizer states" if trains else "weights"
         where = "this machine" if on_host else "a device"
         wrong = f"needs about {need / GIB:.0f} GiB for {what}, {where} has {have / GIB:.0f} GiB"
         attempt = "strategy=fsdp or a smaller model"
         yield Problem("model", None, wrong, attempt=attempt, code=DONE)
-
-
-def _host_bytes() -> int | None:
-    """Memory of this machine, or what its control group leaves; None where neither is told."""
-    sizes = []
-    with suppress(OSError, ValueError):
-        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with suppress(OSError, ValueError):
-        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(sizes, default=None)
 
 
 def _device_bytes(n_local: int) -> int | None:

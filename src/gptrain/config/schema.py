@@ -7,24 +7,117 @@ key: its line in conf/, its line here.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, StrictStr
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+)
 
-from gptrain.config import forms
-from gptrain.config.forms import BelowOne, Count, Flag, Path, Positive, Target, integer, number
+from gptrain.plan.batch import warmup_steps
 from gptrain.plan.dims import STRATEGIES as STRATEGY_NAMES
 
+SIMPLE_GPT, DUMMY = "gptrain.models.SimpleGPT", "gptrain.data.DummyTextDataset"
 SEED_MAX = 2**32 - 1  # numpy's generators take no more
 WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
+MOST_RANKS = 1024  # of one machine; more is a slip of the finger
+INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
 
 
-class Closed(BaseModel, extra="forbid"):
+def integer(low: int, high: int = INT32_MAX) -> Any:
+    """An integer from low to high."""
+    return Annotated[int, Field(ge=low, le=high)]
+
+
+def number(**bounds: float) -> Any:
+    """A number within bounds."""
+    return Annotated[float, Field(**bounds)]
+
+
+def described(words: str, kind: Any) -> Any:
+    """A type, and what a value of it must be."""
+    return Annotated[kind, Field(description=words)]
+
+
+def _local(value: str | list[str]) -> Any:
+    for path in [value] if isinstance(value, str) else value or [""]:
+        if not path or path != path.strip() or "\0" in path:
+            raise ValueError("not a path")
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+            raise ValueError("remote; download it, check the hash, pass a local path")
+    return value
+
+
+def _below(value: str) -> str:
+    if value.startswith(("/", "~")) or ".." in value.split("/"):
+        raise ValueError("leaves the output folder")
+    return value
+
+
+def _steps(value: float) -> float:
+    warmup_steps(value, 1)  # raises what it cannot take
+    return value
+
+
+def _devices(value: Any) -> Any:
+    found = value
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
+        found = [int(part) for part in value.split(",") if part] if "," in value else int(value)
+    if isinstance(found, list):
+        if not found or not all(type(one) is int and one >= 0 for one in found):
+            raise ValueError("a list must hold device numbers, 0 or higher")
+        if len(set(found)) < len(found):
+            raise ValueError("a device is named twice")
+    elif found != "auto" and type(found) is not int:
+        raise ValueError('not a number, list or "auto"')
+    elif found not in ("auto", -1) and not 1 <= found <= MOST_RANKS:
+        raise ValueError("need at least 1" if found < 1 else f"too large (max {MOST_RANKS})")
+    return value
+
+
+Count = integer(1)
+Positive = number(gt=0, le=INT32_MAX)
+BelowOne = number(ge=0, lt=1)
+Fraction = number(ge=0, le=1)
+Name = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[str, AfterValidator(_local)]
+LocalPaths = Annotated[str | list[str], AfterValidator(_local)]
+RunName = Annotated[LocalPath, AfterValidator(_below)]
+Devices = Annotated[Any, BeforeValidator(_devices)]
+Betas = described(
+    "two numbers in [0, 1)", Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
+)
+Duration = described(
+    "a time DD:HH:MM:SS or {hours:2,minutes:30}, or null",
+    Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
+    | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NonNegativeFloat]
+    | None,
+)
+Batches = described("true, false, or an integer >= 0", bool | integer(0))
+Limit = described("a fraction in [0, 1], an integer >= 0, or null", integer(0) | Fraction | None)
+Interval = described(
+    "a fraction of an epoch in (0, 1], or optimizer steps >= 1", Count | number(gt=0, le=1)
+)
+Warmup = Annotated[number(ge=0, le=INT32_MAX), AfterValidator(_steps)]
+
+
+class Closed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """Every key is known."""
 
 
-class Open(BaseModel, extra="allow"):
-    """Keys that our code reads; every other key belongs to the `_target_`."""
+class Open(Closed, extra="allow"):
+    """Keys that our code reads; every other key belongs to the `_target_`, or to the user."""
+
+
+class Built(Open):
+    """Any object that is made."""
+
+    target: Any = Field(alias="_target_")
 
 
 # Groups with a `_target_`: what our code reads of any class, then the classes that ship.
@@ -47,38 +140,36 @@ class SimpleGPT(Model, extra="forbid"):
 
 class Loss(Closed):
     label_smoothing: BelowOne
-    z_loss: forms.NotNegative
+    z_loss: NonNegativeFloat
 
 
 class LanguageModel(Open, extra="forbid"):
     loss: Loss
-    metrics: forms.Node
+    metrics: dict[str, Any]
 
 
 class Optimizer(Open):
-    lr: number("must be > 0", gt=0) | None
-    weight_decay: forms.NotNegative | None
+    lr: PositiveFloat | None
+    weight_decay: NonNegativeFloat | None
     lr_scaling: Literal["none", "linear", "sqrt"]
     reference_batch_size: Count
 
 
 class AdamW(Optimizer):
-    betas: forms.Betas
+    betas: Betas
     eps: Positive
-    fused: Flag | None = None
+    fused: bool | None = None
 
 
-class Muon(Optimizer):
-    betas: forms.Betas
-    eps: Positive
+class Muon(AdamW):
     momentum: BelowOne
 
 
 class Scheduler(Open):
-    warmup_steps: forms.Warmup | None
+    warmup_steps: Warmup | None
     total_steps: Count | None
-    start_factor: forms.Fraction
-    min_factor: forms.Fraction
+    start_factor: Fraction
+    min_factor: Fraction
 
 
 class Schedule(Scheduler, extra="forbid"):
@@ -86,50 +177,43 @@ class Schedule(Scheduler, extra="forbid"):
 
 
 class StableDecay(Schedule):
-    decay_fraction: number("must be in (0, 1]", gt=0, le=1)
+    decay_fraction: number(gt=0, le=1)
 
 
 class SampleText(Closed):
-    prompt: StrictStr
+    prompt: str
     n_tokens: Count
-
-
-class Logger(Open):
-    save_dir: Path
-
-
-Precision = Literal[
-    "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto", "16-true", "64-true",
-    "transformer-engine", "transformer-engine-float16",
-]  # fmt: skip
 
 
 class Trainer(Open):
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
-    devices: forms.Devices
+    devices: Devices
     num_nodes: Count
-    precision: Precision | Literal["32", "64", "16", "bf16", 32, 64, 16]
-    max_epochs: forms.MaxEpochs | None
-    max_steps: forms.MaxSteps
+    precision: Literal[
+        "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto", "16-true", "64-true",
+        "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16", 32, 64, 16,
+    ]  # fmt: skip
+    max_epochs: Literal[-1] | Count | None
+    max_steps: Literal[-1] | integer(1, 2**40)
     min_steps: integer(0) | None
-    max_time: forms.Duration | None
+    max_time: Duration
     accumulate_grad_batches: Count
-    gradient_clip_val: number("must be > 0, or null for off", gt=0) | None
-    fast_dev_run: forms.Batches
-    overfit_batches: forms.Limit
-    limit_train_batches: forms.Limit | None
-    limit_val_batches: forms.Limit | None
-    limit_test_batches: forms.Limit | None
-    val_check_interval: forms.Interval
+    gradient_clip_val: described("> 0, or null for off", PositiveFloat | None)
+    fast_dev_run: Batches
+    overfit_batches: integer(0) | Fraction
+    limit_train_batches: Limit
+    limit_val_batches: Limit
+    limit_test_batches: Limit
+    val_check_interval: Interval
     check_val_every_n_epoch: Count | None
     num_sanity_val_steps: integer(-1) | None
     log_every_n_steps: Count  # to log nothing: logger=none
-    enable_progress_bar: Flag | None
-    enable_model_summary: Flag | None
-    deterministic: forms.FlagOrWarn | None
-    benchmark: Flag | None
-    inference_mode: Flag
-    detect_anomaly: Flag
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    detect_anomaly: bool
 
 
 class LightningTrainer(Trainer, extra="forbid"):
@@ -137,9 +221,9 @@ class LightningTrainer(Trainer, extra="forbid"):
 
     min_epochs: integer(0) | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
-    limit_predict_batches: forms.Limit | None = None
+    limit_predict_batches: Limit = None
     reload_dataloaders_every_n_epochs: integer(0) = 0
-    sync_batchnorm: Flag = False
+    sync_batchnorm: bool = False
 
 
 GROUPS: dict[str, type[BaseModel]] = {
@@ -147,7 +231,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "trainer": Trainer,
 }  # fmt: skip
 KNOWN: dict[str, type[BaseModel]] = {
-    "gptrain.models.SimpleGPT": SimpleGPT,
+    SIMPLE_GPT: SimpleGPT,
     "gptrain.lit.LanguageModel": LanguageModel,
     "torch.optim.AdamW": AdamW,
     "gptrain.optim.Muon": Muon,
@@ -155,8 +239,6 @@ KNOWN: dict[str, type[BaseModel]] = {
     "gptrain.optim.constant": Schedule,
     "gptrain.optim.warmup_stable_decay": StableDecay,
     "gptrain.lit.callbacks.SampleText": SampleText,
-    "gptrain.lit.loggers.TensorBoardLogger": Logger,
-    "gptrain.lit.loggers.CSVLogger": Logger,
     "lightning.pytorch.Trainer": LightningTrainer,
 }
 
@@ -170,9 +252,9 @@ class Data(Open):
     batch_size: Count
     global_batch_size: Count | None
     num_workers: integer(0, WORKERS_MAX)
-    train: Target
-    val: Target
-    test: Target | None = None
+    train: Built
+    val: Built
+    test: Built | None = None
 
 
 class DummyText(Data):
@@ -182,21 +264,21 @@ class DummyText(Data):
 
 class Text(Data):
     seq_len: Count
-    path: forms.Paths | None
-    pattern: forms.Name
-    tokenizer: Path
-    val_fraction: number("must be in (0, 1)", gt=0, lt=1)
+    path: LocalPaths | None
+    pattern: Name
+    tokenizer: LocalPath
+    val_fraction: number(gt=0, lt=1)
 
 
 class Tokens(Data):
     seq_len: Count
-    train_path: forms.Paths
-    val_path: forms.Paths
+    train_path: LocalPaths
+    val_path: LocalPaths
     dtype: Literal["uint16", "uint32"]
 
 
 DATA: dict[str, type[Data]] = {  # by the class of data.train
-    "gptrain.data.DummyTextDataset": DummyText,
+    DUMMY: DummyText,
     "gptrain.data.TextDataset.from_corpus": Text,
     "gptrain.data.TokenDataset": Tokens,
 }
@@ -210,16 +292,16 @@ class Strategy(Closed):
 
 class DDP(Strategy):
     bucket_cap_mb: Positive
-    gradient_as_bucket_view: Flag
-    static_graph: Flag
-    find_unused_parameters: Flag
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"]
 
 
 class FSDP(Strategy):
-    reshard_after_forward: Flag
-    accumulate_shards: Flag
-    cpu_offload: Flag
+    reshard_after_forward: bool
+    accumulate_shards: bool
+    cpu_offload: bool
 
 
 class TensorParallel(Strategy):
@@ -252,9 +334,9 @@ class Checkpoint(Closed):
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
     keep: integer(2)  # one file alone is one disk error from nothing
-    monitor: forms.Name  # any that is logged
+    monitor: Name  # any that is logged
     mode: Literal["min", "max"]
-    background: Flag
+    background: bool
 
 
 class Launcher(Closed):
@@ -272,31 +354,31 @@ class Run(Closed):
 
     runs_here: ClassVar[bool] = True
 
-    name: forms.RunName
+    name: RunName
     task: Literal["fit", "validate", "test"]
     seed: integer(0, SEED_MAX)
-    max_tokens: number("must be >= 1", ge=1, le=2**63) | None
+    max_tokens: number(ge=1, le=2**63) | None
     on_nonfinite: Literal["stop", "skip"]
-    objective: forms.Name
-    output_dir: Path
-    run_dir: Path
-    ckpt_path: Path | None
-    allow_changes: forms.Names
-    init_from: Path | None
-    init_strict: Flag
-    from_run: Path | None
-    allowed_targets: forms.Names
-    debug: Flag
-    print_config: Flag
-    model: Target
-    module: Target
-    data: forms.Node
-    optimizer: Target
-    scheduler: Target
-    strategy: forms.Node
-    trainer: Target
-    callbacks: dict[str, Target | None]
+    objective: Name
+    output_dir: LocalPath
+    run_dir: LocalPath
+    ckpt_path: LocalPath | None
+    allow_changes: list[str]
+    init_from: LocalPath | None
+    init_strict: bool
+    from_run: LocalPath | None
+    allowed_targets: list[str]
+    debug: bool
+    print_config: bool
+    model: Built
+    module: Built
+    data: Open
+    optimizer: Built
+    scheduler: Built
+    strategy: Open
+    trainer: Built
+    callbacks: dict[str, Built | None]
     checkpoint: Checkpoint
-    logger: dict[str, Target]
-    profiler: Annotated[dict[str, Any], Field(max_length=0)] | Target | None
+    logger: dict[str, Built]
+    profiler: Open | None
     launcher: Launcher

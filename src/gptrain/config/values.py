@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gptrain.config.schema import (
-    DATA,
-    GROUPS,
-    KNOWN,
-    STRATEGIES,
-    AdamW,
-    Checkpoint,
-    Data,
-    Launcher,
-    Muon,
-    Run,
-    SimpleGPT,
-    Strategy,
-)
+from gptrain.config.schema import DATA, GROUPS, KNOWN, STRATEGIES, Data, Run, Strategy
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.problems import Problem, show
 
 OF_HYDRA = {"_target_", "_args_", "_recursive_", "_convert_", "_partial_"}  # in any node
+SHORTER = {
+    "greater than or equal to": ">=",
+    "less than or equal to": "<=",
+    "greater than": ">",
+    "less than": "<",
+    "or Input should be": "or",
+    "Input should be": "must be",
+    "Value error, ": "",
+}
 
 
 def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterator[Problem]:
@@ -34,43 +30,46 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
     yield from _judge(schema, values, "", values)
     data, strategy = values.get("data"), values.get("strategy")
     if isinstance(data, dict):
-        yield from _judge(data_model(values), data, "data", values)
+        train = data.get("train")
+        target = str(train.get("_target_")) if isinstance(train, dict) else ""
+        yield from _judge(DATA.get(target, Data), data, "data", values)
     if isinstance(strategy, dict):
         model = STRATEGIES.get(str(strategy.get("name")), Strategy)
         yield from _judge(model, strategy, "strategy", values)
     for place, node in targets(values):
         target = node["_target_"]
-        if not isinstance(target, str) or not re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target):
-            yield Problem(f"{place}._target_", show(target), "not a dotted name of a class")
-            continue
-        if target.split(".")[0] in sys.stdlib_module_names:
-            wrong = "of Python's own library, none of whose classes fits here"
-            yield Problem(f"{place}._target_", target, wrong)
+        is_name = isinstance(target, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target)
+        if not is_name or target.split(".")[0] in sys.stdlib_module_names:
+            wrong = "not a dotted name of a class, as which Python's own library has none"
+            yield Problem(f"{place}._target_", show(target), wrong)
             continue
         model, base = KNOWN.get(target), GROUPS.get(place)
         if base and not (model and issubclass(model, base)):
             model = base
-        own = {key: value for key, value in node.items() if key not in OF_HYDRA}
         if model:
+            own = {key: value for key, value in node.items() if key not in OF_HYDRA}
             yield from _judge(model, own, place, values)
 
 
-def data_model(values: dict[str, Any]) -> type[Data]:
-    """The model of a data group, by the class of its training set."""
-    train = values["data"].get("train")
-    return DATA.get(str(train.get("_target_")) if isinstance(train, dict) else "", Data)
+def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of all that is nested in a node, itself first."""
+    yield place, node
+    is_list = isinstance(node, list)
+    for key, item in enumerate(node) if is_list else node.items() if isinstance(node, dict) else ():
+        yield from walk(item, f"{place}.{key}" if place else str(key))
 
 
-def targets(node: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def targets(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Dotted key and node of all that has a `_target_`."""
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from targets(item, f"{place}[{index}]")
-    if isinstance(node, dict):
-        if "_target_" in node:
-            yield place, node
-        for key, item in node.items():
-            yield from targets(item, f"{place}.{key}" if place else str(key))
+    return (one for one in walk(values) if isinstance(one[1], dict) and "_target_" in one[1])
+
+
+def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> Problem:
+    """A word that is none of a key's choices, with the one that may have been meant."""
+    near = nearest(value, names)
+    words = "unknown" + (f', did you mean "{near}"?' if near else "")
+    attempt = find_alias(key, value) or (f"{group}={near}" if near else "")
+    return Problem(key, value, words, ", ".join(names), attempt)
 
 
 def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
@@ -85,62 +84,52 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
         return Problem(key, value, wrong, f"under strategy={', '.join(readers)}", attempt)
     if alias := find_alias(key, show(value)):
         return Problem(key, value, "unknown key", attempt=alias)
-    known = known_keys()
-    near = nearest_key(key, known | {f"{group}.{name}" for name in siblings} - {key})
-    if near is None or key in known:
-        allowed, attempt = ", ".join(siblings), "" if siblings else "--help"
-        return Problem(
-            key, value, f"unknown key{f' of this {group}' * bool(group)}", allowed, attempt
-        )
-    return Problem(key, value, f"unknown key, did you mean {near}? (new keys need +)")
-
-
-def known_keys() -> set[str]:
-    """Dotted keys of the run and of the groups' classes that ship."""
-    places = [("", Run), ("data", Data), ("checkpoint", Checkpoint), ("launcher", Launcher)]
-    places += [*GROUPS.items(), ("model", SimpleGPT), ("optimizer", Muon), ("optimizer", AdamW)]
-    places += [("strategy", model) for model in STRATEGIES.values()]
-    places += [("data", model) for model in DATA.values()]
-    return {f"{place}.{key}".lstrip(".") for place, model in places for key in model.model_fields}
+    known = {place for place, value in walk(values) if "." not in place or type(value) is not dict}
+    if near := nearest_key(key, known - {key}):
+        return Problem(key, value, f"unknown key, did you mean {near}? (new keys need +)")
+    wrong = f"unknown key of this {group}" if siblings else "unknown key"
+    return Problem(key, value, wrong, ", ".join(siblings), "" if siblings else "--help")
 
 
 def _judge(
     model: type[BaseModel], node: dict[str, Any], place: str, values: dict[str, Any]
 ) -> Iterator[Problem]:
+    """A problem for each key of a node that its model refuses."""
     try:
         model.model_validate(node)
         return
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    told = set()  # each member of a union has an error of its own
-    for one in found:
-        (key, given), kind = _find(place, node, one["loc"], one["type"]), one["type"]
-        if key in told:
-            continue
-        told.add(key)
+        found: dict[str, list] = {}  # of a union each member has an error of its own
+        for one in error.errors(include_url=False):
+            found.setdefault(_key(node, one), []).append(one)
+    for inner, errors in found.items():
+        kind, key = errors[0]["type"], f"{place}.{inner}" if place else inner
+        given = dict(walk(node)).get(inner)
         if kind == "extra_forbidden":
             yield unknown_key(key, given, values)
-            continue
-        words, known = one["msg"].replace("Input should be", "must be"), []
-        if kind == "model_type":
-            words = "not a group of keys"
-        if kind == "missing":
-            words = "missing, the run needs it"
-        if kind == "literal_error":
-            known = re.findall(r"'([^']*)'", one["ctx"]["expected"])
-            near = nearest(str(given), known)
-            words = "unknown" + (f', did you mean "{near}"?' if near else "")
-        value = None if kind == "missing" else show(given)
-        attempt = find_alias(key, show(given)) or ""
-        yield Problem(key, value, words, ", ".join(known), attempt)
+        elif kind == "missing":
+            yield Problem(key, None, "missing, the run needs it")
+        elif kind == "literal_error" and len(errors) == 1:
+            names = re.findall(r"'([^']*)'", errors[0]["ctx"]["expected"])
+            yield unknown_choice(key, show(given), names, key)
+        else:
+            field = model.model_fields.get(inner)
+            words = " or ".join(dict.fromkeys(one["msg"] for one in errors))
+            if kind in ("model_type", "dict_type"):
+                words = "not a group of keys"
+            if field and field.description:
+                words = f"must be {field.description}"
+            for long, short in SHORTER.items():
+                words = words.replace(long, short)
+            yield Problem(key, show(given), words, attempt=find_alias(key, show(given)) or "")
 
 
-def _find(place: str, node: Any, loc: tuple, kind: str) -> tuple[str, Any]:
-    """Dotted key and value of pydantic's place, which names members of unions besides keys."""
-    keys = [place] if place else []
-    for part in loc:
-        if not isinstance(node, dict) or (part not in node and kind != "missing"):
+def _key(node: Any, error: dict[str, Any]) -> str:
+    """The dotted key of a pydantic error, whose place names members of unions besides keys."""
+    keys = []
+    for part in error["loc"]:
+        if not isinstance(node, dict) or (part not in node and error["type"] != "missing"):
             break
         keys.append(str(part))
         node = node.get(part)
-    return ".".join(keys), node
+    return ".".join(keys)

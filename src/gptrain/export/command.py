@@ -11,8 +11,7 @@ from torch import nn
 
 from gptrain import config
 from gptrain import export as package
-from gptrain.config import forms
-from gptrain.config.schema import Run
+from gptrain.config.schema import LocalPath, Run
 from gptrain.problems import ConfigError
 from gptrain.small_files import DataError
 
@@ -22,7 +21,7 @@ log = logging.getLogger(__name__)
 class ExportRun(Run):
     """A run's keys and the command's own."""
 
-    from_run: forms.Path
+    from_run: LocalPath
     format: Literal["safetensors", "hf"]
     dtype: Literal["fp32", "bf16"]
 

@@ -40,7 +40,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
         JobFailed: with the exit code, after the reason has been printed.
         ConfigError: it does not fit what is in its folder; nothing was started or changed.
     """
-    composed, cfg, process = cfg, settle(cfg), this_process()
+    cfg, process = settle(cfg), this_process()
     with StopFlag() as stop:
         from gptrain.launch.devices import find_machine  # torch
         from gptrain.launch.rank import forget_old_beats, run_alone
@@ -54,7 +54,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
             find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
             prepare_start(cfg, find, again=is_restart())
             forget_old_beats(cfg.run_dir)
-            keep_config(cfg.run_dir, composed)
+            keep_config(cfg)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
                 return run_alone(train, cfg, stop)
             return supervise(train, cfg, machine.n_local, find, stop)
@@ -73,17 +73,17 @@ def settle(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def keep_config(run_dir: str | Path, composed: DictConfig) -> None:
+def keep_config(cfg: DictConfig) -> None:
     """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
 
     So a start that is refused leaves the record of the run that lives there alone, and so does an
     evaluation in the folder of a run that was trained: its own lies in .hydra/<task>.
     """
-    folder, hydra = Path(run_dir) / ".hydra", HydraConfig.instance().cfg
-    if is_guest(run_dir, composed.task):
-        folder /= composed.task
+    folder, hydra = Path(cfg.run_dir) / ".hydra", HydraConfig.instance().cfg
+    if is_guest(cfg.run_dir, cfg.task):
+        folder /= cfg.task
     folder.mkdir(parents=True, exist_ok=True)
-    records = {"config": composed, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    records = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
 

@@ -67,11 +67,13 @@ def plan_batch(
     """Derives the accumulation from the global batch, where one is given.
 
     Raises:
-        ValueError: global_batch_size is no multiple of what one micro-step takes; the message
-            shows the equation and the nearest sizes that are.
+        ValueError: an accumulation is given, too; or global_batch_size is no multiple of what one
+            micro-step takes: the message shows the equation and the nearest sizes that are.
     """
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
+    if accumulate != 1:
+        raise ValueError(f"derives the accumulation; trainer.accumulate_grad_batches={accumulate}")
     micro = batch_size * data_parallel_size
     if global_batch_size < micro or global_batch_size % micro:
         below, above = global_batch_size // micro * micro, -(-global_batch_size // micro) * micro

@@ -117,7 +117,7 @@ def dims_of(options, world_size: int) -> ParallelDims:
 
 def _advice(name: str, world_size: int) -> str:
     if name == "single":
-        return "use one device, or another strategy"
+        return "use one device, or strategy=ddp"
     axis = TENSOR if TENSOR in AXES[name] else PIPELINE
     if DATA not in AXES[name]:
         return f"use {axis}_parallel_size={world_size}, or null"
