@@ -275,5 +275,12 @@ def test_an_output_folder_that_cannot_be_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_folder_that_holds_a_finished_run(tmp_path):
+    (tmp_path / "result.json").write_text("{}")
+    (line,) = refused(f"run_dir={tmp_path}", *NANO, code=73)
+    assert "already holds a finished run" in line and "ckpt_path=last" in line
+    accepted(f"run_dir={tmp_path}", "ckpt_path=last", *NANO)
+
+
 def test_a_right_command_has_nothing_to_tell():
     assert answer(*NANO) == (0, [])

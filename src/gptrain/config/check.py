@@ -19,12 +19,11 @@ from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, SIMPLE_GPT, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
 from gptrain.launch.process import this_process
-from gptrain.plan import effective_max_epochs, parallel_dims, plan_batch, run_steps
+from gptrain.plan import ANY_NET, effective_max_epochs, parallel_dims, plan_batch, run_steps
 from gptrain.problems import BAD_CONFIG, DONE, Problem, show
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16
-ANY_NET = ("auto", "single", "ddp")  # strategies that take any net
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
@@ -163,7 +162,7 @@ def check_strategy(run: Config) -> Iterator[Problem]:
     name, precision = run.get("strategy.name"), run.get("trainer.precision")
     if run.get("trainer.accelerator") == "cpu":
         yield from check_cpu(run)
-    if name not in STRATEGIES or name in ANY_NET:
+    if name not in STRATEGIES or name in ("auto", *ANY_NET):
         return
     if precision in FP16:
         wrong = f"strategy={name} does not scale losses"

@@ -20,7 +20,7 @@ from gptrain.config.check import (
     find_world_size,
     stages_per_rank,
 )
-from gptrain.config.schema import DATA, GROUPS, KNOWN, SIMPLE_GPT
+from gptrain.config.schema import DATA, GROUPS, KNOWN, SIMPLE_GPT, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import run_stamp, this_process
@@ -46,7 +46,7 @@ def check_place(run: Config, folder: str) -> Iterator[Problem]:
         return
     yield from check_launcher(run)
     if process.rank == 0 and process.launcher != "gptrain" and not run.wrong & {"run_dir", "name"}:
-        yield from check_folder(folder)
+        yield from check_folder(run, folder)
     yield from check_files(run)
 
 
@@ -103,13 +103,19 @@ def check_launcher(run: Config) -> Iterator[Problem]:
         yield run.error("trainer.num_nodes", wrong, f"trainer.num_nodes={nodes}")
 
 
-def check_folder(name: str) -> Iterator[Problem]:
-    """A run folder that can be made, or written into."""
+def check_folder(run: Config, name: str) -> Iterator[Problem]:
+    """A run folder that can be made, or written into, and holds no finished run."""
     folder = Path(name).expanduser().absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is a file"
-        wrong, attempt = f"cannot write ({why})", "run_dir=<folder>"
+    trains = run.get("task") == "fit" and run.schema is Run and not run.get("ckpt_path")
+    wrong, attempt = "", "run_dir=<folder>"
+    if not parent.is_dir():
+        wrong = f"cannot write ({parent} is a file)"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        wrong = f"cannot write (no permission in {parent})"
+    elif trains and (folder / "result.json").exists():
+        wrong, attempt = "already holds a finished run", "ckpt_path=last, or another run_dir"
+    if wrong:
         yield Problem("run_dir", name, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
