@@ -20,7 +20,7 @@ from gptrain.config.schema import DATA, DUMMY, SIMPLE_GPT, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
 from gptrain.launch.process import this_process
 from gptrain.plan import ANY_NET, effective_max_epochs, parallel_dims, plan_batch, run_steps
-from gptrain.problems import BAD_CONFIG, DONE, Problem, show
+from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16
@@ -32,17 +32,21 @@ class Config:
     """A config as plain values, and what was found wrong with it.
 
     Attributes:
-        values: every reference resolved.   wrong: keys that an error has named.
+        values: every reference resolved.
     """
 
     values: dict[str, Any]
     schema: type[Run] = Run
     problems: list[Problem] = field(default_factory=list)
-    wrong: set[str] = field(default_factory=set)
 
     @property
     def errors(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.code != DONE]
+
+    @property
+    def wrong(self) -> set[str]:
+        """Keys that an error has named."""
+        return {problem.key for problem in self.errors} - {""}
 
     @cached_property
     def flat(self) -> dict[str, Any]:
@@ -59,8 +63,6 @@ class Config:
         for problem in found:
             if problem.key not in self.wrong:
                 self.problems.append(problem)
-            if problem.code != DONE and problem.key:
-                self.wrong.add(problem.key)
 
     def error(
         self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
@@ -74,9 +76,9 @@ def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
     try:
         run = Config(plain(cfg, resolve=True), schema)
     except (OmegaConfBaseException, RecursionError) as error:
-        key, wrong = getattr(error, "full_key", None) or "", str(error).splitlines()[0]
         is_unset = isinstance(error, MissingMandatoryValue)
-        wrong = "required and not set" if is_unset else f"cannot be resolved: {wrong}"
+        wrong = "required and not set" if is_unset else f"cannot be resolved: {first_line(error)}"
+        key = getattr(error, "full_key", None) or ""
         return Config({}, schema, [Problem(key, None, wrong)])
     run.add(find_wrong_values(run.values, schema))
     for rule in (check_sizes, check_length, check_strategy, check_start):

@@ -14,7 +14,6 @@ ALIASES = {
     "n_head num_heads num_attention_heads": "model.n_heads",
     "n_layer num_layers num_hidden_layers": "model.n_layers",
     "learning_rate": "optimizer.lr",
-    "beta1 beta2": "optimizer.betas",
     "warmup warmup_iters num_warmup_steps": "scheduler.warmup_steps",
     "epochs num_epochs num_train_epochs": "trainer.max_epochs",
     "steps max_iters": "trainer.max_steps",
@@ -23,14 +22,12 @@ ALIASES = {
     "gradient_accumulation_steps grad_accum": "trainer.accumulate_grad_batches",
     "dtype": "trainer.precision",
     "ckpt resume resume_from resume_from_checkpoint": "ckpt_path",
-    "out_dir": "run_dir",
 }
 # What is typed elsewhere -> what to type here, by the first that fits: arguments of Lightning's
 # Trainer that other groups set, and habits from lightning-hydra-template.
 HABITS = {
     "trainer.logger=*": "logger=csv",
     "trainer.callbacks=*": "callbacks=default",
-    "trainer.profiler=*": "profiler=simple",
     "trainer.default_root_dir=*": "run_dir={value}",
     "trainer.enable_checkpointing=*": "checkpoint=none",
     "trainer.strategy=deepspeed*": "strategy=fsdp",
@@ -39,16 +36,13 @@ HABITS = {
     "trainer.strategy=*": "strategy=auto",
     "trainer=ddp": "strategy=ddp trainer.devices=4",
     "trainer=ddp_sim": "trainer=cpu trainer.devices=2",
-    "trainer=mps": "trainer.accelerator=mps",
     "debug=fdr": "trainer.fast_dev_run=true",
-    "debug=limit": "trainer.limit_train_batches=10",
     "debug=overfit": "trainer.overfit_batches=1",
     "debug=profiler": "profiler=torch",
     "train=false": "task=test",
     "test=false": "task=fit",
     "data.val=null": "trainer.limit_val_batches=0 with any data.val",
     "logger=many_loggers": "logger=[csv,tensorboard]",
-    "callbacks=model_checkpoint": "checkpoint=default",
     "model.compile=true": "model.compile=model",
     "strategy=dp": "strategy=ddp; DataParallel drives all devices from one Python thread and copies"
     " the weights at every step, which is slower than ddp on any number of them",
