@@ -24,6 +24,7 @@ from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16
+AXIS_SIZES = ("strategy.tensor_parallel_size", "strategy.pipeline_parallel_size")
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
@@ -199,11 +200,10 @@ def check_world(run: Config, world_size: int) -> Iterator[Problem]:
     name = run.get("strategy.name")
     if name not in STRATEGIES or any(key.startswith("strategy.") for key in run.wrong):
         return
-    keys = [f"strategy.{axis}_parallel_size" for axis in ("tensor", "pipeline")]
     try:
-        dims = parallel_dims(name, world_size, *map(run.get, keys))
+        dims = parallel_dims(name, world_size, *map(run.get, AXIS_SIZES))
     except ValueError as error:
-        yield run.error(next(filter(run.get, keys), "trainer.devices"), str(error))
+        yield run.error(next(filter(run.get, AXIS_SIZES), "trainer.devices"), str(error))
         return
     if world_size == 1 and name not in ("auto", "single"):
         attempt = "trainer.devices=2"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import (
+    AXIS_SIZES,
     Config,
     check_cpu,
     check_world,
@@ -25,7 +26,7 @@ from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import run_stamp, this_process
 from gptrain.plan import parallel_dims
-from gptrain.plan.memory import bytes_per_parameter, rank_parameters, weight_bytes
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters
 from gptrain.plan.shape import GPTShape
 from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem
 
@@ -123,7 +124,7 @@ def check_files(run: Config) -> Iterator[Problem]:
     """Data, checkpoints and old runs that are named exist; of data groups those that ship."""
     ships = run.get("data.train._target_") in DATA
     keys = ("data.path", "data.train_path", "data.val_path", "data.tokenizer") if ships else ()
-    for key in (*keys, "ckpt_path", "init_from", "from_run"):
+    for key in (*keys, "ckpt_path", "init_from"):
         paths = run.get(key, [])
         for path in paths if isinstance(paths, list) else [paths]:
             found = os.path.expanduser(path)
@@ -196,30 +197,23 @@ def _check_keywords(
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
-    if run.get("model._target_") != SIMPLE_GPT:
+    if run.get("model._target_") != SIMPLE_GPT or run.get("task") != "fit":
         return  # only its size is known without making it
-    options = run.values["strategy"]
-    sizes = (options.get(f"{axis}_parallel_size") for axis in ("tensor", "pipeline"))
-    dims = parallel_dims(options["name"], world_size, *sizes)
-    shape, n_stages = GPTShape(*(run.get(f"model.{key}") for key in SIZES)), stages_per_rank(run)
+    name, shape = run.get("strategy.name"), GPTShape(*(run.get(f"model.{key}") for key in SIZES))
+    dims = parallel_dims(name, world_size, *map(run.get, AXIS_SIZES))
     held = max(
-        rank_parameters(options["name"], shape, dims, pipeline_rank=end, stages_per_rank=n_stages)
+        rank_parameters(name, shape, dims, pipeline_rank=end, stages_per_rank=stages_per_rank(run))
         for end in {0, dims.pipeline - 1}
     )
-    precision, optimizer = run.get("trainer.precision"), run.get("optimizer._target_")
-    momentum = run.get("optimizer.momentum", 0.0) or 0.0
-    trains, on_host = run.get("task") == "fit", kind == "cpu" or options.get("cpu_offload")
-    each = (
-        bytes_per_parameter(precision, optimizer, momentum) if trains else weight_bytes(precision)
-    )
-    need = held * each * (n_local if on_host else 1)
-    if on_host:
+    facts = (run.get(key) for key in ("trainer.precision", "optimizer._target_"))
+    need = held * bytes_per_parameter(*facts, run.get("optimizer.momentum", 0.0))
+    if kind == "cpu" or run.get("strategy.cpu_offload"):
+        need, where = need * n_local, "this machine"
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        have = _device_bytes(n_local)
+        have, where = _device_bytes(n_local), "a device"
     if have is not None and need > have:
-        what = "weights, gradients and optimizer states" if trains else "weights"
-        where = "this machine" if on_host else "a device"
+        what = "weights, gradients and optimizer states"
         wrong = f"needs about {need / GIB:.0f} GiB for {what}, {where} has {have / GIB:.0f} GiB"
         attempt = "strategy=fsdp or a smaller model"
         yield Problem("model", None, wrong, attempt=attempt, code=DONE)
