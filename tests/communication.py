@@ -11,7 +11,7 @@ clipping and the vote on stopping send some hundred bytes and are left out.
 from __future__ import annotations
 
 from gptrain.plan.dims import ParallelDims
-from gptrain.plan.shape import GPTShape
+from gptrain.plan.memory import GPTShape
 
 FP32_BYTES = 4
 

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.fit import Unfit, check_fit
+from gptrain.plan.dims import ParallelDims
 
 B, T, V = 2, 16, 61
 
@@ -75,14 +76,12 @@ def test_the_more_is_recomputed_the_less_is_kept():
 
 def test_a_net_without_blocks_is_told_what_it_lacks():
     net = torch.nn.Linear(2, 2)
-    with pytest.raises(Unfit, match="needs `blocks`"):
-        apply_activation_checkpointing(net, "full")
-    with pytest.raises(Unfit, match="needs `blocks`"):
-        apply_compile(net, "blocks")
-
-
-def test_unknown_modes_are_refused():
-    with pytest.raises(ValueError, match="allowed: none, selective, full"):
-        make_net("some")
-    with pytest.raises(ValueError, match="allowed: none, blocks, model"):
-        apply_compile(make_net("none"), "some")
+    single, one = {"name": "single"}, ParallelDims()
+    for modes in (("full", "none"), ("none", "blocks")):
+        named = dict(zip(("activation_checkpointing", "compile"), modes, strict=True))
+        with pytest.raises(Unfit, match="needs `blocks`"):
+            check_fit(net, single, one, **named)
+    with pytest.raises(Unfit, match=r"needs blocks of Linear .*: single, ddp$"):
+        check_fit(
+            net, {"name": "fsdp"}, ParallelDims(2), compile="none", activation_checkpointing="none"
+        )

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from gptrain.models import SimpleGPT
-from gptrain.plan import ParallelDims
-from gptrain.plan.memory import bytes_per_parameter, rank_parameters
-from gptrain.plan.shape import GPTShape
+from gptrain.plan.dims import ParallelDims
+from gptrain.plan.memory import GPTShape, bytes_per_parameter, rank_parameters
 from tests.communication import ddp_bytes, fsdp_bytes, step_bytes
 
 GPT2 = GPTShape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)

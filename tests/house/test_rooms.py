@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "plan": set(),
     "data": {"small_files"},
     "resilience": {"small_files", "problems"},
-    "parallel": {"loss"},  # over a vocabulary that is sharded it is made of the same parts
+    # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
+    "parallel": {"loss", "plan"},
     "problems": set(),  # the one home of exit codes
     "launch": {"data", "parallel", "resilience", "small_files", "problems"},
     "lit": (LEAVES - {"models"}) | {"launch", "problems"},

@@ -15,10 +15,11 @@ from gptrain.models import SimpleGPT
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.slices import build_partitioned, whole_of
+from gptrain.parallel.slices import make_net_on, whole_of
 from gptrain.parallel.state import (
-    load_whole_net_state,
-    load_whole_optimizer_state,
+    WHOLE,
+    load_net_state,
+    load_optimizer_state,
     named_parameters,
     whole_net_state,
     whole_optimizer_state,
@@ -68,7 +69,7 @@ class OneProcess:
     """The truth, and the interface of the others: one optimizer step at a time."""
 
     beside: ClassVar[dict] = {}  # name -> parameter that is not the net's
-    whole: ClassVar[dict] = {}  # what state functions must know of stages
+    stages = WHOLE  # what a state must know of a pipeline
 
     def __init__(self, seed=0):
         torch.manual_seed(seed)
@@ -93,16 +94,19 @@ class OneProcess:
         return {name: whole_of(p.grad) for name, p in self.net.named_parameters()}
 
     def parameters(self):
-        return named_parameters(self.net, self.whole.get("aliases", {})) | self.beside
+        return named_parameters(self.net, self.stages) | self.beside
 
     def states(self):
-        return whole_net_state(self.net, **self.whole), whole_optimizer_state(
-            self.parameters(), self.optimizer, stages=self.whole.get("stages")
+        return whole_net_state(self.net, self.stages), whole_optimizer_state(
+            self.parameters(), self.optimizer, self.stages
         )
 
     def load(self, net_state, optimizer_state):
-        load_whole_net_state(self.net, net_state, **self.whole)
-        load_whole_optimizer_state(self.parameters(), self.optimizer, optimizer_state)
+        load_net_state(self.net, net_state, stages=self.stages)
+        self.load_optimizer(optimizer_state["state"], optimizer_state["param_groups"])
+
+    def load_optimizer(self, source, groups):
+        load_optimizer_state(self.parameters(), self.optimizer, source, groups)
 
 
 class Sharded(OneProcess):
@@ -126,7 +130,7 @@ class Sharded(OneProcess):
             if self.is_fsdp:
                 apply_fsdp(net, self.mesh, **fsdp)
 
-        self.net = build_partitioned(make_net, partition, "cpu")
+        self.net = make_net_on("cpu", make_net, partition)
         self.optimizer = make_optimizer(self.net)
 
     def loss(self, tokens, targets):
@@ -184,19 +188,15 @@ class Piped(OneProcess):
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
 
         def partition(net):
-            self.pipeline = Pipeline(
-                net,
-                self.mesh,
-                schedule=schedule,
-                microbatches=2 if data > 1 else 4,
-                loss_sum=lambda hidden, targets: chunked_next_token_loss(
-                    hidden, net.head.weight, targets, reduction="sum"
-                ),
-            )
+            microbatches = 2 if data > 1 else 4
+            self.pipeline = Pipeline(net, self.mesh, schedule=schedule, microbatches=microbatches)
 
-        self.net = build_partitioned(make_net, partition, "cpu")
+        self.net = make_net_on("cpu", make_net, partition)
         self.optimizer = make_optimizer(self.net)
-        self.whole = {"aliases": self.pipeline.aliases, "stages": self.pipeline.group}
+        self.stages = self.pipeline.stages
+
+    def loss_sum(self, hidden, targets):
+        return chunked_next_token_loss(hidden, self.net.head.weight, targets, reduction="sum")
 
     def step(self, step):
         total = torch.zeros(())
@@ -204,22 +204,23 @@ class Piped(OneProcess):
             tokens, targets = make_batch(step, micro_step)
             mine = slice(self.data_rank, None, self.n_data)
             tokens, targets = tokens[mine], targets[mine]
-            loss = self.pipeline.forward_backward(
-                tokens, targets, count_targets(targets), scale=1 / ACCUMULATE
+            factor = 1 / ACCUMULATE / count_targets(targets)
+            loss = self.pipeline.train(
+                tokens, targets, lambda *given, factor=factor: self.loss_sum(*given) * factor
             )
-            total += loss / ACCUMULATE / self.n_data
+            total += loss / self.n_data
         dist.all_reduce(total, group=self.mesh["data"].get_group())
         self.pipeline.finish_gradients()
         norm = clip_grad_norm(
             self.net.parameters(),
             MAX_NORM,
             groups=[self.pipeline.group],
-            copies={parameter: 2 for parameter in self.pipeline.tied_parameters()},
+            elsewhere={*self.pipeline.tied_parameters()} if self.pipeline.rank else frozenset(),
         )
         return total.item(), norm.item()
 
     def gradients(self):
-        aliases = self.pipeline.aliases
+        aliases = self.stages.aliases
         return {aliases.get(name, name): p.grad for name, p in self.net.named_parameters()}
 
 

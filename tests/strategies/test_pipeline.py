@@ -34,7 +34,7 @@ def _passes(schedule):
     tokens, targets = make_batch(0, 0)
     for _ in range(2):
         passes.clear()  # the first begins with a pass that only asks for shapes
-        kind.pipeline.forward_backward(tokens, targets, torch.tensor(1))
+        kind.pipeline.train(tokens, targets, kind.loss_sum)
     return list(kind.net.blocks), passes
 
 
@@ -58,36 +58,29 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
     kind, truth = Piped(), OneProcess()
     tokens, targets = (part[:6] for part in make_batch(0, 0))
     expected = F.cross_entropy(truth.net(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-    close(kind.pipeline.evaluate(tokens, targets), expected.detach(), LOSS_RTOL)
+    close(kind.pipeline.evaluate(tokens, targets, kind.loss_sum), expected.detach(), LOSS_RTOL)
     assert all(p.grad is None for p in kind.net.parameters())
 
 
 @on_ranks(2)
-def test_the_last_stage_alone_hands_out_hidden_states_of_an_evaluation():
+def test_the_last_stage_alone_computes_the_loss_of_hidden_states():
     tokens, targets = make_batch(0, 0)
     expected = OneProcess().net.hidden(tokens).detach()
     for schedule in ("1f1b", "interleaved_1f1b"):
         kind, seen = Piped(schedule), []
-        kind.pipeline.evaluate(tokens, targets, lambda *given, seen=seen: seen.append(given))
-        assert kind.pipeline.has_last == bool(seen) == (dist.get_rank() == 1)
+
+        def note(hidden, targets, seen=seen):
+            seen.append((hidden, targets))
+            return hidden.new_ones(())
+
+        assert kind.pipeline.evaluate(tokens, targets, note) == 4  # microbatches, on every rank
+        assert bool(seen) == (dist.get_rank() == 1)
         if seen:
-            assert len(seen) == 4  # microbatches
+            assert len(seen) == 4
             close(torch.cat([hidden for hidden, _ in seen]), expected, LOSS_RTOL)
             assert torch.equal(torch.cat([kept for _, kept in seen]), targets)
-        kind.pipeline.evaluate(tokens, targets)
-        kind.pipeline.forward_backward(tokens, targets, torch.tensor(1))
-        assert len(seen) in (0, 4)  # neither a later evaluation nor training does
-
-
-@on_ranks(2)
-def test_the_loss_of_an_evaluation_may_be_another_than_that_of_training():
-    tokens, targets = make_batch(0, 0)
-    pipeline = Piped().pipeline
-    plain = pipeline.evaluate(tokens, targets)
-    pipeline.loss_sum, train_loss = lambda *given: 2 * train_loss(*given), pipeline.loss_sum
-    doubled = pipeline.forward_backward(tokens, targets, torch.tensor(1))
-    close(doubled, 2 * plain, LOSS_RTOL)
-    close(pipeline.evaluate(tokens, targets), plain, LOSS_RTOL)
+        kind.pipeline.train(tokens, targets, kind.loss_sum)
+        assert len(seen) in (0, 4)  # a later pass has a loss of its own
 
 
 @on_ranks(2)
@@ -95,5 +88,5 @@ def test_a_whole_forward_pass_is_refused_and_says_what_to_call():
     tokens, _ = make_batch(0, 0)
     net = Piped().net
     for call in (net, net.hidden):
-        with pytest.raises(Unfit, match=r"under pipeline no rank .* self.loss\(tokens, targets\)"):
+        with pytest.raises(Unfit, match=r"no rank of a pipeline .* self.loss\(tokens, targets\)"):
             call(tokens)

@@ -8,9 +8,8 @@ from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, traini
 from ranks import on_ranks
 
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.plan import ParallelDims
-from gptrain.plan.memory import bytes_per_parameter, rank_parameters
-from gptrain.plan.shape import GPTShape
+from gptrain.plan.dims import ParallelDims
+from gptrain.plan.memory import GPTShape, bytes_per_parameter, rank_parameters
 from tests.communication import step_bytes
 
 SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)

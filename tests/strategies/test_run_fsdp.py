@@ -9,7 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from gptrain.config.compose import compose_config
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
-from gptrain.plan import dims_of
+from gptrain.parallel.mesh import start_group
+from gptrain.plan.dims import parallel_dims
 
 
 def test_it_equals_one_process(runs):
@@ -90,11 +91,12 @@ def test_offloaded_shards_live_in_host_memory(runs):
     """On a CPU it has no effect and is refused, but the policy is that of every group."""
     assert set(short(runs)["offload"]) == {"OffloadPolicy"}
     cfg = compose_config(["strategy=fsdp", "strategy.cpu_offload=true"])
+    start_group("gloo", torch.device("cpu"), rank=0, world_size=1, timeout_s=60)
     try:
         net, _ = build_strategy(
             lambda: SimpleGPT(61, 32, n_heads=4, n_layers=4, max_seq_len=16),
             cfg.strategy,
-            dims_of(cfg.strategy, 1),
+            parallel_dims(cfg.strategy, 1),
             torch.device("cpu"),
         )
         policies = [part._get_fsdp_state()._fsdp_param_group.offload_policy for part in net.blocks]

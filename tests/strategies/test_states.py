@@ -22,18 +22,8 @@ from kinds import (
 from ranks import on_ranks
 from torch import nn
 
+from gptrain.parallel import state as states
 from gptrain.parallel.slices import whole_of
-from gptrain.parallel.state import (
-    load_sharded_net,
-    load_sharded_optimizer,
-    load_whole_net_state,
-    load_whole_optimizer_state,
-    named_groups,
-    named_parameters,
-    sharded_state,
-    whole_net_state,
-    whole_optimizer_state,
-)
 
 
 class CountsSteps(torch.optim.Optimizer):
@@ -93,13 +83,13 @@ def check_goes_on_like(loaded, truth_step):
 @on_ranks(2)
 def test_any_strategy_saves_the_whole_state_and_loads_it():
     truth = trained(OneProcess())
-    states = truth.states()
+    saved = truth.states()
     for kind in every_kind(seed=0):
         check_state_of(trained(kind), truth)
-    states = copy.deepcopy(states)
+    saved = copy.deepcopy(saved)
     expected = truth.step(1)
     for kind in every_kind(seed=1):
-        kind.load(*broadcast(states))
+        kind.load(*broadcast(saved))
         check_goes_on_like(kind, expected)
 
 
@@ -141,20 +131,20 @@ def test_parameters_beside_the_net_and_numbers_in_a_state_are_kept_by_all_strate
     for number, kind in enumerate(map(_with_one_beside, every_kind(seed=0))):
         _step(kind)
         _, mine = kind.states()
-        aliases, stages = kind.whole.get("aliases", {}), kind.whole.get("stages")
-        state = sharded_state(kind.net, kind.parameters(), kind.optimizer, aliases=aliases)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / str(number)))
-        groups = broadcast(named_groups(kind.parameters(), kind.optimizer, stages))
+        held = kind.parameters(), kind.optimizer
+        shards = states.sharded_state(kind.net, *held, kind.stages)
+        dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / str(number)))
+        groups = broadcast(states.named_groups(*held, kind.stages))
         if dist.get_rank() == 0:
             assert mine["state"].keys() == expected["state"].keys()
         mine = broadcast(mine)
         for other in map(_with_one_beside, every_kind(seed=1)):
-            load_whole_optimizer_state(other.parameters(), other.optimizer, mine)
+            other.load_optimizer(mine["state"], mine["param_groups"])
             _check_beside(other, expected)
         for other in map(_with_one_beside, every_kind(seed=1)):
             reader = dcp.FileSystemReader(folder / str(number))
-            load_sharded_net(other.net, reader, **other.whole)
-            load_sharded_optimizer(other.parameters(), other.optimizer, groups, reader)
+            states.load_net_state(other.net, reader, stages=other.stages)
+            other.load_optimizer(reader, groups)
             _check_beside(other, expected)
 
 
@@ -178,19 +168,18 @@ LEFT_OUT = (
 def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
     given = broadcast(_changed(OneProcess(seed=3).net.state_dict()))
     folder = Path(broadcast(tempfile.mkdtemp()))
-    sharded = {f"net.{name}": tensor for name, tensor in given.items() if name != "head.weight"}
-    dcp.save(sharded, storage_writer=dcp.FileSystemWriter(folder))
-    sources = (load_whole_net_state, given), (load_sharded_net, dcp.FileSystemReader(folder))
-    for load, source in sources:
+    sharded = {name: tensor for name, tensor in given.items() if name != "head.weight"}
+    dcp.save({"net": sharded}, storage_writer=dcp.FileSystemWriter(folder))
+    for source in (given, dcp.FileSystemReader(folder)):
         for kind in every_kind(seed=0):
             with pytest.raises(
                 ValueError,
                 match=r"norm_1.weight \(5,\) there, \(32,\) here; .*bias here only; .* there only",
             ):
-                load(kind.net, source, **kind.whole)
-            left_out = load(kind.net, source, strict=False, **kind.whole)
+                states.load_net_state(kind.net, source, stages=kind.stages)
+            left_out = states.load_net_state(kind.net, source, strict=False, stages=kind.stages)
             assert tuple(left_out) == LEFT_OUT
-            mine = whole_net_state(kind.net, **kind.whole)
+            mine = states.whole_net_state(kind.net, kind.stages)
             if dist.get_rank() == 0:
                 fresh = OneProcess(seed=0).net.state_dict()
                 for name, tensor in mine.items():
@@ -202,26 +191,28 @@ def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
     net = make_net()
     stray = nn.Parameter(torch.ones(3, 4))
     optimizer = torch.optim.SGD([{"params": list(net.parameters())}, {"params": [stray]}], 0.1)
-    parameters = named_parameters(net)
+    parameters = states.named_parameters(net)
     with pytest.raises(ValueError, match=r"group 1 of SGD has a parameter of shape \(3, 4\)"):
-        whole_optimizer_state(parameters, optimizer)
+        states.whole_optimizer_state(parameters, optimizer)
     parameters["module.stray"] = stray
-    state = whole_optimizer_state(parameters, optimizer)
+    state = states.whole_optimizer_state(parameters, optimizer)
     optimizer.param_groups[0]["momentum"] = abs
     with pytest.raises(ValueError, match="option momentum of the optimizer is a builtin"):
-        named_groups(parameters, optimizer)
+        states.named_groups(parameters, optimizer)
     one_group = torch.optim.SGD([*net.parameters(), stray], 0.1)
-    load_whole_optimizer_state(parameters, one_group, state)  # options are equal
+    states.load_optimizer_state(
+        parameters, one_group, state["state"], state["param_groups"]
+    )  # options are equal
     state["param_groups"][1]["lr"] = 0.2
     with pytest.raises(ValueError, match=r"module.stray: not in a group with token_embedding"):
-        load_whole_optimizer_state(parameters, one_group, state)
+        states.load_optimizer_state(parameters, one_group, state["state"], state["param_groups"])
     state["param_groups"].pop()
     with pytest.raises(ValueError, match=r"module\.stray: not in a group"):
-        load_whole_optimizer_state(parameters, one_group, state)
+        states.load_optimizer_state(parameters, one_group, state["state"], state["param_groups"])
 
 
 def test_a_tied_weight_may_be_given_once():
     net, other = make_net(), make_net()
     state = {name: tensor for name, tensor in other.state_dict().items() if name != "head.weight"}
-    assert not any(load_whole_net_state(net, state))
+    assert not any(states.load_net_state(net, state))
     assert torch.equal(net.head.weight, other.token_embedding.weight)

@@ -38,10 +38,11 @@ from gptrain.launch.process import Process, this_process
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
-from gptrain.lit.strategies import build_strategy, strategy_name
+from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
-from gptrain.plan import ANY_NET, BatchPlan, dims_of
+from gptrain.plan.batch import BatchPlan
+from gptrain.plan.dims import ANY_NET, parallel_dims, strategy_name
 from gptrain.resilience.watchdog import Guard
 
 __all__ = ["Run", "build", "check", "find_checkpoint"]
@@ -100,7 +101,7 @@ def check(cfg: DictConfig) -> None:
         check_fit(
             net,
             cfg.strategy,
-            dims_of(cfg.strategy, world_size),
+            parallel_dims(cfg.strategy, world_size),
             compile=model.compile,
             activation_checkpointing=model.activation_checkpointing,
         )
@@ -113,7 +114,8 @@ def check(cfg: DictConfig) -> None:
 def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
     process, machine = this_process(), find_machine(cfg)
-    dims, device = dims_of(cfg.strategy, machine.world_size), machine.device(process.local_rank)
+    dims = parallel_dims(cfg.strategy, machine.world_size)
+    device = machine.device(process.local_rank)
     start_rank(cfg, process, machine)
 
     train, val, test = prepare_data(cfg, process.rank, guard)
@@ -170,7 +172,8 @@ def start_rank(cfg: DictConfig, process: Process, machine: Machine) -> None:
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
     pl.seed_everything(cfg.seed, verbose=False)
     backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
-    start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
+    if strategy_name(cfg.strategy.name, machine.world_size) != "single":
+        start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
 
 
 def prepare_data(cfg: DictConfig, rank: int, guard: Guard | None) -> list[Dataset | None]:

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 
-from gptrain import plan
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization, named_beside_net
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
-from gptrain.plan import BatchPlan, Lengths
+from gptrain.plan import batch as plan
+from gptrain.plan.batch import BatchPlan, Lengths
+from gptrain.plan.dims import ANY_NET
 from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
@@ -145,7 +146,7 @@ def plan_lengths(
 def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
     """The class of the module group.   Raises: Unfit for one that the strategy cannot train."""
     made = get_method(cfg.module._target_)
-    if strategy not in plan.ANY_NET and not issubclass(made, LanguageModel):
+    if strategy not in ANY_NET and not issubclass(made, LanguageModel):
         raise Unfit(
             "module._target_",
             f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "

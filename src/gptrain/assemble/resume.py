@@ -12,7 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.lit.checkpointing import STATE_NAME
-from gptrain.plan import dims_of, plan_batch
+from gptrain.plan.batch import plan_batch
+from gptrain.plan.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
@@ -230,7 +231,7 @@ def changed_options(cfg: DictConfig) -> tuple[str, ...]:
 
 def count_sequences(cfg: DictConfig, world_size: int) -> int:
     """Sequences per optimizer step over this many ranks."""
-    dims = dims_of(cfg.strategy, world_size)
+    dims = parallel_dims(cfg.strategy, world_size)
     asked, accumulate = cfg.data.global_batch_size, cfg.trainer.accumulate_grad_batches
     return plan_batch(cfg.data.batch_size, asked, accumulate, dims.data).global_batch_size
 

@@ -34,7 +34,8 @@ from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.report import Report
 from gptrain.parallel.fit import Unfit
-from gptrain.plan import ANY_NET, Lengths
+from gptrain.plan.batch import Lengths
+from gptrain.plan.dims import ANY_NET
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from gptrain.assemble.resume import INDEX, SAFETENSORS, find_weights, named_source
 from gptrain.lit.checkpointing import STATE_NAME
 from gptrain.lit.strategies.states import BESIDE
-from gptrain.parallel.state import NO_ALIASES, Unmatched, load_sharded_net, load_whole_net_state
+from gptrain.parallel.state import WHOLE, Stages, Unmatched, load_net_state
 from gptrain.resilience.manifest import Checkpoint, DamagedCheckpoint
 from gptrain.resilience.safe_load import SafeFileSystemReader, load_file
 from gptrain.small_files import MAX_JSON_BYTES, UnreadableFile, open_regular, read_json
@@ -30,8 +28,7 @@ def load_weights(
     source: str | Path | Checkpoint,
     *,
     strict: bool = True,
-    aliases: Mapping[str, str] = NO_ALIASES,
-    stages: ProcessGroup | None = None,
+    stages: Stages = WHOLE,
 ) -> tuple[Path, Unmatched]:
     """Fills net, whole or partitioned, with the weights that source holds.
 
@@ -40,7 +37,7 @@ def load_weights(
             file that Lightning saved, a folder in the layout of Hugging Face's GPT-2 (in one file
             or several), or a safetensors file of the net's own names.
         strict: false takes what fits by name and shape.
-        aliases, stages: as in `gptrain.parallel.state`.
+        stages: over which a pipeline partitions the net.
 
     Returns: where the weights were, and what of both sides was left out.
     Raises:
@@ -50,11 +47,10 @@ def load_weights(
     """
     found = source if isinstance(source, Checkpoint) else find_weights(source)
     path = found.path if isinstance(found, Checkpoint) else found
-    options = {"strict": strict, "aliases": aliases, "stages": stages}
+    is_sharded = isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded"
     try:
-        if isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded":
-            return path, load_sharded_net(net, SafeFileSystemReader(path), **options)
-        return path, load_whole_net_state(net, read_weights(net, path), **options)
+        state = SafeFileSystemReader(path) if is_sharded else read_weights(net, path)
+        return path, load_net_state(net, state, strict=strict, stages=stages)
     except UnreadableFile as error:
         raise DamagedCheckpoint(error.path, error.reason) from error
     except ValueError as error:
@@ -72,7 +68,6 @@ def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
             net,
             find_weights(cfg.init_from, by=(cfg.checkpoint.monitor, cfg.checkpoint.mode)),
             strict=cfg.init_strict,
-            aliases=strategy.aliases,
             stages=strategy.stages,
         )
     log.info("%-9s from the weights of %s", "start", path)

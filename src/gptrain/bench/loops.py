@@ -60,7 +60,7 @@ def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
     """Our model, loss, data and optimizer in the plain loop."""
-    from gptrain.parallel import clip_grad_norm
+    from gptrain.parallel.gradients import clip_grad_norm
 
     net = OurGPT(spec).to(device)
     optimizer = make_optimizer(spec, net)

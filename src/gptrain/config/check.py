@@ -19,7 +19,8 @@ from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, SIMPLE_GPT, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
 from gptrain.launch.process import this_process
-from gptrain.plan import ANY_NET, effective_max_epochs, parallel_dims, plan_batch, run_steps
+from gptrain.plan.batch import effective_max_epochs, plan_batch, run_steps
+from gptrain.plan.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
@@ -201,7 +202,7 @@ def check_world(run: Config, world_size: int) -> Iterator[Problem]:
     if name not in STRATEGIES or any(key.startswith("strategy.") for key in run.wrong):
         return
     try:
-        dims = parallel_dims(name, world_size, *map(run.get, AXIS_SIZES))
+        dims = parallel_dims(run.values["strategy"], world_size)
     except ValueError as error:
         yield run.error(next(filter(run.get, AXIS_SIZES), "trainer.devices"), str(error))
         return
@@ -217,7 +218,7 @@ def check_world(run: Config, world_size: int) -> Iterator[Problem]:
 
 def stages_per_rank(run: Config) -> int:
     """Stages of a pipeline that one rank holds."""
-    return 2 if run.get("strategy.schedule") == "interleaved_1f1b" else 1
+    return STAGES_PER_RANK.get(run.get("strategy.schedule"), 1)
 
 
 def divisors(number: int) -> str:
@@ -239,14 +240,15 @@ def _check_split(run: Config, tensor: int, pipeline: int) -> Iterator[Problem]:
 
 def _check_microbatches(run: Config, stages: int) -> Iterator[Problem]:
     batch, given = run.get("data.batch_size"), run.get("strategy.microbatches")
-    micro = given or 2 * stages
+    micro, schedule = count_microbatches(given, stages), run.get("strategy.schedule")
     key = "strategy.microbatches" if given else "data.batch_size"
     if batch and batch % micro:
         wrong = f"not divisible into {micro} microbatches, two per stage"
         wrong = f"does not divide data.batch_size={batch}" if given else wrong
         yield run.error(key, wrong, f"data.batch_size={micro * max(1, batch // micro)}")
-    elif micro < stages and run.get("strategy.schedule") != "gpipe":
-        wrong = f"1f1b needs at least one microbatch per stage ({stages})"
+    elif schedule != "gpipe" and (micro < stages or schedule != "1f1b" and micro % stages):
+        needed = "at least one" if schedule == "1f1b" else "a whole number, at least one,"
+        wrong = f"{schedule} needs {needed} microbatch per stage ({stages})"
         attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
         yield run.error(key, wrong, attempt)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import (
-    AXIS_SIZES,
     Config,
     check_cpu,
     check_world,
@@ -25,9 +24,8 @@ from gptrain.config.schema import DATA, GROUPS, KNOWN, SIMPLE_GPT, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import run_stamp, this_process
-from gptrain.plan import parallel_dims
-from gptrain.plan.memory import bytes_per_parameter, rank_parameters
-from gptrain.plan.shape import GPTShape
+from gptrain.plan.dims import parallel_dims
+from gptrain.plan.memory import GPTShape, bytes_per_parameter, rank_parameters
 from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem
 
 GIB = 2**30
@@ -200,7 +198,7 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
     if run.get("model._target_") != SIMPLE_GPT or run.get("task") != "fit":
         return  # only its size is known without making it
     name, shape = run.get("strategy.name"), GPTShape(*(run.get(f"model.{key}") for key in SIZES))
-    dims = parallel_dims(name, world_size, *map(run.get, AXIS_SIZES))
+    dims = parallel_dims(run.values["strategy"], world_size)
     held = max(
         rank_parameters(name, shape, dims, pipeline_rank=end, stages_per_rank=stages_per_rank(run))
         for end in {0, dims.pipeline - 1}

@@ -37,6 +37,11 @@ class LossOptions:
     compiles: bool = False
 
     @property
+    def added(self) -> dict[str, float]:
+        """What is added to the cross entropy."""
+        return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+
+    @property
     def plain(self) -> LossOptions:
         """Those of val/loss: the cross entropy alone."""
         return replace(self, label_smoothing=0.0, z_loss=0.0)
@@ -52,18 +57,26 @@ def whole_net_loss(
     net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
 ) -> Tensor:
     """Loss in nats of tokens (B, T), targets (B, T), under a net that this rank runs whole."""
-    added = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
     if has_chunks(net):
-        hidden = net.hidden(tokens)  # (B, T, D)
-        return chunked_next_token_loss(
-            hidden,
-            net.head.weight,
-            targets,
-            reduction=reduction,
-            compiles=options.compiles,
-            **added,
-        )
-    return next_token_loss(_logits(net, tokens, targets), targets, reduction=reduction, **added)
+        return head_loss(net.head, net.hidden(tokens), targets, reduction, options)
+    logits = _logits(net, tokens, targets)
+    return next_token_loss(logits, targets, reduction=reduction, **options.added)
+
+
+def head_loss(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, reduction: str, options: LossOptions
+) -> Tensor:
+    """Loss in nats of hidden states (..., D); in chunks where the head has no bias."""
+    if head.bias is not None:
+        return next_token_loss(head(hidden), targets, reduction=reduction, **options.added)
+    return chunked_next_token_loss(
+        hidden,
+        head.weight,
+        targets,
+        reduction=reduction,
+        compiles=options.compiles,
+        **options.added,
+    )
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from gptrain.plan import Lengths
+from gptrain.plan.batch import Lengths
 from gptrain.plan.flops import peak_flops_per_s, train_flops_per_token
 
 MEASURE_S = 0.15  # spent on measuring a peak that no table knows

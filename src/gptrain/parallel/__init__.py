@@ -2,7 +2,7 @@
 
 Each `apply_*` changes a net in place and leaves its parameter names as they were, so that a state
 dict has the bare net's keys under every strategy. What a net must offer: `gptrain.models`. The
-order in which they are applied, inside `slices.build_partitioned`:
+order in which they are applied, inside `slices.make_net_on`:
 
     tensor or pipeline -> activation checkpointing -> compile -> FSDP
 
@@ -12,7 +12,3 @@ activation  what is kept for the backward pass, and compile
 gradients   sums over ranks, clipping        slices      whole tensors and their slices
 state       checkpoints from and into any strategy
 """
-
-from gptrain.parallel.gradients import clip_grad_norm
-
-__all__ = ["clip_grad_norm"]

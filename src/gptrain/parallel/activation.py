@@ -10,8 +10,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from gptrain.parallel.fit import Unfit
-
 _aten = torch.ops.aten
 # Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
 _EXPENSIVE = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default} | {
@@ -28,31 +26,15 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
             memory, a third more FLOPs. "selective" keeps the outputs of matrix products and of
             attention and recomputes what is cheap between them: no FLOPs worth counting (skipping
             every other block, the alternative, costs a sixth more for half of the memory).
-
-    Raises: ValueError if the mode is unknown; Unfit if the net has no `blocks`.
     """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"activation_checkpointing={mode}: allowed: none, selective, full")
     if mode == "none":
         return
-    check_blocks(net, "model.activation_checkpointing", mode)
     options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for block in net.blocks.children():
         # The forward, not the module, is wrapped: no prefix in the names, hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
-
-
-def check_blocks(net: nn.Module, key: str, mode: str) -> None:
-    """Raises: Unfit if the option `key` works block by block in this mode, without `blocks`."""
-    if mode not in ("none", "model") and not hasattr(net, "blocks"):
-        others = "none, model" if key == "model.compile" else "none"
-        raise Unfit(
-            key,
-            f"{mode} works block by block and needs `blocks`, an nn.ModuleList, of "
-            f"{type(net).__name__}; without: {others}",
-        )
 
 
 def compiles_loss(mode: str, device: str) -> bool:
@@ -66,12 +48,7 @@ def apply_compile(net: nn.Module, mode: str) -> None:
     Args:
         mode: "none"; "blocks" compiles one block and reuses it for all alike, which is several
             times faster to compile; "model" compiles the whole.
-
-    Raises: ValueError if the mode is unknown; Unfit if the net has no `blocks`.
     """
-    if mode not in ("none", "blocks", "model"):
-        raise ValueError(f"compile={mode}: allowed: none, blocks, model")
-    check_blocks(net, "model.compile", mode)
     if mode == "blocks":
         for block in net.blocks.children():
             block.forward = torch.compile(block.forward)  # FSDP's hooks, around it, stay outside

@@ -1,6 +1,10 @@
 """Whether a net has what an option needs; asked of the net alone, before there are any ranks."""
 
+from pkgutil import resolve_name
+
 from torch import nn
+
+from gptrain.plan.dims import STRATEGIES, strategy_name
 
 
 class Unfit(ValueError):
@@ -15,19 +19,33 @@ class Unfit(ValueError):
         self.key = key
 
 
-def check_attributes(net: nn.Module, needed: tuple[str, ...]) -> None:
-    """Raises: Unfit with the names of what a strategy needs and the net lacks."""
-    missing = [name for name in needed if not hasattr(net, name)]
-    if missing:
-        what = f"needs {', '.join(missing)}"
-        if missing == ["blocks"]:
-            what = "works block by block and needs `blocks`, an nn.ModuleList,"
-        others = "single, ddp" if needed == ("blocks",) else "single, ddp, and fsdp with `blocks`"
+def check_fit(
+    net: nn.Module, options, dims, *, compile: str, activation_checkpointing: str
+) -> None:
+    """Raises: Unfit for the first thing that the net lacks; it may lie on the meta device.
+
+    Args:
+        options: the `strategy` group.   dims: ranks along each axis.
+    """
+    row = STRATEGIES[strategy_name(options["name"], dims.world_size)]
+    if missing := [name for name in row.needs if not hasattr(net, name)]:
+        others = [
+            name
+            for name, other in STRATEGIES.items()
+            if all(hasattr(net, need) for need in other.needs)
+        ]
         raise Unfit(
             "strategy.name",
-            f"{what} of {type(net).__name__} (see gptrain.models); strategies that work without: "
-            f"{others}",
+            f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); strategies "
+            f"that work without: {', '.join(others)}",
         )
+    modes = {"model.activation_checkpointing": activation_checkpointing, "model.compile": compile}
+    for key, mode in modes.items():
+        if mode not in ("none", "model") and not hasattr(net, "blocks"):
+            wrong = f"{mode} works block by block and needs `blocks` of {type(net).__name__}"
+            raise Unfit(key, f"{wrong}, an nn.ModuleList (see gptrain.models)")
+    if row.check:
+        resolve_name(row.check)(net, options, dims)
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:
@@ -38,29 +56,3 @@ def tied_names(net: nn.Module) -> dict[str, str]:
         for name, parameter in net.named_parameters(remove_duplicate=False)
         if first.setdefault(parameter, name) != name
     }
-
-
-def check_fit(
-    net: nn.Module, options, dims, *, compile: str, activation_checkpointing: str
-) -> None:
-    """Raises: Unfit for the first thing that the net lacks; it may lie on the meta device.
-
-    Args:
-        options: the `strategy` group.   dims: ranks along each axis.
-    """
-    from gptrain.parallel.activation import check_blocks
-
-    name = options.name
-    check_blocks(net, "model.activation_checkpointing", activation_checkpointing)
-    check_blocks(net, "model.compile", compile)
-    if "fsdp" in name:
-        check_attributes(net, ("blocks",))
-    if "tensor" in name:
-        from gptrain.parallel.tensor import check_tensor_parallel
-
-        check_tensor_parallel(net, dims.tensor)
-    if "pipeline" in name:
-        from gptrain.parallel.pipeline import check_pipeline, count_microbatches
-
-        microbatches = count_microbatches(options, dims)
-        check_pipeline(net, dims.pipeline, options.schedule, microbatches)

@@ -18,8 +18,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from gptrain.parallel.fit import check_attributes
-
 
 def apply_fsdp(
     net: nn.Module,
@@ -38,10 +36,7 @@ def apply_fsdp(
             all-gather less per step, for the memory of all gathered parameters (ZeRO-2).
         compute_dtype: gathered and multiplied in this type; gradients are reduced in fp32.
         cpu_offload: shards, gradients and the optimizer live in the host's memory.
-
-    Raises: Unfit if the net has no `blocks`.
     """
-    check_attributes(net, ("blocks",))
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None
     options = {

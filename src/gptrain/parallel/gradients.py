@@ -1,23 +1,18 @@
 """Sums of gradients over groups of ranks, and their global norm with clipping."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-
-# Coalesced messages: large enough that latency is nothing, small enough to be no second copy of
-# the gradients. DistributedDataParallel's own default.
-BUCKET_BYTES = 25 * 2**20
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
 def sum_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1
 ) -> None:
-    """Replace each gradient by the group's sum, divided by divisor; many in one message.
+    """Replace each gradient by the group's sum, divided by divisor; all vectors in one message.
 
     Called once per optimizer step, after the last micro-step: sums commute with accumulation.
     All ranks of the group must pass the same parameters in the same order.
@@ -25,14 +20,16 @@ def sum_gradients(
     if group.size() == 1:
         return
     given = [p.grad for p in parameters if p.grad is not None]
-    for bucket in _buckets([_local(gradient) for gradient in given]):
-        flat = torch.cat([gradient.flatten() for gradient in bucket]).to(_reducing_device(given))
+    vectors = [_local(gradient) for gradient in given if gradient.ndim < 2]
+    messages = [vectors] if vectors else []
+    messages += [[_local(gradient)] for gradient in given if gradient.ndim >= 2]
+    for message in messages:
+        flat = torch.cat([part.flatten() for part in message]).to(_wire(given))
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        for part, summed in zip(message, flat.split([p.numel() for p in message]), strict=True):
+            part.copy_(summed.view_as(part))
 
 
 @torch.no_grad()
@@ -41,44 +38,45 @@ def clip_grad_norm(
     max_norm: float | None,
     *,
     groups: Sequence[dist.ProcessGroup] = (),
-    copies: Mapping[nn.Parameter, int] | None = None,
+    elsewhere: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
     """Norm of all gradients of the whole net, alike on all ranks; scaled down to max_norm in place.
 
-    norm^2 = sum over ranks of |local gradient|^2 / (ranks that hold the same values), so what is
-    replicated counts once, what is split counts in parts, and a mesh costs one number per axis.
-    Nothing is read on the host. Gradients are measured in fp32.
+    norm^2 = sum over ranks of |local gradient|^2, where of several ranks that hold the same values
+    the first one counts them; so a mesh costs one number per axis. Nothing is read on the host.
+    Gradients are measured in fp32.
 
     Args:
         max_norm: None measures only.
         groups: further groups over which the net is split (the stages of a pipeline).
-        copies: parameters of which these groups hold copies (tied weights), and how many.
+        elsewhere: parameters that another rank of these groups counts (tied weights).
     """
-    with_gradient = [p for p in parameters if p.grad is not None]
-    gradients = [_local(p.grad) for p in with_gradient]
-    meshes = {p.grad.device_mesh: None for p in with_gradient if isinstance(p.grad, DTensor)}
-    axes = list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()))
-    by_copies: dict[int, list[Tensor]] = {}
-    for parameter, gradient in zip(with_gradient, gradients, strict=True):
-        n_copies = _n_copies(parameter.grad, axes) * (copies or {}).get(parameter, 1)
-        by_copies.setdefault(n_copies, []).append(gradient)
-    squares = torch.zeros((), device=gradients[0].device if gradients else None)
-    for n_copies, alike in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(alike, 2, dtype=torch.float32))
-        squares += norms.square().sum() / n_copies
-    home = squares.device
-    squares = squares.to(_reducing_device([p.grad for p in with_gradient]))
+    given = [p for p in parameters if p.grad is not None]
+    gradients = [_local(p.grad) for p in given]
+    mesh = next((p.grad.device_mesh for p in given if isinstance(p.grad, DTensor)), None)
+    axes = mesh.get_all_groups() if mesh is not None else []
+    counted = [
+        gradient
+        for p, gradient in zip(given, gradients, strict=True)
+        if p not in elsewhere and _counts_here(p.grad, axes)
+    ]
+    squares = torch.zeros((), device=_wire([p.grad for p in given]))
+    if counted:
+        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
+        squares += norms.square().sum().to(squares.device)
     for group in (*axes, *groups):
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
-    norm = squares.sqrt().to(home)
-    if max_norm is not None and gradients:
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norm = squares.sqrt()
+    if gradients:
+        norm = norm.to(gradients[0].device)
+        if max_norm is not None:
+            # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def _reducing_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
+def _wire(gradients: Sequence[Tensor]) -> torch.device | str | None:
     # Offloaded gradients lie on the CPU, which the collectives of their mesh of GPUs do not read.
     for gradient in gradients:
         if isinstance(gradient, DTensor):
@@ -86,26 +84,12 @@ def _reducing_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
     return gradients[0].device if gradients else None
 
 
-def _n_copies(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> int:
-    # How many ranks of the meshes hold the same values: all but along axes that split them.
-    n = prod(axis.size() for axis in axes)
-    if isinstance(gradient, DTensor):
-        sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-        n //= prod(size for size, placement in sizes if not isinstance(placement, Replicate))
-    return n
+def _counts_here(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
+    if not isinstance(gradient, DTensor):
+        return all(axis.rank() == 0 for axis in axes)
+    places = zip(gradient.device_mesh.get_coordinate(), gradient.placements, strict=True)
+    return all(index == 0 for index, placement in places if placement.is_replicate())
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for gradient in gradients:
-        n_bytes = sum(g.nbytes for g in bucket) + gradient.nbytes
-        if bucket and (n_bytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(gradient)
-    if bucket:
-        yield bucket

@@ -18,10 +18,6 @@ STORE_VARIABLE = "GPTRAIN_STORE"  # a file through which the ranks of one node f
 # node's links are the fastest; stages of a pipeline talk least and may lie far apart.
 AXES = ("pipeline", "data", "tensor")
 
-# Renamed in torch 2.13, which warns of the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def build_mesh(
     device_type: str, *, data: int = 1, tensor: int = 1, pipeline: int = 1
@@ -43,7 +39,7 @@ def start_group(
     Ranks that our own supervisor started use a file store, and gloo talks over loopback, so that a
     run on one node opens no port that others could reach; ranks of several nodes have MASTER_ADDR.
     """
-    if dist.is_initialized() or world_size == 1:
+    if dist.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -51,22 +47,17 @@ def start_group(
     if store:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    alone = dist.HashStore() if world_size == 1 else None  # a strategy tried on one device
     dist.init_process_group(
         backend,
-        init_method=f"file://{store}" if store else "env://",
+        init_method=None if alone else f"file://{store}" if store else "env://",
+        store=alone,
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
         # NCCL then knows this rank's GPU; else barriers guess it by the rank, and warn.
         device_id=device if backend == "nccl" else None,
     )
-
-
-def start_group_of_one(device: torch.device) -> None:
-    """A group of this process alone, for a strategy of several ranks tried on one device."""
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float) -> T:

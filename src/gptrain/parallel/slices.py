@@ -1,27 +1,23 @@
-"""Whole tensors and the slices that ranks hold: to slice, to fill, to gather.
+"""Whole tensors and the slices that ranks hold: to make a net of slices, to fill, to gather.
 
-The one place that knows the layout. Slices are torch.chunk's: all ranks hold the same number of
-rows, the last ones fewer or none. On two axes the innermost slices first: FSDP (outer) shards what
-tensor parallelism (inner) left.
+Slices are DTensor's: torch.chunk's, so that all ranks hold the same number of rows, the last ones
+fewer or none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gptrain.parallel.fit import tied_names
-from gptrain.parallel.mesh import all_gather_single
 
 
-def build_partitioned(
+def make_net_on(
+    device: torch.device | str,
     make_net: Callable[[], nn.Module],
     partition: Callable[[nn.Module], None],
-    device: torch.device | str,
 ) -> nn.Module:
     """Net made by make_net, partitioned in place by partition(net), with weights on device.
 
@@ -49,20 +45,6 @@ def build_partitioned(
     return net
 
 
-def slice_of(
-    whole: Tensor, placements: Sequence[Placement], coordinate: Sequence[int], sizes: Sequence[int]
-) -> Tensor:
-    """View of the part of whole that the rank at coordinate holds."""
-    for placement, index, size in reversed(list(zip(placements, coordinate, sizes, strict=True))):
-        if isinstance(placement, Replicate):
-            continue
-        length = whole.shape[placement.dim]
-        rows = -(-length // size)
-        start = min(index * rows, length)
-        whole = whole.narrow(placement.dim, start, min(rows, length - start))
-    return whole
-
-
 @torch.no_grad()
 def copy_slice(target: Tensor, whole: Tensor) -> None:
     """Copy whole into a plain tensor, or this rank's slice of it into a DTensor; no communication.
@@ -72,8 +54,8 @@ def copy_slice(target: Tensor, whole: Tensor) -> None:
     if target.shape != whole.shape:
         raise ValueError(f"shapes differ: {tuple(target.shape)} here, {tuple(whole.shape)} given")
     if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        whole = slice_of(whole, target.placements, mesh.get_coordinate(), mesh.shape)
+        mesh, placements = target.device_mesh, target.placements
+        whole = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None).to_local()
         target = target.to_local()
     target.copy_(whole)
 
@@ -89,28 +71,7 @@ def like_parameter(value: Any, parameter: Tensor) -> Any:
 
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, on every rank; a plain tensor as it is. Collective.
-
-    The inverse of slice_of. DTensor's own full_tensor() fails where two axes slice one dimension
-    unevenly.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    mesh, whole = tensor.device_mesh, tensor.to_local()
-    # Lengths before each slicing, innermost axis first, as in slice_of; undone outermost first.
-    slicings, left = [], torch.empty(tensor.shape, device="meta")
-    for axis in reversed(range(mesh.ndim)):
-        placement = tensor.placements[axis]
-        if not placement.is_replicate():
-            slicings.append((axis, placement.dim, left.shape[placement.dim]))
-            here = [mesh.get_coordinate()[axis]], [mesh.shape[axis]]
-            left = slice_of(left, [placement], *here)
-    for axis, dim, length in reversed(slicings):
-        size = mesh.shape[axis]
-        rows = -(-length // size)
-        part = whole.movedim(dim, 0)
-        part = F.pad(part, (0, 0) * (part.ndim - 1) + (0, rows - part.shape[0])).contiguous()
-        gathered = part.new_empty(size * rows, *part.shape[1:])
-        all_gather_single(gathered, part, group=mesh.get_group(axis))
-        whole = gathered[:length].movedim(0, dim)
-    return whole
+    """The whole of a DTensor, on every rank; a plain tensor as it is. Collective."""
+    if isinstance(tensor, DTensor):  # an offloaded one lies where its mesh cannot gather it
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.detach()

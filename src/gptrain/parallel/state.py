@@ -5,8 +5,7 @@ own slices by torch.distributed.checkpoint, which reads them back into any other
 Optimizer states are kept by the parameter's name, since numbers of parameters depend on the stage:
 `parameters` maps these names to parameters, the net's (`named_parameters`) and any beside it, which
 every rank holds whole.
-`aliases` are names that a stage holds for what one process has under another (a tied head), and
-`stages` is the group of a pipeline's ranks, over which the net is partitioned.
+`Stages` is what a state must know of a pipeline, over whose ranks the net is partitioned.
 """
 
 import warnings
@@ -27,13 +26,25 @@ from gptrain.parallel.fsdp import reshard
 from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
 
 State = dict[str, Any]
-Group = dist.ProcessGroup | None
-Aliases = Mapping[str, str]
 Parameters = Mapping[str, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
-NO_ALIASES: Aliases = {}
 _PLAIN = (bool, int, float, str, type(None))
 _SHOWN = 4  # names told in a message; a net of another width has one for each tensor
+
+
+class Stages(NamedTuple):
+    """The ranks over which the stages of a pipeline are spread.
+
+    Attributes:
+        group: None where every rank has the whole net, or slices of all its tensors.
+        aliases: names that a stage holds for what one process has under another (a tied head).
+    """
+
+    group: dist.ProcessGroup | None = None
+    aliases: Mapping[str, str] = {}
+
+
+WHOLE = Stages()
 
 
 class Unmatched(NamedTuple):
@@ -57,176 +68,118 @@ class Unmatched(NamedTuple):
         return "; ".join(wrong[:_SHOWN]) + more
 
 
-def named_parameters(net: nn.Module, aliases: Aliases = NO_ALIASES) -> dict[str, nn.Parameter]:
+def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
     """Name in a checkpoint -> parameter of the net; a tied one once, under its first name."""
     reshard(net)
-    return {aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
+    return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
-def whole_net_state(
-    net: nn.Module, *, aliases: Aliases = NO_ALIASES, stages: Group = None
-) -> State:
+def whole_net_state(net: nn.Module, stages: Stages = WHOLE) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     reshard(net)
-    second = tied_names(net) | aliases  # such a weight is gathered and sent once
+    second = tied_names(net) | stages.aliases  # such a weight is gathered and sent once
     state = {}
     for name, tensor in net.state_dict().items():
         if name not in second:
             whole = whole_of(tensor)
             if _keeps(stages):
                 state[name] = whole.cpu()
-    state = _merge_stages(state, stages)
+    state = _merge(state, stages)
     return state | {name: state[first] for name, first in second.items() if state}
 
 
-def load_whole_net_state(
-    net: nn.Module,
-    state: State,
-    *,
-    strict: bool = True,
-    aliases: Aliases = NO_ALIASES,
-    stages: Group = None,
-) -> Unmatched:
-    """Copy each rank's slices of a bare net's state dict into net. Of a pipeline all must call it.
-
-    Args:
-        strict: false loads what fits by name and shape.
-
-    Raises: ValueError that names all that does not fit, if strict.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    fitting, unmatched = _match(net, shapes, strict, aliases, stages)
-    for name, tensor in fitting.items():
-        copy_slice(tensor, state[name])
-    return unmatched
-
-
 def whole_optimizer_state(
-    parameters: Parameters, optimizer: Optimizer, *, stages: Group = None
+    parameters: Parameters, optimizer: Optimizer, stages: Stages = WHOLE
 ) -> State:
     """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
 
     Raises: ValueError if the optimizer has a parameter that is not among `parameters`, or options
         that are no plain values.
     """
-    flat = {}
-    for key, value in _flat_optimizer_state(parameters, optimizer).items():
-        value = tree_map_only(Tensor, whole_of, value)
-        if _keeps(stages):
-            flat[key] = tree_map_only(Tensor, Tensor.cpu, value)
-    state: State = {"state": {}, "param_groups": named_groups(parameters, optimizer, stages)}
-    for key, value in _merge_stages(flat, stages).items():
-        name, _, kind = key.rpartition(".")
-        state["state"].setdefault(name, {})[kind] = value
-    return state
-
-
-def load_whole_optimizer_state(parameters: Parameters, optimizer: Optimizer, state: State) -> None:
-    """Give optimizer each rank's slices of a named state. No communication.
-
-    Raises: ValueError if the state has no such groups.
-    """
-    values = {
-        name: {
-            kind: like_parameter(value, parameter)
-            for kind, value in state["state"].get(name, {}).items()
-        }
-        for name, parameter in parameters.items()
-    }
-    _load_named(parameters, optimizer, values, state["param_groups"])
+    groups, states = named_groups(parameters, optimizer, stages), {}
+    for name, parameter in parameters.items():
+        values = tree_map_only(Tensor, whole_of, optimizer.state.get(parameter, {}))
+        if values and _keeps(stages):
+            states[name] = tree_map_only(Tensor, Tensor.cpu, values)
+    return {"state": _merge(states, stages), "param_groups": groups}
 
 
 def sharded_state(
-    net: nn.Module,
-    parameters: Parameters = NO_ALIASES,
-    optimizer: Optimizer | None = None,
-    *,
-    aliases: Aliases = NO_ALIASES,
+    net: nn.Module, parameters: Parameters, optimizer: Optimizer, stages: Stages = WHOLE
 ) -> State:
-    """This rank's part for torch.distributed.checkpoint.save: "net.*" and "optimizer.*" values.
+    """This rank's part for torch.distributed.checkpoint.save: values of "net" and "optimizer".
 
     A tied weight is there once, under its first name. Groups' options are in `named_groups`.
     """
     reshard(net)
     second = tied_names(net)
-    state: State = {
-        f"net.{aliases.get(name, name)}": tensor
+    tensors = {
+        stages.aliases.get(name, name): tensor
         for name, tensor in net.state_dict().items()
         if name not in second
     }
-    if optimizer is not None:
-        for key, value in _flat_optimizer_state(parameters, optimizer).items():
-            if not isinstance(value, (Tensor, *_PLAIN)):
-                kind = type(value).__name__
-                raise ValueError(f"optimizer state {key} is a {kind}: shards hold tensors only")
-            state[f"optimizer.{key}"] = value
-    return state
+    states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
+    for name, kind, value in ((n, k, v) for n, state in states.items() for k, v in state.items()):
+        if not isinstance(value, (Tensor, *_PLAIN)):
+            made = type(value).__name__
+            raise ValueError(f"optimizer state {name}.{kind} is a {made}: shards hold tensors only")
+    return {"net": tensors, "optimizer": states}
 
 
-def load_sharded_net(
+def load_net_state(
     net: nn.Module,
-    reader: dcp.StorageReader,
+    source: Mapping[str, Tensor] | dcp.StorageReader,
     *,
     strict: bool = True,
-    aliases: Aliases = NO_ALIASES,
-    stages: Group = None,
+    stages: Stages = WHOLE,
 ) -> Unmatched:
-    """As load_whole_net_state, from a sharded checkpoint of whatever slicing. Collective."""
-    stored = reader.read_metadata().state_dict_metadata
-    shapes = {
-        key.removeprefix("net."): tuple(entry.size)
-        for key, entry in stored.items()
-        if key.startswith("net.") and isinstance(entry, TensorStorageMetadata)
-    }
-    fitting, unmatched = _match(net, shapes, strict, aliases, stages)
-    _read({f"net.{name}": tensor.detach() for name, tensor in fitting.items()}, reader)
+    """Copy this rank's part of a net's state into net. Of a pipeline all ranks must call it.
+
+    Args:
+        source: a bare net's state dict, or a sharded checkpoint of whatever slicing, for which all
+            ranks must call it.
+        strict: false loads what fits by name and shape.
+
+    Raises: ValueError that names all that does not fit, if strict.
+    """
+    if isinstance(source, dcp.StorageReader):
+        shapes = {
+            key.removeprefix("net."): tuple(entry.size)
+            for key, entry in source.read_metadata().state_dict_metadata.items()
+            if key.startswith("net.") and isinstance(entry, TensorStorageMetadata)
+        }
+        fitting, unmatched = _match(net, shapes, strict, stages)
+        _read({"net": {name: tensor.detach() for name, tensor in fitting.items()}}, source)
+        return unmatched
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
+    fitting, unmatched = _match(net, shapes, strict, stages)
+    for name, tensor in fitting.items():
+        copy_slice(tensor, source[name])
     return unmatched
 
 
-def load_sharded_optimizer(
-    parameters: Parameters, optimizer: Optimizer, groups: list[State], reader: dcp.StorageReader
+def load_optimizer_state(
+    parameters: Parameters,
+    optimizer: Optimizer,
+    source: Mapping[str, State] | dcp.StorageReader,
+    groups: list[State],
 ) -> None:
-    """As load_whole_optimizer_state, from a sharded checkpoint. Collective.
+    """Give optimizer this rank's part of a state by names.
 
     Args:
-        groups: the `named_groups` that were saved beside it.
+        source: the "state" of a whole one, or a sharded checkpoint, for which all ranks must call
+            it.
+        groups: the `named_groups` of the optimizer that was saved.
+
+    Raises: ValueError if the state has no such groups.
     """
-    state: State = {}
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        parameter = parameters.get(key.removeprefix("optimizer.").rpartition(".")[0])
-        if parameter is None or not key.startswith("optimizer."):
-            continue
-        if not isinstance(entry, TensorStorageMetadata):
-            state[key] = None  # a number
-        elif entry.size == parameter.shape:
-            state[key] = torch.empty_like(parameter.detach(), dtype=entry.properties.dtype)
-        else:
-            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    _read(state, reader)
-    values: dict[str, State] = {name: {} for name in parameters}
-    for key, value in state.items():
-        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
-        values[name][kind] = value
-    _load_named(parameters, optimizer, values, groups)
-
-
-def named_groups(parameters: Parameters, optimizer: Optimizer, stages: Group = None) -> list[State]:
-    """The optimizer's groups, plain options and names of parameters; those of all stages."""
-    names = _names(parameters, optimizer)
-    groups = [
-        {
-            key: [names[p] for p in value] if key == "params" else _plain(key, value)
-            for key, value in group.items()
+    if isinstance(source, dcp.StorageReader):
+        values = _read_optimizer_state(parameters, source)
+    else:
+        values = {
+            name: {kind: like_parameter(v, parameter) for kind, v in source.get(name, {}).items()}
+            for name, parameter in parameters.items()
         }
-        for group in optimizer.param_groups
-    ]
-    return [group for theirs in _gather(groups, stages) for group in theirs]
-
-
-def _load_named(
-    parameters: Parameters, optimizer: Optimizer, values: Mapping[str, State], groups: list[State]
-) -> None:
-    """Hand optimizer the local values of each parameter, and the options of its group."""
     names = _names(parameters, optimizer)
     options_of = {
         name: {key: value for key, value in group.items() if key != "params"}
@@ -244,6 +197,21 @@ def _load_named(
         restored.append({**group, **options, "params": [numbers[p] for p in group["params"]]})
     state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
     optimizer.load_state_dict({"state": state, "param_groups": restored})
+
+
+def named_groups(
+    parameters: Parameters, optimizer: Optimizer, stages: Stages = WHOLE
+) -> list[State]:
+    """The optimizer's groups, plain options and names of parameters; those of all stages."""
+    names = _names(parameters, optimizer)
+    groups = [
+        {
+            key: [names[p] for p in value] if key == "params" else _plain(key, value)
+            for key, value in group.items()
+        }
+        for group in optimizer.param_groups
+    ]
+    return [group for theirs in _gather(groups, stages) for group in theirs]
 
 
 def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
@@ -270,25 +238,31 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
-def _flat_optimizer_state(parameters: Parameters, optimizer: Optimizer) -> dict[str, Any]:
-    _names(parameters, optimizer)
-    return {
-        f"{name}.{kind}": value
-        for name, parameter in parameters.items()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
+def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> dict[str, State]:
+    """Name -> kind -> value of these parameters: local shards, numbers, and whole other tensors."""
+    values: dict[str, State] = {name: {} for name in parameters}
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
+        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
+        if name not in parameters or not key.startswith("optimizer."):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            values[name][kind] = None  # a number
+        elif entry.size == parameters[name].shape:
+            like = parameters[name].detach()
+            values[name][kind] = torch.empty_like(like, dtype=entry.properties.dtype)
+        else:
+            values[name][kind] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    _read({"optimizer": values}, reader)
+    return values
 
 
 def _match(
-    net: nn.Module, shapes: Shapes, strict: bool, aliases: Aliases, stages: Group
+    net: nn.Module, shapes: Shapes, strict: bool, stages: Stages
 ) -> tuple[dict[str, Tensor], Unmatched]:
     """Name in a checkpoint of these shapes -> the net's tensor that it fits; and what fits not."""
     reshard(net)
-    held, first = net.state_dict(keep_vars=True), tied_names(net) | aliases
-    wanted = {  # a tied weight may stand there under its first name only
-        name if name in shapes and name not in aliases else first.get(name, name): tensor
-        for name, tensor in held.items()
-    }
+    held, first = net.state_dict(keep_vars=True), tied_names(net) | stages.aliases
+    wanted = {first.get(name, name): tensor for name, tensor in held.items()}
     mine = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     fitting = {name: wanted[name] for name, shape in mine.items() if shapes.get(name) == shape}
     everyones = _gather((mine, list(held)), stages)
@@ -304,35 +278,35 @@ def _match(
     return fitting, unmatched
 
 
-def _merge_stages(state: State, stages: Group) -> State:
+def _merge(state: State, stages: Stages) -> State:
     """All stages' values on the first of them, sent one at a time; {} on the others."""
-    if stages is None or stages.size() == 1:
+    counts, group = _gather(len(state), stages), stages.group
+    if len(counts) == 1:
         return state
-    counts, first = _gather(len(state), stages), dist.get_global_rank(stages, 0)
-    if stages.rank() != 0:
+    if group.rank() != 0:
         for item in state.items():
-            dist.send_object_list([item], first, group=stages)
+            dist.send_object_list([item], group=group, group_dst=0)
         return {}
-    for sender in range(1, stages.size()):
+    for sender in range(1, group.size()):
         for _ in range(counts[sender]):
             received: list = [None]
-            dist.recv_object_list(received, dist.get_global_rank(stages, sender), group=stages)
+            dist.recv_object_list(received, group=group, group_src=sender)
             state.setdefault(*received[0])
     return state
 
 
-def _gather(value: Any, stages: Group) -> list[Any]:
+def _gather(value: Any, stages: Stages) -> list[Any]:
     """Every stage's value, on all of them."""
-    if stages is None or stages.size() == 1:
+    if stages.group is None:
         return [value]
-    values: list = [None] * stages.size()
-    dist.all_gather_object(values, value, group=stages)
+    values: list = [None] * stages.group.size()
+    dist.all_gather_object(values, value, group=stages.group)
     return values
 
 
-def _keeps(stages: Group) -> bool:
+def _keeps(stages: Stages) -> bool:
     # Stages keep what they hold until it is merged; elsewhere only rank 0's is used.
-    return stages is not None or not dist.is_initialized() or dist.get_rank() == 0
+    return stages.group is not None or not dist.is_initialized() or dist.get_rank() == 0
 
 
 @torch.no_grad()

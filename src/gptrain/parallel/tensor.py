@@ -25,11 +25,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from gptrain.parallel.fit import Unfit, check_attributes
-from gptrain.parallel.mesh import all_gather_single, reduce_scatter_single
-from gptrain.parallel.slices import slice_of
+from gptrain.parallel.fit import Unfit
+
+# Renamed in torch 2.13, which warns of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
@@ -38,10 +40,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     forward still gives whole logits (B, T, V) on every rank. `hidden` gives whole hidden states
     whose gradient is summed over ranks: take the loss of `vocab_parallel_loss`, which knows.
     A weight tied to another stays tied.
-
-    Raises: Unfit if the net lacks what is needed, or ranks would not hold whole heads.
     """
-    check_tensor_parallel(net, mesh["tensor"].size())
     group = mesh["tensor"].get_group()
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
@@ -59,14 +58,13 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         net.hidden = partial(_without_padding, net.hidden)
 
 
-def check_tensor_parallel(net: nn.Module, size: int) -> None:
+def check_tensor_parallel(net: nn.Module, options, dims) -> None:
     """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
-    check_attributes(net, ("tensor_plan", "n_heads", "head"))
-    if net.n_heads % size:
+    if net.n_heads % dims.tensor:
         allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
         raise Unfit(
             "strategy.tensor_parallel_size",
-            f"{size} ranks do not divide n_heads={net.n_heads}, each must hold whole heads; "
+            f"{dims.tensor} ranks do not divide n_heads={net.n_heads}, each must hold whole heads; "
             f"allowed: {allowed}",
         )
     unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
@@ -112,13 +110,9 @@ def _roles(net: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
-    mesh = mesh["tensor"]
     placements = [Replicate() if dim is None else Shard(dim)]
-    local = slice_of(parameter.detach(), placements, mesh.get_coordinate(), mesh.shape)
-    if local.shape != parameter.shape:
-        local = local.clone()  # a view would keep the whole alive
-    shape, stride = parameter.shape, parameter.stride()
-    shard = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = parameter.detach()  # alike on all ranks
+    shard = distribute_tensor(whole, mesh["tensor"], placements, src_data_rank=None)
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
@@ -237,22 +231,18 @@ class _GatherVocabulary(torch.autograd.Function):
     def forward(ctx, part, n_columns, group):
         width = -(-n_columns // group.size())  # torch.chunk's; the last ranks' parts are padded
         ctx.start, ctx.width = group.rank() * width, part.shape[-1]
-        part = F.pad(part, (0, width - part.shape[-1])).contiguous()
-        whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-        all_gather_single(whole, part, group=group)
-        whole = whole.unflatten(0, (group.size(), -1))  # (n, B, T', width)
-        return whole.movedim(0, -2).flatten(-2)[..., :n_columns]
+        return _all_gather(F.pad(part, (0, width - part.shape[-1])), group, -1)[..., :n_columns]
 
     @staticmethod
     def backward(ctx, grad):
         return grad.narrow(-1, min(ctx.start, grad.shape[-1] - ctx.width), ctx.width), None, None
 
 
-def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(part: Tensor, group: dist.ProcessGroup, dim: int = -2) -> Tensor:
     whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
     all_gather_single(whole, part.contiguous(), group=group)
-    whole = whole.unflatten(0, (group.size(), -1))
-    return whole.movedim(0, -3).flatten(-3, -2)  # (n, ..., t, D) -> (..., T', D)
+    whole = whole.unflatten(0, (group.size(), -1))  # (n, ..., t, D) -> (..., T', D)
+    return whole.movedim(0, dim - 1).flatten(dim - 1, dim)
 
 
 def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

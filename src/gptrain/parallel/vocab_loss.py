@@ -17,41 +17,24 @@ from gptrain.parallel.tensor import gather_vocabulary
 
 
 def vocab_parallel_loss(
-    hidden: Tensor,
-    head_weight: Tensor,
-    targets: Tensor,
-    *,
-    chunk_tokens: int | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, **options: object
 ) -> Tensor:
     """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
 
     Args:
         head_weight: DTensor (V, D), split by torch.chunk along V over its one mesh axis.
-        chunk_tokens, reduction, label_smoothing, z_loss: as in chunked_next_token_loss.
+        options: chunk_tokens, reduction, label_smoothing, z_loss of chunked_next_token_loss.
     """
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
-    group = mesh.get_group()
-
-    def all_reduce(tensor: Tensor, how: str) -> None:
-        dist.all_reduce(tensor, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[how], group)
-
+    operations = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+    cross_entropy = partial(
+        cross_entropy_in_place,
+        start=mesh.get_local_rank() * -(-vocab_size // mesh.size()),
+        vocab_size=vocab_size,
+        all_reduce=lambda part, how: dist.all_reduce(part, operations[how], mesh.get_group()),
+    )
     return chunked_next_token_loss(
-        hidden,
-        head_weight.to_local(),
-        targets,
-        chunk_tokens=chunk_tokens,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        cross_entropy=partial(
-            cross_entropy_in_place,
-            start=mesh.get_local_rank() * -(-vocab_size // mesh.size()),
-            vocab_size=vocab_size,
-            all_reduce=all_reduce,
-        ),
+        hidden, head_weight.to_local(), targets, cross_entropy=cross_entropy, **options
     )
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from gptrain.lit.callbacks.resume import add_state, go_on, without_clocks
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import ends_step, is_validated, loops_after
-from gptrain.plan import Lengths
+from gptrain.plan.batch import Lengths
 from gptrain.problems import DONE, Problem
 from gptrain.resilience.store import CheckpointStore
 

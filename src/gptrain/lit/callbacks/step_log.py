@@ -14,7 +14,7 @@ from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
-from gptrain.plan import Lengths
+from gptrain.plan.batch import Lengths
 
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,9 +16,35 @@ from torchmetrics import Metric
 from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
+from gptrain.plan.dims import ParallelDims
 
 if TYPE_CHECKING:
     from gptrain.lit.callbacks.finite import FiniteCheck
+
+ONE_OPTIMIZER = (
+    "steps, schedule and checkpoints of a run are those of one optimizer in Lightning's loop; "
+    "give one optimizer groups with options of their own"
+)
+
+
+@dataclass(frozen=True)
+class BuildArgs:
+    """What each builder of the table of strategies is given.
+
+    Attributes:
+        make_net: draws the net's seed from torch's CPU generator.
+        finish: activation checkpointing and compile, once layers are split and before FSDP.
+        options: the `strategy` group.
+        dims: ranks along each axis; their process group exists.
+        precision: Lightning's name.
+    """
+
+    make_net: Callable[[], nn.Module]
+    finish: Callable[[nn.Module], None]
+    device: torch.device
+    options: Any
+    dims: ParallelDims
+    precision: str
 
 
 @dataclass(frozen=True)
@@ -75,9 +102,13 @@ class NetStrategy:
         Raises: NonFinite.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.finish_gradients()
         self.grad_norm = self.measure_and_clip(parameters, max_norm)
         if self.check_finite is not None:
             self.check_finite.check(self.lightning_module.trainer, optimizer)
+
+    def finish_gradients(self) -> None:
+        """What is left to do once a step after the last backward pass; here nothing."""
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Norm of all gradients, alike on all ranks; scaled down to max_norm in place."""
@@ -91,24 +122,20 @@ class NetStrategy:
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            raise Unfit(
-                "module._target_",
-                "several optimizers: steps, schedule and checkpoints of a run are those of one; "
-                "give one optimizer groups with options of their own",
-            ) from error
+            raise Unfit("module._target_", f"several optimizers: {ONE_OPTIMIZER}") from error
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Drops the last step's gradients before a new step's forward pass.
 
         Lightning does it after the forward pass, whose activations would lie beside them: 4 bytes
         per parameter at the peak of memory.
         """
-        super().on_train_batch_start(batch, batch_idx)
         trainer = self.lightning_module.trainer
-        if batch_idx % trainer.accumulate_grad_batches == 0:
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.micro_losses: list[Tensor] = []
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
+        return super().training_step(*args, **kwargs)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -120,12 +147,7 @@ class NetStrategy:
 def check_optimization(module: pl.LightningModule) -> None:
     """Raises: Unfit for manual optimization."""
     if not module.automatic_optimization:
-        raise Unfit(
-            "module._target_",
-            "automatic_optimization=False: the steps of a run, its schedule and its checkpoints "
-            "count the steps of Lightning's loop; try: one optimizer, whose groups have options of "
-            "their own",
-        )
+        raise Unfit("module._target_", f"automatic_optimization=False: {ONE_OPTIMIZER}")
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gptrain.lit.strategies.base import NetStrategy
+from gptrain.lit.strategies.base import BuildArgs, NetStrategy
 from gptrain.lit.strategies.states import NamedStates
 from gptrain.parallel.ddp import comm_hook
-from gptrain.parallel.slices import build_partitioned as make_net_on
+from gptrain.parallel.slices import make_net_on
 
 _SYNC_BUFFERS = (  # renamed in torch 2.13
     "forward_sync_buffers"
@@ -54,26 +53,14 @@ class DDP(Ranks):
             self.model.register_comm_hook(*self.comm)
 
 
-def build_single(
-    make_net: Callable[[], nn.Module], finish: Callable, device: torch.device, **_: object
-) -> tuple[nn.Module, Strategy]:
+def build_single(args: BuildArgs) -> tuple[nn.Module, Strategy]:
     """The net on its device."""
-    return make_net_on(make_net, finish, device), SingleDevice(device)
+    return make_net_on(args.device, args.make_net, args.finish), SingleDevice(args.device)
 
 
-def build_ddp(
-    make_net: Callable[[], nn.Module],
-    finish: Callable,
-    device: torch.device,
-    *,
-    options,
-    **_: object,
-) -> tuple[nn.Module, Strategy]:
-    """A copy of the net on every rank.
-
-    Args:
-        options: the `strategy` group of ddp, or of auto.
-    """
+def build_ddp(args: BuildArgs) -> tuple[nn.Module, Strategy]:
+    """A copy of the net on every rank; options of ddp, or of auto."""
+    options = args.options
     strategy = DDP(
         comm_hook(options.comm_hook),
         timeout=timedelta(seconds=options.timeout_s),
@@ -83,4 +70,4 @@ def build_ddp(
         static_graph=options.static_graph,
         find_unused_parameters=options.find_unused_parameters,
     )
-    return make_net_on(make_net, finish, device), strategy
+    return make_net_on(args.device, args.make_net, args.finish), strategy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 
 from gptrain.lit.losses import LossOptions, has_chunks
-from gptrain.lit.strategies.base import named_beside_net
+from gptrain.lit.strategies.base import BuildArgs, named_beside_net
 from gptrain.lit.strategies.data_parallel import Ranks
 from gptrain.parallel.fsdp import apply_fsdp
-from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
+from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.slices import build_partitioned as make_net_on
-from gptrain.plan import ParallelDims
+from gptrain.parallel.slices import make_net_on
 
 
 class MeshStrategy(Ranks):
@@ -55,16 +54,9 @@ class MeshStrategy(Ranks):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
-    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        beside = list(named_beside_net(self.lightning_module).values())
+    def finish_gradients(self) -> None:
+        beside = named_beside_net(self.lightning_module).values()
         sum_gradients(beside, self.data_group, divisor=self.data_group.size())
-        return self.clip_net(parameters, beside, max_norm)
-
-    def clip_net(
-        self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
-    ) -> Tensor:
-        """Norm of all gradients, alike on all ranks; scaled down to max_norm in place."""
-        return clip_grad_norm(parameters, max_norm)
 
 
 class Sharded(MeshStrategy):
@@ -110,9 +102,8 @@ class TensorParallel(Sharded):
 
         if not has_chunks(net):
             return super().loss(net, tokens, targets, reduction, options)
-        added = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
         hidden, weight = net.hidden(tokens), net.head.weight  # (B, T, D), (V, D)
-        return vocab_parallel_loss(hidden, weight, targets, reduction=reduction, **added)
+        return vocab_parallel_loss(hidden, weight, targets, reduction=reduction, **options.added)
 
     @torch.no_grad()
     def logits(
@@ -124,50 +115,36 @@ class TensorParallel(Sharded):
             return super().logits(net, tokens, targets)
         return vocab_parallel_logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
 
-    def clip_net(
-        self, parameters: list[nn.Parameter], beside: list[nn.Parameter], max_norm: float | None
-    ) -> Tensor:
+    def finish_gradients(self) -> None:
         from gptrain.parallel.tensor import partial_parameters
 
+        super().finish_gradients()
         sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
-        return clip_grad_norm(parameters, max_norm)
 
 
-def build_partitioned(
-    make_net: Callable[[], nn.Module],
-    finish: Callable[[nn.Module], None],
-    device: torch.device,
-    *,
-    options,
-    dims: ParallelDims,
-    name: str,
-    precision: str,
-    **_: object,
-) -> tuple[nn.Module, Strategy]:
-    """This rank's shards of the net, and the strategy that trains them.
-
-    Args:
-        options: the `strategy` group.
-        precision: Lightning's name; under "bf16-mixed" FSDP gathers weights in bf16.
-    """
-    mesh = build_mesh(device.type, data=dims.data, tensor=dims.tensor)
-    is_fsdp, is_tensor = "fsdp" in name, "tensor" in name
+def build_partitioned(args: BuildArgs) -> tuple[nn.Module, Strategy]:
+    """This rank's shards of the net, and the strategy that trains them."""
+    options, dims = args.options, args.dims
+    mesh = build_mesh(args.device.type, data=dims.data, tensor=dims.tensor)
+    is_fsdp, is_tensor = "fsdp" in options.name, "tensor" in options.name
 
     def partition(net: nn.Module) -> None:
         if is_tensor:
             from gptrain.parallel.tensor import apply_tensor_parallel
 
             apply_tensor_parallel(net, mesh)
-        finish(net)
+        args.finish(net)
         if is_fsdp:
             apply_fsdp(
                 net,
                 mesh,
                 reshard_after_forward=options.reshard_after_forward,
-                compute_dtype=torch.bfloat16 if precision == "bf16-mixed" else None,
+                compute_dtype=torch.bfloat16 if args.precision == "bf16-mixed" else None,
                 cpu_offload=options.cpu_offload,
             )
 
-    net = make_net_on(make_net, partition, "cpu" if is_fsdp and options.cpu_offload else device)
+    place = "cpu" if is_fsdp and options.cpu_offload else args.device
     strategy = TensorParallel if is_tensor else Sharded
-    return net, strategy(mesh, syncs_each=is_fsdp and options.accumulate_shards)
+    return make_net_on(place, args.make_net, partition), strategy(
+        mesh, syncs_each=is_fsdp and options.accumulate_shards
+    )

@@ -12,22 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from gptrain.lit.strategies.base import bare_optimizer, named_beside_net
-from gptrain.parallel.state import (
-    load_sharded_net,
-    load_sharded_optimizer,
-    load_whole_net_state,
-    load_whole_optimizer_state,
-    named_groups,
-    named_parameters,
-    sharded_state,
-    whole_net_state,
-    whole_optimizer_state,
-)
+from gptrain.parallel import state as states
 from gptrain.resilience.safe_load import SafeFileSystemReader, one_line_refusals
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
@@ -52,14 +41,12 @@ class NamedStates:
 
     Attributes:
         partitions: the net is partitioned over ranks, so that its saves may be sharded.
-        aliases: names that a stage holds for what one process has under another (a tied head).
-        stages: the ranks of a pipeline.
+        stages: of a pipeline.
         fresh_options: of the optimizer's groups as they were built, before a checkpoint's.
     """
 
     partitions = False
-    aliases: Mapping[str, str] = {}
-    stages: dist.ProcessGroup | None = None
+    stages = states.WHOLE
     fresh_options: list[dict[str, Any]] | None = None
     _writes_shards = False
     _loaded: Path
@@ -77,7 +64,7 @@ class NamedStates:
         """Name in a checkpoint -> parameter, each once."""
         module = self.lightning_module
         net = getattr(module, "net", None)
-        of_net = named_parameters(net, self.aliases) if isinstance(net, nn.Module) else {}
+        of_net = states.named_parameters(net, self.stages) if isinstance(net, nn.Module) else {}
         beside = {f"{BESIDE}{name}": p for name, p in named_beside_net(module).items()}
         return {**of_net, **beside}
 
@@ -89,16 +76,16 @@ class NamedStates:
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
         if self._writes_shards:
             return beside
-        net = whole_net_state(self.net, aliases=self.aliases, stages=self.stages)
+        net = states.whole_net_state(self.net, self.stages)
         return {f"{NET}{name}": tensor for name, tensor in net.items()} | beside
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by names; in a sharded save the options of its groups alone."""
         optimizer, parameters = bare_optimizer(optimizer), self.saved_parameters()
         if self._writes_shards:
-            groups = named_groups(parameters, optimizer, self.stages)
+            groups = states.named_groups(parameters, optimizer, self.stages)
             return {"state": {}, "param_groups": groups}
-        return whole_optimizer_state(parameters, optimizer, stages=self.stages)
+        return states.whole_optimizer_state(parameters, optimizer, self.stages)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -109,11 +96,9 @@ class NamedStates:
 
             from gptrain.resilience.sharded import ShardWriter
 
-            optimizer = bare_optimizer(self.optimizers[0])
-            state = sharded_state(
-                self.net, self.saved_parameters(), optimizer, aliases=self.aliases
-            )
-            dcp.save(state, storage_writer=ShardWriter(storage_options))
+            optimizer, parameters = bare_optimizer(self.optimizers[0]), self.saved_parameters()
+            shards = states.sharded_state(self.net, parameters, optimizer, self.stages)
+            dcp.save(shards, storage_writer=ShardWriter(storage_options))
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {to_saved_name(name): state[name] for name in state}
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -126,17 +111,13 @@ class NamedStates:
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        reader = self._reader()
+        reader, state = self._reader(), checkpoint["state_dict"]
         if reader is None and not self.partitions:
             super().load_model_state_dict(checkpoint, strict)
             return
-        state = checkpoint["state_dict"]
-        if reader is not None:
-            with one_line_refusals(self._loaded):
-                load_sharded_net(self.net, reader, aliases=self.aliases, stages=self.stages)
-        else:
-            net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
-            load_whole_net_state(self.net, net, aliases=self.aliases, stages=self.stages)
+        net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
+        with one_line_refusals(self._loaded):
+            states.load_net_state(self.net, reader or net, stages=self.stages)
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
         missing, unexpected = self.lightning_module.load_state_dict(beside, strict=False)
         lost = [name for name in missing if not name.startswith(NET)] + list(unexpected)
@@ -149,12 +130,9 @@ class NamedStates:
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        parameters, reader = self.saved_parameters(), self._reader()
-        if reader is not None:
-            with one_line_refusals(self._loaded):
-                load_sharded_optimizer(parameters, optimizer, state["param_groups"], reader)
-        else:
-            load_whole_optimizer_state(parameters, optimizer, state)
+        source, parameters = self._reader() or state["state"], self.saved_parameters()
+        with one_line_refusals(self._loaded):
+            states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
 
     def _reader(self) -> SafeFileSystemReader | None:
         if not (self._loaded / INDEX_NAME).exists():
