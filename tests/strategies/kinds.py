@@ -3,6 +3,7 @@
 # V vocab, T time: neither is a multiple of two ranks
 
 import contextlib
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from gptrain.loss import chunked_next_token_loss, count_targets
 from gptrain.models import SimpleGPT
+from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh
@@ -24,6 +26,7 @@ from gptrain.parallel.state import (
     whole_net_state,
     whole_optimizer_state,
 )
+from gptrain.plan.dims import ParallelDims
 
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
 N_STEPS = 3
@@ -117,7 +120,7 @@ class Sharded(OneProcess):
     ):
         self.syncs_each = syncs_each
         torch.manual_seed(seed)
-        self.mesh = build_mesh("cpu", data=data, tensor=tensor)
+        self.mesh = build_mesh("cpu", ParallelDims(data=data, tensor=tensor))
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
         self.is_tensor, self.is_fsdp = tensor > 1, data > 1
 
@@ -184,7 +187,7 @@ class Piped(OneProcess):
         from gptrain.parallel.pipeline import Pipeline
 
         torch.manual_seed(seed)
-        self.mesh = build_mesh("cpu", data=data, pipeline=2)
+        self.mesh = build_mesh("cpu", ParallelDims(data=data, pipeline=2))
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
 
         def partition(net):
@@ -247,6 +250,13 @@ def check_equals_one_process(partitioned, n_steps=N_STEPS):
             if NOISE not in name:
                 close(net_state[name], weight, GRADIENT_RTOL)
     return truth
+
+
+def check_recomputed_equals_one_process(**axes):
+    """Activation checkpointing changes no number."""
+    for mode in ("full", "selective"):
+        recomputes = partial(apply_activation_checkpointing, mode=mode)
+        check_equals_one_process(Sharded(**axes, prepare=recomputes), n_steps=1)
 
 
 def training_bytes(partitioned):

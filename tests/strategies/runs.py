@@ -256,36 +256,6 @@ def plain(runs: Runs, name: str) -> Run:
     return runs(*PLACES[name], *METRICS)
 
 
-def check_equals_one_process(runs: Runs, name: str) -> None:
-    """Losses, norms, metrics, validations and final weights of eight steps."""
-    run, truth = plain(runs, name), plain(runs, "single")
-    assert len(run.column("train/loss")) == N_STEPS
-    check_same_run(run, truth)
-    accuracy = truth.column("val/accuracy")
-    assert len(accuracy) == 2 and min(accuracy) > 0
-    assert run.column("val/accuracy") == pytest.approx(accuracy)  # counts of predictions
-    assert run.column("val/counted") == truth.column("val/counted")
-
-
-def check_resumes_exactly(runs: Runs, name: str) -> None:
-    """Asked to stop after step 3 and started again, a run with dropout ends in the same bits."""
-    words = (*PLACES[name], DROPOUT)
-    n_ranks = int(words[1].partition("=")[2]) if name != "single" else 1
-    whole = runs(*words)
-    stopped = runs(
-        *words,
-        "+callbacks.stop._target_=own.StopAt", "+callbacks.stop.step=3",
-        f"+callbacks.stop.rank={n_ranks - 1}",
-        code=75,
-    )  # fmt: skip
-    assert stopped.column("step")[-1] < N_STEPS
-    resumed = runs(*words, "ckpt_path=last", begun=stopped)
-    assert resumed.record()["places"][0][1] == stopped.column("step")[-1]
-    assert not differences(resumed.state(N_STEPS), whole.state(N_STEPS))
-    for column in ("step", "train/loss", "lr", "grad_norm", "val/loss"):
-        assert resumed.column(column) == whole.column(column), column
-
-
 def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
     """From step 4 of another strategy's run on, this one ends as if it had run alone."""
     begun = plain(runs, source)
@@ -308,66 +278,100 @@ def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
     assert abs(truth.column("train/loss")[0] / fresh - 1) > 1e-3  # not by chance
 
 
-def check_samples(runs: Runs, name: str, data_ranks: list[int]) -> None:
-    """Ranks read their data rank's samples, and together those of one process in every step.
-
-    Args:
-        data_ranks: of each rank.
-    """
-    run, truth = plain(runs, name), plain(runs, "single").record()["tokens"]
-    read = [run.record(rank)["tokens"] for rank in range(len(data_ranks))]
-    n_data = max(data_ranks) + 1
-    first_of = [data_ranks.index(number) for number in range(n_data)]
-    for rank, number in enumerate(data_ranks):
-        assert not differences(read[rank], read[first_of[number]]), f"rank {rank}"
-    n_micro = len(truth) // N_STEPS  # of the one process
-    for step in range(N_STEPS):
-        mine = slice(step * n_micro // n_data, (step + 1) * n_micro // n_data)
-        together = torch.cat([part for first in first_of for part in read[first][mine]])
-        alone = torch.cat(truth[step * n_micro : (step + 1) * n_micro])
-        assert sorted(together.tolist()) == sorted(alone.tolist()), f"step {step}"
-        assert len(together.unique(dim=0)) == 16  # no sample twice
-
-
-def check_dropout_differs(runs: Runs, name: str, n_ranks: int) -> None:
-    """Each rank draws masks of its own, and they are the same whenever the run is started."""
-    run = runs(*PLACES[name], DROPOUT)
-    masks = [run.record(rank)["mask"].tolist()[:200] for rank in range(n_ranks)]
-    for rank, mask in enumerate(masks):
-        assert any(mask)
-        assert mask not in masks[:rank], f"rank {rank}"
-
-
-def check_recomputes(runs: Runs, name: str) -> None:
-    """Activation checkpointing changes no loss; it keeps less, and full multiplies again."""
-    kept, products = {}, {}
-    for mode in ("none", "selective", "full"):
-        words = (f"model.activation_checkpointing={mode}", "trainer.max_steps=2")
-        run = runs(*PLACES[name], *words)
-        check_close(run.column("train/loss"), plain(runs, "single").column("train/loss")[:2])
-        seen = run.record()
-        kept[mode], products[mode] = sum(seen["saved_bytes"]), sum(seen["products"])
-    assert kept["none"] > 2 * kept["selective"] > 0
-    assert kept["none"] > 2 * kept["full"] > 0
-    assert products["none"] == products["selective"] < products["full"]
-
-
-def check_bf16(runs: Runs, name: str) -> None:
-    """bf16-mixed multiplies in bf16, and trains what fp32 trains but for 8 bits of mantissa."""
-    words = ("trainer.precision=bf16-mixed", "trainer.max_steps=2")
-    run, truth = runs(*PLACES[name], *words), plain(runs, "single")
-    assert truth.record()["dtype"] == "torch.float32"
-    assert run.record()["dtype"] == "torch.bfloat16"
-    losses, expected = run.column("train/loss"), truth.column("train/loss")[:2]
-    check_close(losses, expected, 1e-2)
-    check_close(run.column("grad_norm"), truth.column("grad_norm")[:2], 5e-2)
-    assert losses != expected
-
-
 def check_muon(runs: Runs, name: str) -> None:
     """Muon, which needs whole matrices, equals one process where they are sharded."""
     words = ("optimizer=muon", "+callbacks.fp32._target_=own.MuonInFp32", "trainer.max_steps=4")
     check_same_run(runs(*PLACES[name], *words), runs(*PLACES["single"], *words))
+
+
+class Claims:
+    """Tests of every strategy; a file's own class gives the name.
+
+    Attributes:
+        data_ranks: of each rank.
+    """
+
+    name: str
+    data_ranks: list[int]
+
+    def test_it_equals_one_process(self, runs):
+        """Losses, norms, metrics, validations and final weights of eight steps."""
+        run, truth = plain(runs, self.name), plain(runs, "single")
+        assert len(run.column("train/loss")) == N_STEPS
+        check_same_run(run, truth)
+        accuracy = truth.column("val/accuracy")
+        assert len(accuracy) == 2 and min(accuracy) > 0
+        assert run.column("val/accuracy") == pytest.approx(accuracy)  # counts of predictions
+        assert run.column("val/counted") == truth.column("val/counted")
+
+    def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(self, runs):
+        """Asked to stop after step 3 and started again, a run ends in the same bits."""
+        words = (*PLACES[self.name], DROPOUT)
+        whole = runs(*words)
+        stopped = runs(
+            *words,
+            "+callbacks.stop._target_=own.StopAt", "+callbacks.stop.step=3",
+            f"+callbacks.stop.rank={len(self.data_ranks) - 1}",
+            code=75,
+        )  # fmt: skip
+        assert stopped.column("step")[-1] < N_STEPS
+        resumed = runs(*words, "ckpt_path=last", begun=stopped)
+        assert resumed.record()["places"][0][1] == stopped.column("step")[-1]
+        assert not differences(resumed.state(N_STEPS), whole.state(N_STEPS))
+        for column in ("step", "train/loss", "lr", "grad_norm", "val/loss"):
+            assert resumed.column(column) == whole.column(column), column
+
+    def test_ranks_read_the_samples_of_their_data_rank(self, runs):
+        """Together those of one process in every step."""
+        data_ranks = self.data_ranks
+        run, truth = plain(runs, self.name), plain(runs, "single").record()["tokens"]
+        read = [run.record(rank)["tokens"] for rank in range(len(data_ranks))]
+        n_data = max(data_ranks) + 1
+        first_of = [data_ranks.index(number) for number in range(n_data)]
+        for rank, number in enumerate(data_ranks):
+            assert not differences(read[rank], read[first_of[number]]), f"rank {rank}"
+        n_micro = len(truth) // N_STEPS  # of the one process
+        for step in range(N_STEPS):
+            mine = slice(step * n_micro // n_data, (step + 1) * n_micro // n_data)
+            together = torch.cat([part for first in first_of for part in read[first][mine]])
+            alone = torch.cat(truth[step * n_micro : (step + 1) * n_micro])
+            assert sorted(together.tolist()) == sorted(alone.tolist()), f"step {step}"
+            assert len(together.unique(dim=0)) == 16  # no sample twice
+
+    def test_each_rank_draws_dropout_of_its_own(self, runs):
+        run = runs(*PLACES[self.name], DROPOUT)
+        masks = [run.record(rank)["mask"].tolist()[:200] for rank in range(len(self.data_ranks))]
+        for rank, mask in enumerate(masks):
+            assert any(mask)
+            assert mask not in masks[:rank], f"rank {rank}"
+
+
+class FewRanks(Claims):
+    """And of those that need no four processes."""
+
+    def test_activation_checkpointing_keeps_less(self, runs):
+        """Activation checkpointing changes no loss; it keeps less, and full multiplies again."""
+        kept, products = {}, {}
+        for mode in ("none", "selective", "full"):
+            words = (f"model.activation_checkpointing={mode}", "trainer.max_steps=2")
+            run = runs(*PLACES[self.name], *words)
+            check_close(run.column("train/loss"), plain(runs, "single").column("train/loss")[:2])
+            seen = run.record()
+            kept[mode], products[mode] = sum(seen["saved_bytes"]), sum(seen["products"])
+        assert kept["none"] > 2 * kept["selective"] > 0
+        assert kept["none"] > 2 * kept["full"] > 0
+        assert products["none"] == products["selective"] < products["full"]
+
+    def test_bf16_multiplies_in_bf16(self, runs):
+        """bf16-mixed multiplies in bf16, and trains what fp32 trains but for 8 bits of mantissa."""
+        words = ("trainer.precision=bf16-mixed", "trainer.max_steps=2")
+        run, truth = runs(*PLACES[self.name], *words), plain(runs, "single")
+        assert truth.record()["dtype"] == "torch.float32"
+        assert run.record()["dtype"] == "torch.bfloat16"
+        losses, expected = run.column("train/loss"), truth.column("train/loss")[:2]
+        check_close(losses, expected, 1e-2)
+        check_close(run.column("grad_norm"), truth.column("grad_norm")[:2], 5e-2)
+        assert losses != expected
 
 
 def shared_folder(tmp_path_factory) -> Path:

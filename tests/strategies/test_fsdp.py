@@ -3,10 +3,15 @@
 import warnings
 
 from count_bytes import CountBytes
-from kinds import Sharded, check_equals_one_process, fraction_of_bytes
+from kinds import (
+    Sharded,
+    check_equals_one_process,
+    check_recomputed_equals_one_process,
+    fraction_of_bytes,
+)
 from ranks import on_ranks
 
-from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.activation import apply_compile
 
 
 @on_ranks(2)
@@ -35,11 +40,7 @@ def test_each_rank_holds_half_of_the_bytes():
 
 @on_ranks(2)
 def test_activation_checkpointing_changes_no_number():
-    for mode in ("full", "selective"):
-        kind = Sharded(
-            data=2, prepare=lambda net, mode=mode: apply_activation_checkpointing(net, mode)
-        )
-        check_equals_one_process(kind, n_steps=1)
+    check_recomputed_equals_one_process(data=2)
 
 
 @on_ranks(2)

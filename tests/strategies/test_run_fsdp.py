@@ -13,12 +13,8 @@ from gptrain.parallel.mesh import start_group
 from gptrain.plan.dims import parallel_dims
 
 
-def test_it_equals_one_process(runs):
-    claims.check_equals_one_process(runs, "fsdp")
-
-
-def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(runs):
-    claims.check_resumes_exactly(runs, "fsdp")
+class TestEveryClaim(claims.FewRanks):
+    name, data_ranks = "fsdp", [0, 1]
 
 
 @pytest.mark.parametrize("source", ["single", "ddp", "tensor_parallel", "pipeline"])
@@ -28,22 +24,6 @@ def test_it_reads_checkpoints_of(source, runs):
 
 def test_it_starts_from_weights_of_one_process(runs):
     claims.check_starts_from_weights_of(runs, "fsdp", "single")
-
-
-def test_each_rank_reads_samples_of_its_own(runs):
-    claims.check_samples(runs, "fsdp", [0, 1])
-
-
-def test_each_rank_draws_dropout_of_its_own(runs):
-    claims.check_dropout_differs(runs, "fsdp", 2)
-
-
-def test_activation_checkpointing_keeps_less(runs):
-    claims.check_recomputes(runs, "fsdp")
-
-
-def test_bf16_multiplies_in_bf16(runs):
-    claims.check_bf16(runs, "fsdp")
 
 
 def test_weights_are_gathered_in_bf16_where_they_are_multiplied_in_it(runs):

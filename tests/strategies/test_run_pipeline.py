@@ -4,12 +4,8 @@ import pytest
 import runs as claims
 
 
-def test_it_equals_one_process(runs):
-    claims.check_equals_one_process(runs, "pipeline")
-
-
-def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(runs):
-    claims.check_resumes_exactly(runs, "pipeline")
+class TestEveryClaim(claims.FewRanks):
+    name, data_ranks = "pipeline", [0, 0]
 
 
 @pytest.mark.parametrize("source", ["single", "fsdp", "tensor_parallel"])
@@ -20,22 +16,6 @@ def test_it_reads_checkpoints_of(source, runs):
 @pytest.mark.parametrize("source", ["single", "tensor_parallel"])
 def test_it_starts_from_weights_of(source, runs):
     claims.check_starts_from_weights_of(runs, "pipeline", source)
-
-
-def test_both_ranks_read_the_same_samples(runs):
-    claims.check_samples(runs, "pipeline", [0, 0])
-
-
-def test_each_rank_draws_dropout_of_its_own(runs):
-    claims.check_dropout_differs(runs, "pipeline", 2)
-
-
-def test_activation_checkpointing_keeps_less(runs):
-    claims.check_recomputes(runs, "pipeline")
-
-
-def test_bf16_multiplies_in_bf16(runs):
-    claims.check_bf16(runs, "pipeline")
 
 
 # Passes of the first rank's first block in a micro-step of four microbatches: all forward first;

@@ -11,6 +11,7 @@ from kinds import (
     OneProcess,
     Sharded,
     check_equals_one_process,
+    check_recomputed_equals_one_process,
     close,
     fraction_of_bytes,
     make_batch,
@@ -19,12 +20,12 @@ from ranks import on_ranks
 from torch.distributed.tensor import DTensor, Shard
 
 from gptrain.loss import next_token_loss
-from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import like_parameter, whole_of
 from gptrain.parallel.tensor import partial_parameters
 from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks, vocab_parallel_loss
+from gptrain.plan.dims import ParallelDims
 
 
 @on_ranks(2)
@@ -39,11 +40,7 @@ def test_each_rank_holds_half_of_the_bytes():
 
 @on_ranks(2)
 def test_activation_checkpointing_changes_no_number():
-    for mode in ("full", "selective"):
-        kind = Sharded(
-            tensor=2, prepare=lambda net, mode=mode: apply_activation_checkpointing(net, mode)
-        )
-        check_equals_one_process(kind, n_steps=1)
+    check_recomputed_equals_one_process(tensor=2)
 
 
 @on_ranks(2)
@@ -73,7 +70,7 @@ def _head(v=61, d=8):
     whole = torch.randn(v, d, dtype=torch.float64, generator=generator, requires_grad=True)
     targets = torch.randint(v, (3, 7), generator=generator)
     targets[:, ::3] = -100
-    mesh = build_mesh("cpu", tensor=2)["tensor"]
+    mesh = build_mesh("cpu", ParallelDims(tensor=2))["tensor"]
     empty = DTensor.from_local(
         torch.empty(-(-v // 2) if mesh.get_local_rank() == 0 else v // 2, d, dtype=whole.dtype),
         mesh,

@@ -11,24 +11,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gptrain.plan.dims import DATA, PIPELINE, TENSOR, ParallelDims
+
 T = TypeVar("T")
 
 STORE_VARIABLE = "GPTRAIN_STORE"  # a file through which the ranks of one node find each other
 # Outermost to innermost. Ranks of one tensor group are neighbours, because they talk most and one
 # node's links are the fastest; stages of a pipeline talk least and may lie far apart.
-AXES = ("pipeline", "data", "tensor")
+AXES = (PIPELINE, DATA, TENSOR)
 
 
-def build_mesh(
-    device_type: str, *, data: int = 1, tensor: int = 1, pipeline: int = 1
-) -> DeviceMesh:
+def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     """Mesh with the axes "pipeline", "data" and "tensor", one group of ranks along each.
 
     Every rank must call it, after the process group exists.
-
-    Raises: RuntimeError if the product of the sizes is not the world size.
     """
-    return init_device_mesh(device_type, (pipeline, data, tensor), mesh_dim_names=AXES)
+    sizes = tuple(getattr(dims, axis) for axis in AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def start_group(

@@ -124,8 +124,7 @@ class TensorParallel(Sharded):
 
 def build_partitioned(args: BuildArgs) -> tuple[nn.Module, Strategy]:
     """This rank's shards of the net, and the strategy that trains them."""
-    options, dims = args.options, args.dims
-    mesh = build_mesh(args.device.type, data=dims.data, tensor=dims.tensor)
+    options, mesh = args.options, build_mesh(args.device.type, args.dims)
     is_fsdp, is_tensor = "fsdp" in options.name, "tensor" in options.name
 
     def partition(net: nn.Module) -> None:

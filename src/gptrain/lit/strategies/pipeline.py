@@ -125,9 +125,8 @@ class _GradientsExist(torch.autograd.Function):
 
 def build_pipeline(args: BuildArgs) -> tuple[nn.Module, Strategy]:
     """This rank's stages of the net, and the strategy that trains them."""
-    options, dims = args.options, args.dims
-    mesh = build_mesh(args.device.type, data=dims.data, pipeline=dims.pipeline)
-    microbatches = count_microbatches(options, dims)
+    options, mesh = args.options, build_mesh(args.device.type, args.dims)
+    microbatches = count_microbatches(options, args.dims)
     made: list[PipelineStrategy] = []
 
     def partition(net: nn.Module) -> None:

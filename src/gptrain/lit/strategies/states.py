@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gptrain.lit.strategies.base import bare_optimizer, named_beside_net
 from gptrain.parallel import state as states
-from gptrain.resilience.safe_load import SafeFileSystemReader, one_line_refusals
+from gptrain.resilience.safe_load import SafeFileSystemReader
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
 NET, BESIDE = "net.", "module."
@@ -116,8 +116,7 @@ class NamedStates:
             super().load_model_state_dict(checkpoint, strict)
             return
         net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
-        with one_line_refusals(self._loaded):
-            states.load_net_state(self.net, reader or net, stages=self.stages)
+        states.load_net_state(self.net, reader or net, stages=self.stages)
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
         missing, unexpected = self.lightning_module.load_state_dict(beside, strict=False)
         lost = [name for name in missing if not name.startswith(NET)] + list(unexpected)
@@ -131,8 +130,7 @@ class NamedStates:
             for group in optimizer.param_groups
         ]
         source, parameters = self._reader() or state["state"], self.saved_parameters()
-        with one_line_refusals(self._loaded):
-            states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
+        states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
 
     def _reader(self) -> SafeFileSystemReader | None:
         if not (self._loaded / INDEX_NAME).exists():
