@@ -4,18 +4,16 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
 # Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
-_EXPENSIVE = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default} | {
-    getattr(_aten, f"_scaled_dot_product_{kind}_attention{device}").default
-    for kind, device in (("flash", ""), ("flash", "_for_cpu"), ("efficient", ""), ("cudnn", ""))
-}
+_EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
+    getattr(_aten, f"_scaled_dot_product_{kind}").default
+    for kind in (
+        "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"
+    )
+]  # fmt: skip
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
@@ -31,7 +29,7 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
         return
     options = {"use_reentrant": False}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
     for block in net.blocks.children():
         # The forward, not the module, is wrapped: no prefix in the names, hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
@@ -56,7 +54,3 @@ def apply_compile(net: nn.Module, mode: str) -> None:
         net.forward = torch.compile(net.forward)
         if hasattr(net, "hidden"):  # what the chunked loss calls
             net.hidden = torch.compile(net.hidden)
-
-
-def _policy(_, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
