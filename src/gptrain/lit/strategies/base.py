@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -148,11 +147,6 @@ def check_optimization(module: pl.LightningModule) -> None:
     """Raises: Unfit for manual optimization."""
     if not module.automatic_optimization:
         raise Unfit("module._target_", f"automatic_optimization=False: {ONE_OPTIMIZER}")
-
-
-def bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """torch's optimizer, without Lightning's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def named_beside_net(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gptrain.lit.strategies.base import bare_optimizer, named_beside_net
+from gptrain.lit.strategies.base import named_beside_net
 from gptrain.parallel import state as states
 from gptrain.resilience.safe_load import SafeFileSystemReader
 
@@ -81,7 +81,7 @@ class NamedStates:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by names; in a sharded save the options of its groups alone."""
-        optimizer, parameters = bare_optimizer(optimizer), self.saved_parameters()
+        parameters = self.saved_parameters()
         if self._writes_shards:
             groups = states.named_groups(parameters, optimizer, self.stages)
             return {"state": {}, "param_groups": groups}
@@ -96,7 +96,7 @@ class NamedStates:
 
             from gptrain.resilience.sharded import ShardWriter
 
-            optimizer, parameters = bare_optimizer(self.optimizers[0]), self.saved_parameters()
+            parameters, optimizer = self.saved_parameters(), self.optimizers[0]
             shards = states.sharded_state(self.net, parameters, optimizer, self.stages)
             dcp.save(shards, storage_writer=ShardWriter(storage_options))
         state = checkpoint["state_dict"]
@@ -124,7 +124,7 @@ class NamedStates:
             raise ValueError(f"{self._loaded} does not fit the module beside its net: {lost}")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer, state = bare_optimizer(self.optimizers[0]), checkpoint["optimizer_states"][0]
+        optimizer, state = self.optimizers[0], checkpoint["optimizer_states"][0]
         self.fresh_options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
