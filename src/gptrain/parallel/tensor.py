@@ -102,9 +102,9 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def _roles(net: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, module in net.named_modules():
+    for name, _ in net.named_modules():
         for pattern, role in net.tensor_plan.items():
-            if module is not None and fnmatch(name, pattern):
+            if fnmatch(name, pattern):
                 yield name, role
                 break
 
