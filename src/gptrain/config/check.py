@@ -174,6 +174,10 @@ def check_strategy(run: Config) -> Iterator[Problem]:
     if run.get("model.compile") == "model":
         wrong = f"under strategy={name} collectives and hooks lie between the blocks"
         yield run.error("model.compile", wrong, "model.compile=blocks")
+    recomputes = run.get("model.activation_checkpointing", "none") != "none"
+    if "tensor" in name and recomputes and run.get("model.compile", "none") != "none":
+        wrong = f"under strategy={name} torch cannot compile what is recomputed of sharded weights"
+        yield run.error("model.compile", wrong, "model.activation_checkpointing=none")
 
 
 def check_cpu(run: Config) -> Iterator[Problem]:
@@ -246,9 +250,9 @@ def _check_microbatches(run: Config, stages: int) -> Iterator[Problem]:
         wrong = f"not divisible into {micro} microbatches, two per stage"
         wrong = f"does not divide data.batch_size={batch}" if given else wrong
         yield run.error(key, wrong, f"data.batch_size={micro * max(1, batch // micro)}")
-    elif schedule != "gpipe" and (micro < stages or schedule != "1f1b" and micro % stages):
-        needed = "at least one" if schedule == "1f1b" else "a whole number, at least one,"
-        wrong = f"{schedule} needs {needed} microbatch per stage ({stages})"
+    elif schedule != "gpipe" and (micro < stages or (schedule != "1f1b" and micro % stages)):
+        needed = "at least one microbatch" if schedule == "1f1b" else "equally many microbatches"
+        wrong = f"{schedule} needs {needed} per stage ({stages})"
         attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
         yield run.error(key, wrong, attempt)
 

@@ -126,7 +126,7 @@ class _GradientsExist(torch.autograd.Function):
 def build_pipeline(args: BuildArgs) -> tuple[nn.Module, Strategy]:
     """This rank's stages of the net, and the strategy that trains them."""
     options, mesh = args.options, build_mesh(args.device.type, args.dims)
-    microbatches = count_microbatches(options, args.dims)
+    microbatches = count_microbatches(options.microbatches, args.dims.pipeline)
     made: list[PipelineStrategy] = []
 
     def partition(net: nn.Module) -> None:
