@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from gptrain.assemble.parts import build_net
-from gptrain.assemble.resume import VAL_LOSS, find_weights
+from gptrain.assemble.resume import find_weights
 from gptrain.assemble.weights import load_weights
 from gptrain.config import trust
 from gptrain.problems import BAD_DATA, ConfigError
@@ -45,7 +45,11 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
     model = {"model": content["model"]}
     if problems := list(trust.check(model, None, allowed_targets, run_dir)):
         raise ConfigError(problems)
-    found = find_weights(source, which, _monitor(content))
+    match content.get("checkpoint"):
+        case {"monitor": str(), "mode": "min" | "max"} as by:
+            found = find_weights(source, which, by)
+        case _:
+            found = find_weights(source, which)
     try:
         with torch.random.fork_rng(devices=[]):
             net = build_net(OmegaConf.create(model))
@@ -68,11 +72,3 @@ def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
     if not isinstance(model, dict) or "_target_" not in model:
         raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
     return content, run_dir
-
-
-def _monitor(content: dict[str, Any]) -> tuple[str, str]:
-    """What tells the best checkpoint of a run, and whether its lowest or its highest is best."""
-    match content.get("checkpoint"):
-        case {"monitor": str(monitor), "mode": "min" | "max" as mode}:
-            return monitor, mode
-    return VAL_LOSS

@@ -36,13 +36,13 @@ SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
 
 
-def build_target(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
+def build_target(node: DictConfig) -> Any:
     """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
 
     Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
     """
     try:
-        return instantiate(node, *args, _convert_="all", **kwargs)
+        return instantiate(node, _convert_="all")
     except InstantiationException as error:
         raise (error.__cause__ or error) from None
 

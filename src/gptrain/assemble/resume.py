@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ INDIFFERENT = {
     "model.compile",
     "model.activation_checkpointing",
 }
-VAL_LOSS = ("val/loss", "min")  # of a run that says nothing else
+VAL_LOSS = {"monitor": "val/loss", "mode": "min"}  # of a run that says nothing else
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 
@@ -57,10 +57,13 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
         fresh run where one has been.
     """
-    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id)
-    trains = cfg.task == "fit"
+    store, trains = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id), cfg.task == "fit"
     if cfg.ckpt_path is None and (trains or cfg.from_run is None):
-        _refuse_used_folder(cfg, store)
+        if trains and not cfg.trainer.fast_dev_run and (steps := store.steps()):
+            wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
+            attempt = "ckpt_path=last to go on with it, or another run_dir"
+            code = FOLDER_UNUSABLE
+            raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=code)
         return None
     found = _find_own(cfg, store) if trains else find_trained(cfg)
     if found is None:
@@ -69,7 +72,12 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     if isinstance(found, Path):
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
-    if problems := differences(cfg, found.manifest["config"], count_sequences(cfg, world_size)):
+    n_data, accumulate = (
+        parallel_dims(cfg.strategy, world_size).data,
+        cfg.trainer.accumulate_grad_batches,
+    )
+    batch = plan_batch(cfg.data.batch_size, cfg.data.global_batch_size, accumulate, n_data)
+    if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
     if trains:
         log.info("%-9s from step %d: %s", "resume", found.step, found.path)
@@ -83,26 +91,35 @@ def find_trained(cfg: DictConfig) -> Checkpoint | Path:
 
     Raises: ConfigError with code 65 or 66.
     """
-    key = "from_run" if cfg.ckpt_path is None else "ckpt_path"
-    by = cfg.checkpoint.monitor, cfg.checkpoint.mode
+    asked, which = cfg.ckpt_path, "last" if cfg.ckpt_path == "last" else "best"
+    source = cfg.from_run or cfg.run_dir if asked in (None, "best", "last") else asked
+    key = "from_run" if asked is None else "ckpt_path"
     with named_source(key, cfg[key]):
-        if cfg.ckpt_path in (None, "best", "last"):
-            return choose_checkpoint(cfg.from_run or cfg.run_dir, cfg.ckpt_path or "best", by)
-        return find_weights(cfg.ckpt_path, by=by)
+        return find_weights(source, which, cfg.checkpoint)
 
 
 def find_weights(
-    source: str | Path, which: str = "best", by: tuple[str, str] = VAL_LOSS
+    source: str | Path, which: str = "best", by: Mapping[str, str] = VAL_LOSS
 ) -> Checkpoint | Path:
     """The verified checkpoint, or the file of another origin, that source means.
 
+    Nothing in a folder is touched, so that its run may still be going on.
+
     Args:
-        which, by: of a run folder, as in `choose_checkpoint`.
+        which: of a run folder the checkpoint with the "best" metric (the newest where none was
+            measured, and a line says so), or the "last" that is whole.
+        by: the metric, and whether its min or its max is best: a `checkpoint` group.
     Raises: FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint.
     """
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
-        return choose_checkpoint(source, which, by)
+        store, monitor = CheckpointStore(source / CHECKPOINTS_NAME), by["monitor"]
+        if which == "best" and (best := store.best(monitor, by["mode"])) is not None:
+            return best
+        if (newest := store.newest_good()) is not None:
+            if which == "best":
+                log.warning("warning: %s: nothing has %s, the newest is taken", source, monitor)
+            return newest
     folder = source.parent if source.name == STATE_NAME else source
     if (folder / MANIFEST_NAME).exists():
         return CheckpointStore(folder.parent).verify(folder)
@@ -111,30 +128,8 @@ def find_weights(
             return file
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
-    known = f"neither {CHECKPOINTS_NAME}/ nor {MANIFEST_NAME} nor {SAFETENSORS}"
+    known = f"neither a checkpoint in {CHECKPOINTS_NAME}/ nor {MANIFEST_NAME} nor {SAFETENSORS}"
     raise FileNotFoundError(f"{source}: no weights in it: {known}")
-
-
-def choose_checkpoint(
-    run_dir: str | Path, which: str = "best", by: tuple[str, str] = VAL_LOSS
-) -> Checkpoint:
-    """A run's verified checkpoint with the best metric ("best"), or its newest ("last").
-
-    Where none was measured the newest is taken for the best, and a line says so. Nothing in the
-    folder is touched, so that the run may still be going on.
-
-    Args:
-        by: name of the metric, and whether its "min" or "max" is best.
-    Raises: FileNotFoundError where there is none; NoGoodCheckpoint where all are damaged.
-    """
-    store = CheckpointStore(Path(run_dir).expanduser() / CHECKPOINTS_NAME)
-    if which == "best" and (best := store.best(*by)) is not None:
-        return best
-    if (found := store.newest_good()) is None:
-        raise FileNotFoundError(f"no checkpoint in {store.folder}")
-    if which == "best":
-        log.warning("warning: %s: no checkpoint has %s, the newest is taken", run_dir, by[0])
-    return found
 
 
 @contextmanager
@@ -156,26 +151,16 @@ def named_source(key: str, value: str, misfit: str = "") -> Iterator[None]:
 
 def _find_own(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | Path | None:
     """What a training goes on from; None for the last of a folder that has none yet."""
+    monitor, mode = cfg.checkpoint.monitor, cfg.checkpoint.mode
     with named_source("ckpt_path", cfg.ckpt_path):
         if cfg.ckpt_path == "last":
             store.clean()
             return store.newest_good()
         if cfg.ckpt_path != "best":
             return find_weights(cfg.ckpt_path, "last")
-        found = store.best(cfg.checkpoint.monitor, cfg.checkpoint.mode)
-        if found is None:
-            raise FileNotFoundError(
-                f"no checkpoint with {cfg.checkpoint.monitor} in {store.folder}"
-            )
+        if (found := store.best(monitor, mode)) is None:
+            raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
         return found
-
-
-def _refuse_used_folder(cfg: DictConfig, store: CheckpointStore) -> None:
-    steps = store.steps()
-    if cfg.task == "fit" and steps and not cfg.trainer.fast_dev_run:
-        wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
-        attempt = "ckpt_path=last to go on with it, or another run_dir"
-        raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
 # The same run
@@ -227,13 +212,6 @@ def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None
 def changed_options(cfg: DictConfig) -> tuple[str, ...]:
     """Options of the optimizer that allow_changes names: a resume gives them their new value."""
     return tuple(key for key in cfg.optimizer if covers(cfg.allow_changes, f"optimizer.{key}"))
-
-
-def count_sequences(cfg: DictConfig, world_size: int) -> int:
-    """Sequences per optimizer step over this many ranks."""
-    dims = parallel_dims(cfg.strategy, world_size)
-    asked, accumulate = cfg.data.global_batch_size, cfg.trainer.accumulate_grad_batches
-    return plan_batch(cfg.data.batch_size, asked, accumulate, dims.data).global_batch_size
 
 
 def covers(names: Iterable[str], key: str) -> bool:

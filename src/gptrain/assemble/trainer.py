@@ -157,7 +157,7 @@ def build_checkpoints(
         progress=guard.heartbeat.beat if guard is not None else None,
     )
     facts = identity(cfg, lengths.batch.global_batch_size)
-    facts |= {"data": getattr(train, "fingerprint", None)}
+    facts["data"] = getattr(train, "fingerprint", None)
     return Checkpoints(store, facts, cfg.checkpoint, lengths, changed_options(cfg))
 
 
@@ -166,38 +166,25 @@ def build_report(
 ) -> Report:
     """The run in four lines: model, strategy, batch, folder."""
     batch, info = lengths.batch, trainer.strategy.info
-    sizes = [f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model]
+    n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
+    sizes = (f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model)
+    devices = f"{machine.world_size} x {machine.accelerator}"
+    strategy = [info.name, devices, f"precision {trainer.precision}"]
+    if machine.accelerator == "cpu":
+        strategy.append(f"{torch.get_num_threads()} threads")
+    parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
+    if cfg.task == "fit":
+        n_sequences, n_tokens = batch.global_batch_size, lengths.step_tokens
+        parts[0] += f" x {batch.accumulate} accumulated = {n_sequences} sequences"
+        parts[0] += f" = {n_tokens} tokens per step"
+        steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
+        parts.append(steps + (f" of max_tokens {cfg.max_tokens:g}" if cfg.max_tokens else ""))
+        if (lr := peak_lr(cfg, batch)) is not None:
+            parts.append(f"lr {lr:g}")
     lines = {
-        "model": [info.net_name, f"{info.n_parameters / 1e6:.1f} M parameters", *sizes],
-        "strategy": [
-            info.name,
-            f"{machine.world_size} x {machine.accelerator}",
-            f"precision {trainer.precision}",
-            *([f"{torch.get_num_threads()} threads"] if machine.accelerator == "cpu" else []),
-            *(["fp32 products in TF32"] if machine.accelerator == "cuda" else []),
-        ],
-        "batch": [
-            f"{batch.batch_size} x {batch.data_parallel_size} ranks x {batch.accumulate} "
-            f"accumulated = {batch.global_batch_size} sequences = {lengths.step_tokens} tokens "
-            "per step",
-            *_length(cfg, lengths),
-        ],
-        "run": [cfg.run_dir],
+        "model": " · ".join([info.net_name, n_parameters, *sizes]),
+        "strategy": " · ".join(strategy),
+        "batch": " · ".join(parts),
+        "run": cfg.run_dir,
     }
-    if cfg.task != "fit":
-        lines["batch"] = [f"{batch.batch_size} x {batch.data_parallel_size} ranks, task={cfg.task}"]
-    return Report(
-        {label: " · ".join(parts) for label, parts in lines.items()},
-        lengths.step_tokens,
-        OmegaConf.to_container(cfg, resolve=True),
-    )
-
-
-def _length(cfg: DictConfig, lengths: Lengths) -> list[str]:
-    """Steps and learning rate of a training run."""
-    steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
-    if not cfg.trainer.fast_dev_run and (lengths.n_steps or 0) < cfg.trainer.max_steps:
-        steps += f" (trainer.max_epochs={cfg.trainer.max_epochs} ends it before trainer.max_steps)"
-    steps += "" if cfg.max_tokens is None else f" of max_tokens {cfg.max_tokens:g}"
-    lr = peak_lr(cfg, lengths.batch)
-    return [steps, *([] if lr is None else [f"lr {lr:g}"])]
+    return Report(lines, lengths.step_tokens, OmegaConf.to_container(cfg, resolve=True))

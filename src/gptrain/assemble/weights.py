@@ -66,7 +66,7 @@ def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
     with named_source("init_from", cfg.init_from, misfit):
         path, left = load_weights(
             net,
-            find_weights(cfg.init_from, by=(cfg.checkpoint.monitor, cfg.checkpoint.mode)),
+            find_weights(cfg.init_from, by=cfg.checkpoint),
             strict=cfg.init_strict,
             stages=strategy.stages,
         )
