@@ -86,7 +86,7 @@ def test_sizes_that_cannot_be_built_are_refused():
 def test_gpt2_sizes_have_the_published_parameter_counts(d_model, n_heads, n_layers, published):
     with torch.device("meta"):
         net = SimpleGPT(50257, d_model, n_heads, n_layers, max_seq_len=1024)
-    assert net.count_parameters() == published
+    assert sum(p.numel() for p in net.parameters()) == published
 
 
 def test_blocks_equal_torchs_own_encoder_layer_with_the_same_weights():

@@ -37,7 +37,6 @@ def next_token_loss(
         z_loss: adds z_loss * logsumexp(logits)^2 per position, which keeps the softmax's
             normalizer near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4).
     """
-    check_options(reduction, label_smoothing, z_loss)
     logits = logits.flatten(0, -2)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.flatten()  # (N,)
@@ -181,8 +180,7 @@ def chunked_next_token_loss(
         this, chunk_tokens=128, 256, 508                    0.76           103, 154, 205 MB
     of which the head's gradient is 103 MB. So this one is used wherever the net allows it.
     """
-    check_options(reduction, label_smoothing, z_loss)
-    chunk_tokens = check_chunk(chunk_tokens, hidden.device)
+    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden.device.type, MANY_TOKENS)
     cross_entropy = compiled_cross_entropy() if compiles else cross_entropy
     cross_entropy = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     hidden = hidden.flatten(0, -2)  # (N, D)
@@ -260,7 +258,7 @@ def logits_in_chunks(
     The rows of `hidden @ head_weight.T` whose target is not -100, chunk_tokens at a time, with the
     products taken as in chunked_next_token_loss. Without gradient.
     """
-    chunk_tokens = check_chunk(chunk_tokens, hidden.device)
+    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden.device.type, MANY_TOKENS)
     targets = targets.flatten()  # (N,)
     counts = targets != IGNORED
     hidden, targets = hidden.detach().flatten(0, -2)[counts], targets[counts]
@@ -296,27 +294,11 @@ def round_up(number: int, multiple: int) -> int:
 
 def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """A sum over the targets that count, or their mean."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}: not known; allowed: mean, sum")
     return total if reduction == "sum" else total / count_targets(targets)
 
 
 def count_targets(targets: Tensor) -> Tensor:
     """How many targets count, at least 1, as a tensor: reading it would wait for the device."""
     return (targets != IGNORED).sum().clamp(min=1)
-
-
-def check_chunk(chunk_tokens: int | None, device: torch.device) -> int:
-    """Tokens of a chunk; where none are given, what suits the device."""
-    if chunk_tokens is None:
-        return CHUNK_TOKENS.get(device.type, MANY_TOKENS)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens}: a chunk holds at least one token")
-    return chunk_tokens
-
-
-def check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}: not known; allowed: mean, sum")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing={label_smoothing}: must be from 0 to 1")
-    if not z_loss >= 0:
-        raise ValueError(f"z_loss={z_loss}: must be at least 0")

@@ -105,10 +105,6 @@ class SimpleGPT(nn.Module):
         positions = torch.arange(n_tokens, device=tokens.device)
         return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
 
-    def count_parameters(self) -> int:
-        """Number of parameters, the tied head and embedding counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     to_gpt2, from_gpt2 = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
 
     @torch.no_grad()
