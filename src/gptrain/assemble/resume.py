@@ -128,8 +128,8 @@ def find_weights(
             return file
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
-    known = f"neither a checkpoint in {CHECKPOINTS_NAME}/ nor {MANIFEST_NAME} nor {SAFETENSORS}"
-    raise FileNotFoundError(f"{source}: no weights in it: {known}")
+    known = f"no {CHECKPOINTS_NAME}/step-*, no {MANIFEST_NAME}, no {SAFETENSORS}"
+    raise FileNotFoundError(f"no checkpoint in {source}, and no weights in it: {known}")
 
 
 @contextmanager

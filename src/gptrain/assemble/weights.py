@@ -104,12 +104,13 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
 def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     """The net's tensors in a file of ours, of Lightning's or of torch.save.
 
-    In a module that calls its net otherwise they have that name in front.
+    What a module calls its net may stand in front of their names; what lies beside it is left out.
     """
     content = load_file(path / STATE_NAME if path.is_dir() else path, mmap=True)
     state = content.get("state_dict", content) if isinstance(content, dict) else None
-    pairs = state.items() if isinstance(state, dict) else [(None, None)]
-    if not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in pairs):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
+    ):
         raise DamagedCheckpoint(path, "holds no state dict")
     first = next(iter(net.state_dict()), "")
     fronts = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
