@@ -195,7 +195,7 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
         if key.startswith(part)
         and key != "data"  # see check_data
         and saved.get(key) != now.get(key)
-        and (key in saved or typed is None or covers(typed, key))
+        and (key in saved or covers(typed, key))
         and not covers(cfg.allow_changes, key)
     ]
 
@@ -219,11 +219,10 @@ def covers(names: Iterable[str], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _typed_keys() -> list[str] | None:
-    """Keys that the overrides of this command set; None where there is no command."""
-    if not HydraConfig.initialized():
-        return None
-    return [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
+def _typed_keys() -> list[str]:
+    """Keys that the overrides of this command set."""
+    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [word.lstrip("+").partition("=")[0] for word in typed]
 
 
 def _changed(key: str, saved: object, now: object) -> Problem:
