@@ -72,11 +72,8 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     if isinstance(found, Path):
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
-    n_data, accumulate = (
-        parallel_dims(cfg.strategy, world_size).data,
-        cfg.trainer.accumulate_grad_batches,
-    )
-    batch = plan_batch(cfg.data.batch_size, cfg.data.global_batch_size, accumulate, n_data)
+    dims, accumulate = parallel_dims(cfg.strategy, world_size), cfg.trainer.accumulate_grad_batches
+    batch = plan_batch(cfg.data.batch_size, cfg.data.global_batch_size, accumulate, dims.data)
     if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
     if trains:
