@@ -158,7 +158,7 @@ def build_checkpoints(
     )
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
-    return Checkpoints(store, facts, cfg.checkpoint, lengths, changed_options(cfg))
+    return Checkpoints(store, facts, cfg.checkpoint, changed_options(cfg))
 
 
 def build_report(

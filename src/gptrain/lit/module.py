@@ -71,7 +71,7 @@ class LanguageModel(pl.LightningModule):
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """What training_step minimises: mean loss in nats over the targets that are not -100."""
-        return self._loss(tokens, targets, "mean", self.loss_options)
+        return self._strategy().loss(self.net, tokens, targets, "mean", self.loss_options)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch  # (B, T), (B, T)
@@ -92,13 +92,14 @@ class LanguageModel(pl.LightningModule):
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end."""
-        counted = targets != IGNORED  # (B, T)
-        sums = [self._loss(tokens, targets, "sum", self.loss_options.plain), counted.sum()]
+        strategy, counted = self._strategy(), targets != IGNORED  # (B, T)
+        nats = strategy.loss(self.net, tokens, targets, "sum", self.loss_options.plain)
+        sums = [nats, counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())
         self.eval_sums = self.eval_sums + torch.stack([part.double() for part in sums])
         if self.metrics:
-            for logits, chunk_targets in self._strategy().logits(self.net, tokens, targets):
+            for logits, chunk_targets in strategy.logits(self.net, tokens, targets):
                 for metric in self.metrics.values():
                     metric.update(logits, chunk_targets)
 
@@ -150,11 +151,6 @@ class LanguageModel(pl.LightningModule):
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
         strategy.clip(optimizer, gradient_clip_val)
-
-    def _loss(
-        self, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
-    ) -> Tensor:
-        return self._strategy().loss(self.net, tokens, targets, reduction, options)
 
     def _strategy(self) -> NetStrategy:
         """Who computes loss and metrics: the trainer's, or where that is not ours one device's."""

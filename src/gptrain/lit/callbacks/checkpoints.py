@@ -9,10 +9,9 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gptrain.lit.callbacks.resume import add_state, go_on, without_clocks
+from gptrain.lit.callbacks.resume import STATE, add_state, go_on, without_clocks
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import ends_step, is_validated, loops_after
-from gptrain.plan.batch import Lengths
 from gptrain.problems import DONE, Problem
 from gptrain.resilience.store import CheckpointStore
 
@@ -34,7 +33,6 @@ class Checkpoints(Checkpoint):
         options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
             ones besides the best by `monitor` and `mode`; background, of a large save only the copy
             in memory stops the training.
-        lengths: of the run; its last step is always saved.
         changed: options of the optimizer that a resume is allowed to change, and does.
 
     Attributes:
@@ -48,16 +46,14 @@ class Checkpoints(Checkpoint):
         store: CheckpointStore,
         identity: dict[str, Any],
         options: Any,
-        lengths: Lengths,
         changed: tuple[str, ...] = (),
     ):
         self.store, self.identity, self.options = store, identity, options
-        self.n_steps, self.changed = lengths.n_steps, frozenset(changed)
-        self.stopping = False
+        self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
         self._is_saving = self._monitor_checked = False
-        self._loaded: dict[str, Any] | None = None  # a checkpoint to go on from
+        self._loaded: dict[str, Any] | None = None  # of a checkpoint to go on from
         self._needed_bytes = 0  # of a save, estimated
         self._writing = Vote()
 
@@ -75,7 +71,7 @@ class Checkpoints(Checkpoint):
         """Every counter follows from the step, whatever the number of ranks was."""
         if "validated" not in checkpoint or trainer.state.fn != "fit":
             return
-        self._loaded = checkpoint
+        self._loaded = {key: checkpoint[key] for key in STATE}  # the rest is freed meanwhile
         self.saved = checkpoint["global_step"], checkpoint["validated"]
         checkpoint["loops"] = {"fit_loop": loops_after(trainer, *self.saved)}
 
@@ -137,7 +133,8 @@ class Checkpoints(Checkpoint):
             return
         self.saved, self._is_saving = (step, validated), True
         self._wait_for_writing(trainer)
-        is_large, ends = self._needed_bytes >= BACKGROUND_BYTES, step == self.n_steps
+        is_large = self._needed_bytes >= BACKGROUND_BYTES
+        ends = self.stopping or step == trainer.max_steps
         with (
             strategy.sharded_save(),
             self.store.writing(
@@ -148,7 +145,7 @@ class Checkpoints(Checkpoint):
                 needed_bytes=self._needed_bytes,
                 rank=trainer.global_rank,
                 gather=gather,
-                in_background=options.background and is_large and not (self.stopping or ends),
+                in_background=options.background and is_large and not ends,
             ) as draft,
         ):
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)

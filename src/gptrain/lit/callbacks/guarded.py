@@ -99,7 +99,7 @@ class Guarded(Callback):
             raise Preempted
         if self.checkpoints.saved[0] < trainer.global_step:
             self.checkpoints.save(trainer, validated=False)  # it is being validated
-        if trainer.global_step != self.checkpoints.n_steps:
+        if trainer.global_step != trainer.max_steps:
             raise Preempted(trainer.global_step)
 
 

@@ -16,6 +16,7 @@ from gptrain.lit.lightning import finish_step, start_epoch_anew
 from gptrain.resilience.rng import capture, restore
 
 log = logging.getLogger(__name__)
+STATE = ("global_step", "validated", "rng", "threads", "logged")  # of a checkpoint, for go_on
 
 
 def add_state(trainer: Trainer, checkpoint: dict[str, Any], validated: bool) -> None:
@@ -36,18 +37,19 @@ def without_clocks(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 
 
-def go_on(trainer: Trainer, checkpoint: dict[str, Any], changed: frozenset[str]) -> None:
+def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Makes a run stand where the checkpoint's run stood; nothing random happens before a step.
 
     Args:
+        state: STATE of the checkpoint.
         changed: options of the optimizer that take the value of today.
     """
     start_epoch_anew(trainer)
-    logged = {name: torch.tensor(value) for name, value in checkpoint["logged"].items()}
+    logged = {name: torch.tensor(value) for name, value in state["logged"].items()}
     trainer.callback_metrics.update(logged)
-    finish_step(trainer, checkpoint["global_step"], checkpoint["validated"])
+    finish_step(trainer, state["global_step"], state["validated"])
     said = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
-    rng, threads, now = checkpoint["rng"], checkpoint["threads"], torch.get_num_threads()
+    rng, threads, now = state["rng"], state["threads"], torch.get_num_threads()
     is_cpu, n_saved = trainer.strategy.root_device.type == "cpu", len(rng)
     if n_saved != trainer.world_size or (is_cpu and threads != now):
         said.append(

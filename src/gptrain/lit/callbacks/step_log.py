@@ -57,7 +57,7 @@ class StepLog(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
     ) -> None:
-        self.lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
+        self.lr = optimizer.param_groups[0].get("lr", 0.0)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
