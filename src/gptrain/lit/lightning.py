@@ -117,8 +117,9 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
-    """Whether a validation follows this optimizer step by the interval."""
-    return trainer.enable_validation and step % trainer.datamodule.validate_every == 0
+    """Whether a validation follows this optimizer step."""
+    is_turn = step % trainer.datamodule.validate_every == 0
+    return trainer.enable_validation and (is_turn or trainer.should_stop)
 
 
 def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:

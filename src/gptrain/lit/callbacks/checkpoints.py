@@ -93,12 +93,10 @@ class Checkpoints(Checkpoint):
             return
         if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
             self._finish(trainer)
-        if self._ends_epoch(trainer):
-            return  # saved after the hooks of its end
-        follows = trainer.enable_validation and trainer.should_stop
-        follows = follows or is_validated(trainer, trainer.global_step)
-        if self.stopping or (self._is_due(trainer) and not follows):
-            self.save(trainer, validated=not follows)
+        # Else it is saved after its validation, after the hooks of its epoch's end, or by Guarded.
+        is_all = not (self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step))
+        if is_all and self._is_due(trainer):
+            self.save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
@@ -177,7 +175,7 @@ class Checkpoints(Checkpoint):
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether a step is saved that no validation follows."""
+        """Whether a step is saved also where it is not validated."""
         every = self.options.every_n_steps
         is_turn = bool(every) and trainer.global_step % every == 0
         return is_turn or self.stopping or trainer.should_stop
