@@ -56,7 +56,6 @@ class ProgressBar(TQDMProgressBar):
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
         if self.loss is None:
             return metrics
         self.loss = float(self.loss)
