@@ -54,8 +54,8 @@ def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> N
     if n_saved != trainer.world_size or (is_cpu and threads != now):
         said.append(
             f"resumed on {trainer.world_size} ranks of {now} threads what {n_saved} ranks of "
-            f"{threads} threads saved: the same samples in every step, sums may differ in their "
-            "last bits, and dropout where the ranks do"
+            f"{threads} threads saved: the same samples in every step; sums may differ in their "
+            "last bits, and on another number of ranks dropout does"
         )
     for line in said if trainer.is_global_zero else ():
         log.warning("%s", line)
