@@ -40,7 +40,7 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
         target = node["_target_"]
         is_name = isinstance(target, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target)
         if not is_name or target.split(".")[0] in sys.stdlib_module_names:
-            wrong = "not a dotted name of a class, as which Python's own library has none"
+            wrong = "not a dotted name of a class outside of Python's own library"
             yield Problem(f"{place}._target_", show(target), wrong)
             continue
         model, base = KNOWN.get(target), GROUPS.get(place)
