@@ -90,6 +90,7 @@ def test_a_step_is_left_out_alike_both_ways(train, poison, request):
         assert weight.isfinite().all() and torch.equal(weight, weights[name]), name
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_waits_for_a_gpu_on_a_step_that_does_not_log(train, monkeypatch):
     """From the second step on: the first makes the optimizer's state."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
@@ -42,15 +43,19 @@ def test_a_shape_that_does_not_fit_is_one_line_that_names_both_sides(train, save
     assert "blocks.2.norm_1.weight here only" in deeper.err and deeper.err.count("\n") == 1
 
 
+def test_what_is_no_safetensors_file_is_told(train, tmp_path):
+    pytest.importorskip("safetensors")
+    (tmp_path / "no.safetensors").write_bytes(b"not one of these")
+    damaged = train(*STILL, f"init_from={tmp_path / 'no.safetensors'}")
+    assert damaged.code == 65 and "not a safetensors file" in damaged.err
+
+
 def test_what_is_not_there_or_damaged_is_told_by_its_code(train, saved_twice, tmp_path):
     missing = train(*STILL, f"init_from={tmp_path / 'nothing'}", name="missing")
     assert missing.code == 66 and not missing.folder.exists()
     (tmp_path / "empty").mkdir()
     empty = train(*STILL, f"init_from={tmp_path / 'empty'}", name="begun")
     assert empty.code == 66 and "no weights in it" in empty.err
-    (tmp_path / "no.safetensors").write_bytes(b"not one of these")
-    damaged = train(*STILL, f"init_from={tmp_path / 'no.safetensors'}", name="other")
-    assert damaged.code == 65 and "not a safetensors file" in damaged.err
     (tmp_path / "readme").write_text("# no checkpoint")
     other = train(*STILL, f"init_from={tmp_path}/readme", name="fourth")
     (line,) = [line for line in other.err.splitlines() if line.startswith("error")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import weakref
 
+import pytest
+
 from gptrain import assemble as build
 
 
@@ -55,6 +57,8 @@ def test_a_sweep_over_the_number_of_ranks(train):
 
 
 def test_optuna_gets_the_objective_and_repeats_itself(train):
+    pytest.importorskip("optuna")
+
     def search(name):
         run = train(
             "-m",

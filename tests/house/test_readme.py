@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.forked import forked_ranks
@@ -64,6 +66,8 @@ def exit_code(run: Callable[[], object]) -> int:
 
 def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     """In the order of the README: some go on with the run of the one before."""
+    for extra in ("optuna", "safetensors"):
+        pytest.importorskip(extra)
     monkeypatch.chdir(tmp_path)
     commands = [command for command in TRAIN if "my_lstm" not in command]
     assert len(commands) > 8

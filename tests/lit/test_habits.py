@@ -238,6 +238,8 @@ def test_early_stopping_resumes(resumes):
     ["LearningRateMonitor", "RichProgressBar", "DeviceStatsMonitor", "Timer", "ModelSummary"],
 )
 def test_callbacks_of_lightning(fit, callback):
+    if callback == "DeviceStatsMonitor":
+        pytest.importorskip("psutil")
     options = ", duration: '00:01:00:00'" if callback == "Timer" else ""
     options = ", cpu_stats: true" if callback == "DeviceStatsMonitor" else options
     run = fit(
