@@ -6,9 +6,14 @@ import json
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from gptrain.bench.command import choose_loops
+from gptrain.bench.loops import TutorialGPT, train
+from gptrain.bench.result import summarize
 from gptrain.bench.turns import Contestant
 
 LOOP = """
@@ -21,13 +26,14 @@ for step in count(1):
 
 
 def test_two_loops_take_turns_and_are_compared(command, tmp_path):
-    options = ("size=tiny", "rounds=2", "steps=2", "loops=[bare,ours]", f"output_dir={tmp_path}",
-               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3")  # fmt: skip
+    options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
+               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
+               f"output_dir={tmp_path}")  # fmt: skip
     run = command("-m", "gptrain.bench", *options, "--json", timeout_s=300)
     assert run.returncode == 0, run.stderr
     loops = {loop["name"]: loop for loop in json.loads(run.stdout)["loops"]}
-    assert loops.keys() == {"bare", "ours"}
-    for loop in (loops["bare"], loops["ours"]):
+    assert loops.keys() == {"tutorial", "bare", "ours"}
+    for loop in loops.values():
         step_s, tokens_per_s = loop["step_s"], loop["tokens_per_s"]
         assert step_s["low"] <= step_s["median"] <= step_s["high"]
         assert tokens_per_s["high"] == pytest.approx(
@@ -41,6 +47,44 @@ def test_two_loops_take_turns_and_are_compared(command, tmp_path):
     # Of two rounds the median is the mean.
     added_s = loops["ours"]["step_s"]["median"] - loops["bare"]["step_s"]["median"]
     assert loops["bare"]["added_s"]["median"] == pytest.approx(added_s)
+
+
+def test_ratios_are_taken_within_a_round_and_of_one_rank():
+    spec = {"batch_size": 2, "seq_len": 6, "model": {"vocab_size": 7, "d_model": 2, "n_layers": 3}}
+    ours = {"name": "ours", "n_ranks": 2, "first_step_s": 1.0, "peak_bytes": 30,
+            "steps_s": [4.0, 1.0, 2.0], "cpu_steps_s": [1.0, 1.0, 1.0]}  # fmt: skip
+    bare = {"name": "bare", "n_ranks": 1, "first_step_s": 1.0, "peak_bytes": 20,
+            "steps_s": [2.0, 2.0, 3.0], "cpu_steps_s": [1.0, 2.0, 0.5]}  # fmt: skip
+    loops = [SimpleNamespace(**ours), SimpleNamespace(**bare)]
+    told, its = summarize(loops, spec, [100.0, 200.0, 400.0])
+    assert told["tokens_per_s"] == {"median": 2 * 10 / 2, "low": 2 * 10 / 4, "high": 2 * 10 / 1}
+    assert its["ours_ratio"] == {"median": 1.5, "low": 0.5, "high": 2.0}
+    assert its["cpu_ratio"] == {"median": 1.0, "low": 0.5, "high": 2.0}
+    assert its["added_s"] == {"median": -1.0, "low": -1.0, "high": 2.0}
+    assert its["added_cpu_s"] == {"median": 0.0, "low": -1.0, "high": 0.5}
+    assert its["memory_ratio"] == 1.5
+    flops = 10 * (6 * (12 * 3 * 2**2 + 7 * 2) + 12 * 3 * 2 * 5)  # of a step
+    assert its["mfu"]["low"] == pytest.approx(flops / 3 / 400)
+    assert its["mfu"]["high"] == pytest.approx(flops / 2 / 100)
+
+
+def test_ours_on_one_device_stands_beside_ours_on_several():
+    assert choose_loops(["bare", "ours"], 1) == ["bare", "ours"]
+    assert choose_loops(["bare", "ours"], 2) == ["bare", "ours", "ours_alone"]
+
+
+def test_the_plain_loop_clips_the_gradients_of_every_step():
+    sizes = {"vocab_size": 9, "d_model": 4, "n_heads": 2, "n_layers": 1, "max_seq_len": 4}
+    spec = {"model": {**sizes, "dropout": 0.0}, "precision": "32-true", "clip": 1e-3}
+    net, norms = TutorialGPT(spec), []
+
+    def step_done():
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])))
+
+    tokens, optimizer = torch.randint(9, (3, 2, 4)), torch.optim.SGD(net.parameters(), 0.1)
+    turns = SimpleNamespace(step_done=step_done)
+    train(zip(tokens, tokens, strict=True), net, optimizer, spec, torch.device("cpu"), turns)
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-2)
 
 
 def test_a_turn_has_as_many_steps_as_it_was_given():

@@ -91,7 +91,6 @@ def test_a_step_is_left_out_alike_both_ways(train, poison, request):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_nothing_waits_for_a_gpu_on_a_step_that_does_not_log(train, monkeypatch):
     """From the second step on: the first makes the optimizer's state."""
     batch_start, batch_end = LanguageModel.on_train_batch_start, LanguageModel.on_train_batch_end

@@ -102,6 +102,10 @@ def test_special_tokens_in_a_text_are_text(tmp_path):
     inner = library.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     inner.add_special_tokens(["<|endoftext|>"])
     inner.enable_truncation(3)
+    end = ("<|endoftext|>", inner.token_to_id("<|endoftext|>"))
+    inner.post_processor = library.processors.TemplateProcessing(
+        single=f"{end[0]} $A", special_tokens=[end]
+    )
     inner.save(str(tmp_path / "special.json"))
     special = JsonTokenizer(tmp_path / "special.json")
     text = "words<|endoftext|>words"
@@ -201,6 +205,16 @@ def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
         share[part.document.name] += part.stop - part.start
     # The file is half of the corpus; of 12 sections 6 +- 1.7 are expected in it.
     assert len(share) > 5 and 0.1 < share["large"] / share.total() < 0.9
+
+
+def test_a_file_that_is_added_moves_few_others(corpus, tmp_path):
+    def val_places(folder):
+        _, val = split(find_documents(folder), 0.2)
+        return {(part.document.name, at) for part in val for at in range(part.start, part.stop)}
+
+    before, grown = val_places(corpus), make_corpus(tmp_path / "grown")
+    (grown / "new.txt").write_text("line\n" * 4000)
+    assert len(before & val_places(grown)) > 0.8 * len(before)
 
 
 def test_a_text_of_one_line_is_split_between_characters(tmp_path):

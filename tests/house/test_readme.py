@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from gptrain import problems
+from gptrain.plan.dims import STRATEGIES
+from tests.campaign.scenarios import SCENARIOS
 from tests.command_line import refused
 from tests.conftest import ROOT
 from tests.forked import forked_ranks
+from tests.house.test_rooms import MAY_IMPORT, modules, room
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
@@ -36,6 +40,10 @@ SMALL_GPT = [
     "model.vocab_size=256",
     "trainer.precision=32-true",
 ]
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def small(words: list[str]) -> list[str]:
@@ -77,10 +85,54 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
         if not any(word.startswith(("run_dir=", "--")) for word in words):
             words.append(f"run_dir={tmp_path / str(number)}")  # a second later it is another one
         code = run_train(words, monkeypatch, said)
-        assert code == 0, (command, capfd.readouterr(), said.exists() and said.read_text())
+        out, err = capfd.readouterr()
+        assert code == 0, (command, out, err, said.exists() and said.read_text())
+        if "experiment=quickstart" in words:
+            assert re.search(r"^sample +def ", out, re.MULTILINE), out
     (export,) = [shlex.split(command) for command in COMMANDS if "gptrain.export" in command]
     monkeypatch.setattr(sys, "argv", export[2:])
     assert exit_code(lambda: runpy.run_module(export[2], run_name="__main__")) == 0
+
+
+def test_the_options_shown_for_parts_of_ones_own_train(train):
+    table = "".join(re.findall(r"^\|.*\n", section("Put in your own"), re.MULTILINE))
+    shown = [text for text in re.findall(r"`([^`]+)`", table) if re.match(r'"?\+?[\w.]+=', text)]
+    words = [word for text in shown for word in shlex.split(text) if "my_package" not in word]
+    assert len(words) > 6
+    run = train(*words, "trainer.val_check_interval=2")
+    assert run.code == 0, run.err
+    assert 0 <= run.metrics["val/top1"] <= 1 and run.losses()
+
+
+def test_rooms_stand_in_the_order_in_which_they_import():
+    rows = re.findall(r"^\| (`(?:src/gptrain|train|conf)[^|]*) \|", README, re.MULTILINE)
+    place = {
+        name.removesuffix(".py"): number
+        for number, row in enumerate(rows)
+        for name in re.findall(r"`(?:src/gptrain/)?([\w.]+)`", row)
+    }
+    beside = {"__init__", "problems", "small_files"}  # what all may know
+    assert {room(path) for path in modules()} - beside == place.keys() - {"train"}
+    for one, others in MAY_IMPORT.items():
+        assert one in beside or all(place[other] < place[one] for other in others - beside), one
+
+
+def test_strategies_need_of_a_net_what_the_table_says():
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section("Strategies"), re.MULTILINE)
+    assert {name for name, _ in rows} == STRATEGIES.keys()
+    for name, needs in rows[:5]:  # the mixes need what their parts need
+        shown = set(re.findall(r"`(\w+)`", needs)) - {"forward"}
+        assert shown <= set(STRATEGIES[name].needs), name
+        assert "…" in needs or shown == set(STRATEGIES[name].needs), name
+
+
+def test_exit_codes_and_the_number_of_faults_are_those_told():
+    told = section("Resume").partition("Exit codes:")[2]
+    codes = {problems.DONE, problems.BAD_CONFIG, problems.BAD_DATA, problems.INPUT_NOT_FOUND}
+    codes |= {problems.FOLDER_UNUSABLE, problems.IO_ERROR, problems.PREEMPTED, problems.HUNG}
+    codes |= {problems.NON_FINITE, problems.INTERRUPTED, problems.FAILED}
+    assert set(map(int, re.findall(r"\d+", told))) == codes
+    assert "in forty ways" in README and len(SCENARIOS) >= 40
 
 
 def test_the_answer_to_a_wrong_option_is_as_shown():

@@ -2,9 +2,7 @@
 
 import pytest
 import runs as claims
-import torch
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ALL = ["single", "fsdp", "tensor_parallel", "pipeline"]
 
 
@@ -12,7 +10,7 @@ def on_one(runs, name, accelerator, *words):
     return runs(f"strategy={name}", f"trainer.accelerator={accelerator}", *words)
 
 
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ALL)
 def test_one_rank_computes_what_a_single_device_does(name, accelerator, runs):
     run, truth = on_one(runs, name, accelerator), claims.plain(runs, "single")
@@ -22,7 +20,6 @@ def test_one_rank_computes_what_a_single_device_does(name, accelerator, runs):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("compile", ["none", "blocks"])
 @pytest.mark.parametrize("name", ALL)
 def test_bf16_on_a_gpu_trains_close_to_fp32(name, compile, runs):

@@ -14,6 +14,5 @@
 
 Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what
 else happens on the machine meets all of them alike. Ratios are taken within a round; only they
-carry over to another machine. Targets: at most 2 ms a step over the bare loop at size=tiny, at
-most 0.55 of the tutorial's memory at size=simple_gpt.
+carry over to another machine.
 """

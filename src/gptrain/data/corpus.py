@@ -50,7 +50,7 @@ class Part:
 
 
 def default_corpus() -> list[Document]:
-    """The Python standard library's own source without its tests: about 12 MB on every machine."""
+    """The Python standard library's own source without its tests: about 12 MB."""
     return _walk(Path(sysconfig.get_path("stdlib")), "*.py", without=_NO_SOURCE)
 
 

@@ -158,11 +158,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which every input bit flips every output bit half of the time.
-
-    Args:
-        values: uint64, any shape; left as it is.
-    """
+    """SplitMix64's output function, a bijection of uint64; `values` are left as they are."""
     mixed = values ^ (values >> 30)
     mixed *= _FIRST
     mixed ^= mixed >> 27
