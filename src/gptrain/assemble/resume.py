@@ -76,8 +76,7 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     batch = plan_batch(cfg.data.batch_size, cfg.data.global_batch_size, accumulate, dims.data)
     if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
-    if trains:
-        log.info("%-9s from step %d: %s", "resume", found.step, found.path)
+    log.info("%-9s from step %d: %s", "resume" if trains else cfg.task, found.step, found.path)
     return found.path
 
 
@@ -104,19 +103,16 @@ def find_weights(
 
     Args:
         which: of a run folder the checkpoint with the "best" metric (the newest where none was
-            measured, and a line says so), or the "last" that is whole.
+            measured), or the "last" that is whole.
         by: the metric, and whether its min or its max is best: a `checkpoint` group.
     Raises: FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint.
     """
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
-        store, monitor = CheckpointStore(source / CHECKPOINTS_NAME), by["monitor"]
-        if which == "best" and (best := store.best(monitor, by["mode"])) is not None:
-            return best
-        if (newest := store.newest_good()) is not None:
-            if which == "best":
-                log.warning("warning: %s: nothing has %s, the newest is taken", source, monitor)
-            return newest
+        store = CheckpointStore(source / CHECKPOINTS_NAME)
+        best = store.best(by["monitor"], by["mode"]) if which == "best" else None
+        if found := best or store.newest_good():
+            return found
     folder = source.parent if source.name == STATE_NAME else source
     if (folder / MANIFEST_NAME).exists():
         return CheckpointStore(folder.parent).verify(folder)
