@@ -8,7 +8,6 @@ rank        what surrounds the training function in each of them
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.launch.process import set_rendezvous, this_process
-from gptrain.problems import FOLDER_UNUSABLE, JobFailed
+from gptrain.problems import FOLDER_UNUSABLE, ConfigError
 from gptrain.resilience import fileops
 from gptrain.resilience.lock import RunFolderHeld, RunLock
 from gptrain.resilience.signals import StopFlag
@@ -38,25 +37,26 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
 
     Raises:
         JobFailed: with the exit code, after the reason has been printed.
-        ConfigError: it does not fit what is in its folder; nothing was started or changed.
+        ConfigError: it does not fit what is in its folder, or another run holds that; nothing was
+            started or changed.
     """
     cfg, process = settle(cfg), this_process()
     with StopFlag() as stop:
         from gptrain.launch.devices import find_machine  # torch
-        from gptrain.launch.rank import forget_old_beats, run_alone
+        from gptrain.launch.rank import forget_old_beats, run_rank
         from gptrain.launch.supervisor import is_restart, prepare_start, supervise
 
         machine = find_machine(cfg)
         set_rendezvous()
         if process.rank > 0:  # rank 0 holds the folder, and says where to start
-            return run_alone(train, cfg, stop)
+            return run_rank(train, cfg, stop)
         with _held_folder(cfg) as lock:
             find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
             prepare_start(cfg, find, again=is_restart())
             forget_old_beats(cfg.run_dir)
             keep_config(cfg)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
-                return run_alone(train, cfg, stop)
+                return run_rank(train, cfg, stop)
             return supervise(train, cfg, machine.n_local, find, stop)
 
 
@@ -95,8 +95,7 @@ def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
     try:
         lock.acquire()
     except (RunFolderHeld, OSError) as error:
-        print(f"error: run_dir={error}", file=sys.stderr, flush=True)
-        raise JobFailed(FOLDER_UNUSABLE, str(error)) from error
+        raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
     try:
         yield lock
     finally:

@@ -105,7 +105,7 @@ def run_rank(
     Args:
         parent_pid: the supervisor that must live.
 
-    Raises: JobFailed, with the exit code.
+    Raises: JobFailed, with the exit code; but a process that a launcher started ends here.
     """
     rank = this_process().rank
     guard = Guard(
@@ -129,20 +129,12 @@ def run_rank(
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
             time.sleep(PEERS_REPORT_S)
         report_ending(cfg, ending, rank, guard.heartbeat.step)
+        if this_process().is_rank:
+            leave(ending.code)
         raise JobFailed(ending.code, ending.line) from error
     if rank == 0:
         record_ending(cfg, Ending(problems.DONE, "done", "done"), rank, guard.heartbeat.step)
     return metrics
-
-
-def run_alone(train: Callable, cfg: DictConfig, stop: StopFlag) -> dict[str, float]:
-    """`run_rank` in the process that was started, by a person or by torchrun or SLURM."""
-    try:
-        return run_rank(train, cfg, stop)
-    except JobFailed as failure:
-        if this_process().is_rank:
-            leave(failure.code)
-        raise
 
 
 def rank_process(
@@ -152,7 +144,7 @@ def rank_process(
     environment: dict[str, str],
     parent_pid: int,
 ) -> None:
-    """Entry of a started rank; never returns."""
+    """Entry of a rank that the supervisor starts; never returns."""
     die_with_parent(parent_pid)
     os.environ.update(environment)
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
@@ -161,12 +153,8 @@ def rank_process(
     else:
         logging.getLogger().setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
-    code = problems.DONE
-    try:
-        run_rank(train, cfg, StopFlag().install(), parent_pid)
-    except JobFailed as failure:
-        code = failure.code
-    leave(code)
+    run_rank(train, cfg, StopFlag().install(), parent_pid)
+    leave(problems.DONE)
 
 
 def leave(code: int) -> NoReturn:

@@ -11,7 +11,6 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import uuid
@@ -30,7 +29,7 @@ from gptrain.launch.rank import (
     report_ending,
 )
 from gptrain.parallel.mesh import STORE_VARIABLE
-from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, JobFailed
+from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, ConfigError, JobFailed
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back
@@ -78,7 +77,7 @@ def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
     Args:
         again: a launcher's own start, which takes the newest checkpoint, whatever was typed.
 
-    Raises: ConfigError, with the folder as it was; JobFailed where starts get nowhere.
+    Raises: ConfigError, with the folder as it was; with code 70 where starts get nowhere.
     """
     if again and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         cfg.ckpt_path = "last"
@@ -86,9 +85,8 @@ def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
     cfg.ckpt_path = None if checkpoint is None else str(checkpoint)
     step = read_manifest(checkpoint)["step"] if checkpoint else 0
     if cfg.task == "fit" and note_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
-        line = f"error: {FRUITLESS_STARTS} starts in a row got no further"
-        print(line, file=sys.stderr, flush=True)
-        raise JobFailed(FAILED, line)
+        wrong = f"{FRUITLESS_STARTS} starts in a row got no further"
+        raise ConfigError.of("", None, wrong, code=FAILED)
     clear_status(cfg.run_dir)
 
 

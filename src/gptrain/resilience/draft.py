@@ -11,6 +11,7 @@ import errno
 import hashlib
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -109,23 +110,27 @@ class Draft:
         """Lets all ranks raise the first rank's SaveFailed, so that none goes on or waits alone.
 
         Other exceptions pass: their rank is about to end the job, and a collective might not
-        return.
+        return. After any exception nothing is left of the draft.
         """
         mine, free = None, None
         try:
-            yield
-        except SaveFailed as error:
-            mine = error
-        except OSError as error:
-            if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
-                raise  # of the network, not of the file system
-            with suppress(OSError):
-                free = fileops.free_bytes(self.path.parent)
-            mine = SaveFailed(error.errno, self.path.parent, self.needed_bytes, free, self.rank)
-            mine.__cause__ = error
-        for failure in self.gather(mine):
-            if failure is not None:
-                raise failure
+            try:
+                yield
+            except OSError as error:
+                if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+                    raise  # of the network, not of the file system
+                folder = self.path.parent
+                with suppress(OSError):
+                    free = fileops.free_bytes(folder)
+                mine = SaveFailed(error.errno, folder, self.needed_bytes, free, self.rank)
+                mine.__cause__ = error
+            for failure in self.gather(mine):
+                if failure is not None:
+                    raise failure
+        except BaseException:
+            if self.rank == 0:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def _write_files(self) -> dict[str, dict]:
         """The entries of this rank's files, each of which is freed once it is on the disk."""

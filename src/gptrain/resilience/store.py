@@ -94,13 +94,8 @@ class CheckpointStore:
         with draft.same_answer():
             if rank == 0:
                 self._begin(draft.path, needed_bytes)
-        try:
-            with draft.same_answer():
-                yield draft
-        except BaseException:
-            if rank == 0:
-                shutil.rmtree(draft.path, ignore_errors=True)
-            raise
+        with draft.same_answer():
+            yield draft
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
         self._unfinished = draft, about
         draft.write(in_background)
@@ -125,15 +120,10 @@ class CheckpointStore:
         if self._unfinished is None:
             return
         (draft, about), self._unfinished = self._unfinished, None
-        try:
-            files_of_ranks = draft.finish()
-            with draft.same_answer():
-                if draft.rank == 0:
-                    self._commit(draft.path, about, files_of_ranks)
-        except BaseException:
+        files_of_ranks = draft.finish()
+        with draft.same_answer():
             if draft.rank == 0:
-                shutil.rmtree(draft.path, ignore_errors=True)
-            raise
+                self._commit(draft.path, about, files_of_ranks)
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises NoSpace unless the folder's file system has that many bytes left."""
