@@ -27,20 +27,19 @@ class Preempted(BaseException):
     No Exception, as KeyboardInterrupt is none: a signal's handler may raise it inside any library,
     whose `except Exception` would make another error of it (Hydra: "Error locating target").
 
-    Attributes:
+    Args:
         step: optimizer steps that are done and saved; None where there was nothing to save.
     """
 
     def __init__(self, step: int | None = None) -> None:
         what = "there was nothing to save" if step is None else f"saved at step {step}"
         super().__init__(f"asked to stop: {what}")
-        self.step = step
 
 
 class NonFinite(Exception):
     """A loss or a gradient was NaN or infinite; the weights are those of the step before.
 
-    Attributes:
+    Args:
         step: the optimizer step that was not taken, counted from 0.
         rank: the first rank whose own loss was not finite, None where only gradients were.
         samples: those that the step had read: that rank's, or all.
@@ -49,7 +48,7 @@ class NonFinite(Exception):
     def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
         where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
         super().__init__(f"{where} at step {step} is not finite; samples: {shorten(samples)}")
-        self.step, self.rank, self.samples = step, rank, samples
+        self.rank = rank
 
 
 def shorten(samples: list[int]) -> str:
