@@ -127,10 +127,7 @@ class CheckpointStore:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises NoSpace unless the folder's file system has that many bytes left."""
-        folder = self.folder
-        while not folder.exists():
-            folder = folder.parent
-        free = fileops.free_bytes(folder)
+        free = fileops.free_bytes(self.folder if self.folder.exists() else self.folder.parent)
         if free < needed_bytes:
             raise NoSpace(self.folder, needed_bytes, free)
 
@@ -239,7 +236,7 @@ class CheckpointStore:
         os.mkdir(draft)
 
     def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
-        """Makes a checkpoint of a draft; one of the same step is replaced, or comes back."""
+        """Makes a checkpoint of a draft; one of the same step is replaced."""
         entries = sorted(entry for files in files_of_ranks for entry in files.items())
         about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
         target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
@@ -247,12 +244,7 @@ class CheckpointStore:
         fileops.sync_folder(draft)
         if target.exists():
             os.rename(target, old)
-        try:
-            os.rename(draft, target)
-        except OSError:
-            if old.exists():
-                os.rename(old, target)
-            raise
+        os.rename(draft, target)
         fileops.sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
