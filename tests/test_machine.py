@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from gptrain.assemble.trainer import assign_devices
-from gptrain.launch.devices import Machine, find_machine, listed_numbers, set_threads
-from gptrain.launch.process import Process, calm_threads
+from gptrain.launch.devices import Machine, find_machine, set_threads
+from gptrain.launch.process import Process, calm_threads, listed_numbers
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.data_parallel import DDP, SingleDevice
 

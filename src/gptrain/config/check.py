@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, SIMPLE_GPT, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
-from gptrain.launch.process import this_process
+from gptrain.launch.process import count_devices, this_process
 from gptrain.plan.batch import effective_max_epochs, plan_batch, run_steps
 from gptrain.plan.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
@@ -88,15 +88,6 @@ def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
     if (world_size := find_world_size(run)) is not None:
         run.add(check_world(run, world_size))
     return run
-
-
-def count_devices(value: Any) -> int | None:
-    """Ranks on one node that trainer.devices asks for; None where the machine decides."""
-    if isinstance(value, str) and "," in value:
-        value = [part for part in value.split(",") if part]
-    if value in (None, "auto", -1, "-1"):
-        return None
-    return len(value) if isinstance(value, list) else int(value)
 
 
 def find_world_size(run: Config) -> int | None:

@@ -16,14 +16,13 @@ from gptrain.config.check import (
     Config,
     check_cpu,
     check_world,
-    count_devices,
     find_world_size,
     stages_per_rank,
 )
 from gptrain.config.schema import DATA, GROUPS, KNOWN, SIMPLE_GPT, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
-from gptrain.launch.process import run_stamp, this_process
+from gptrain.launch.process import count_devices, listed_numbers, run_stamp, this_process
 from gptrain.plan.dims import parallel_dims
 from gptrain.plan.memory import GPTShape, bytes_per_parameter, rank_parameters
 from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem
@@ -143,8 +142,6 @@ def check_visible(
         visible: GPUs that this process sees.   shown: CUDA_VISIBLE_DEVICES.
         is_rank: a launcher started it, and may show each rank one GPU, its own, as number 0.
     """
-    from gptrain.launch.devices import listed_numbers
-
     asked = run.get("trainer.devices")
     numbers = listed_numbers(asked) or range(count_devices(asked) or 0)
     if max(numbers, default=0) < visible or (is_rank and visible == 1):

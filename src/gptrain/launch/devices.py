@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
-from gptrain.launch.process import this_process
+from gptrain.launch.process import count_devices, listed_numbers, this_process
 
 
 @dataclass(frozen=True)
@@ -106,19 +106,10 @@ def cores_per_rank(n_local: int) -> int:
 
 
 def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:
-    """Ranks on this node, of a number, a list of device numbers, "auto" or -1."""
-    if numbers := listed_numbers(devices):
-        return len(numbers)
-    if str(devices) in ("auto", "-1"):
-        process = this_process()
-        if process.is_rank:
-            return int(os.environ.get("LOCAL_WORLD_SIZE") or process.world_size // n_nodes)
-        return torch.cuda.device_count() if accelerator == "cuda" else 1
-    return int(str(devices))
-
-
-def listed_numbers(devices: object) -> tuple[int, ...]:
-    """(1, 3) of [1,3] or "1,3", (3,) of "3,"; empty where nothing is listed."""
-    if isinstance(devices, str):
-        devices = [part for part in devices.split(",") if part.strip()] if "," in devices else []
-    return tuple(map(int, devices)) if isinstance(devices, list | ListConfig) else ()
+    """Ranks on this node, of trainer.devices in any of its forms."""
+    if (asked := count_devices(devices)) is not None:
+        return asked
+    process = this_process()
+    if process.is_rank:
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or process.world_size // n_nodes)
+    return torch.cuda.device_count() if accelerator == "cuda" else 1

@@ -9,8 +9,10 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 _START_S = time.time()  # of this process, nearly
@@ -51,6 +53,20 @@ def this_process() -> Process:
         world_size = int(env["SLURM_STEP_NUM_TASKS"])
         return Process("slurm", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), world_size)
     return Process("none", 0, 0, 1)
+
+
+def listed_numbers(devices: object) -> tuple[int, ...]:
+    """(1, 3) of trainer.devices=[1,3] or "1,3", (3,) of "3,"; empty where nothing is listed."""
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part.strip()] if "," in devices else ()
+    return tuple(map(int, devices)) if isinstance(devices, Sequence) else ()
+
+
+def count_devices(devices: Any) -> int | None:
+    """Ranks on one node that trainer.devices asks for; None where the machine decides."""
+    if numbers := listed_numbers(devices):
+        return len(numbers)
+    return None if devices in (None, "auto", -1, "-1") else int(devices)
 
 
 def calm_threads() -> None:
