@@ -16,6 +16,11 @@ from gptrain.plan.memory import GPTShape
 FP32_BYTES = 4
 
 
+def parameters(shape: GPTShape) -> float:
+    """Of the whole net."""
+    return sum(shape.tensor_parallel_parameters(1))
+
+
 def ring_gather_bytes(n_bytes: float, n_ranks: int) -> float:
     """Sent per rank to gather or reduce-scatter n_bytes: (n-1)/n of them."""
     return n_bytes * (n_ranks - 1) / n_ranks
@@ -159,4 +164,4 @@ def step_bytes(
             n_data_ranks=dims.data,
             **work,
         )
-    return total or ddp_bytes(shape.parameters, dims.data)
+    return total or ddp_bytes(parameters(shape), dims.data)

@@ -7,7 +7,7 @@ order in which they are applied, inside `slices.make_net_on`:
     tensor or pipeline -> activation checkpointing -> compile -> FSDP
 
 mesh        ranks: process group, axes       fit         what an option needs of a net
-ddp, fsdp, tensor (vocab_loss), pipeline     the strategies
+fsdp, tensor (vocab_loss), pipeline     the strategies that partition it
 activation  what is kept for the backward pass, and compile
 gradients   sums over ranks, clipping        slices      whole tensors and their slices
 state       checkpoints from and into any strategy

@@ -35,15 +35,6 @@ class GPTShape:
         return self.max_seq_len * self.d_model
 
     @property
-    def root_parameters(self) -> int:
-        """All that is in no block: both tables and the final norm."""
-        return self.token_table_parameters + self.position_table_parameters + 2 * self.d_model
-
-    @property
-    def parameters(self) -> int:
-        return self.n_layers * self.block_parameters + self.root_parameters
-
-    @property
     def block_replicated(self) -> int:
         """What tensor parallelism leaves whole in a block: two norms, two row-split biases."""
         return 6 * self.d_model
@@ -82,12 +73,8 @@ def bytes_per_parameter(precision: str, optimizer_target: str, momentum: float =
     """
     name = optimizer_target.rpartition(".")[2]
     n_states = 1 if name == "SGD" and momentum else _STATES.get(name, 2)
-    return (1 + 1 + n_states) * weight_bytes(precision)
-
-
-def weight_bytes(precision: str) -> int:
-    """Bytes of a weight, which its gradient and its states have too."""
-    return {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(str(precision), 4)
+    weight_bytes = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(str(precision), 4)
+    return (1 + 1 + n_states) * weight_bytes
 
 
 def rank_parameters(
