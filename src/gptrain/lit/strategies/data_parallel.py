@@ -6,8 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -69,9 +67,7 @@ def comm_hook(name: str) -> tuple[object, Callable] | None:
     return None, {"bf16": _bf16, "fp16": default_hooks.fp16_compress_hook}[name]
 
 
-def _bf16(
-    group: dist.ProcessGroup | None, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _bf16(group, bucket):  # DDP reads annotations, and takes none that are strings
     # DDP refuses torch's hook by its name where the backend is gloo, which has known bf16 since.
     return default_hooks.bf16_compress_hook(group, bucket)
 
