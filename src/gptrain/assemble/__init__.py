@@ -41,6 +41,7 @@ from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
+from gptrain.parallel.slices import make_to_look_at
 from gptrain.plan.batch import BatchPlan
 from gptrain.plan.dims import ANY_NET, parallel_dims, strategy_name
 from gptrain.resilience.watchdog import Guard
@@ -84,7 +85,7 @@ class Run:
 def check(cfg: DictConfig) -> None:
     """Whether net, module and optimizer can do what is asked, before a process or a file is made.
 
-    Where that depends on the net it is made on the meta device, without memory.
+    Where that depends on the net it is made, without memory where it can be.
 
     Raises: ConfigError.
     """
@@ -96,8 +97,7 @@ def check(cfg: DictConfig) -> None:
         check_callbacks(cfg, name)
         if name in ANY_NET and not by_block and cfg.optimizer._target_ == "torch.optim.AdamW":
             return
-        with torch.device("meta"):
-            net = build_net(cfg)
+        net = make_to_look_at(partial(build_net, cfg))
         check_fit(
             net,
             cfg.strategy,

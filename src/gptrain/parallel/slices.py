@@ -14,6 +14,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gptrain.parallel.fit import tied_names
 
 
+def make_to_look_at(make_net: Callable[[], nn.Module]) -> nn.Module:
+    """The net on the meta device, without memory; on the CPU where its class needs real numbers."""
+    before = torch.random.get_rng_state()
+    try:
+        with torch.device("meta"):
+            return make_net()
+    except RuntimeError:  # as of `[x.item() for x in torch.linspace(0, rate, n_layers)]`
+        torch.random.set_rng_state(before)
+        return make_net()
+
+
 def make_net_on(
     device: torch.device | str,
     make_net: Callable[[], nn.Module],
@@ -28,8 +39,7 @@ def make_net_on(
     the weights of a single process.
     """
     before = torch.random.get_rng_state()
-    with torch.device("meta"):
-        net = make_net()
+    net = make_to_look_at(make_net)
     if not hasattr(net, "init_parameter") or any(True for _ in net.buffers()):
         torch.random.set_rng_state(before)
         net = make_net()

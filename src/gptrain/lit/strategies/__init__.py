@@ -13,6 +13,7 @@ from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import BuildArgs, NetStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.fit import check_fit
+from gptrain.parallel.slices import make_to_look_at
 from gptrain.plan.dims import STRATEGIES, ParallelDims, strategy_name
 
 __all__ = ["NetStrategy", "build_strategy"]
@@ -39,8 +40,8 @@ def build_strategy(
     Raises: Unfit if the net lacks what the strategy needs.
     """
     name = strategy_name(options.name, dims.world_size)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        whole = make_net()
+    with torch.random.fork_rng(devices=[]):
+        whole = make_to_look_at(make_net)
     modes = {"compile": compile, "activation_checkpointing": activation_checkpointing}
     check_fit(whole, options, dims, **modes)
 
