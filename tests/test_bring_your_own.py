@@ -244,9 +244,15 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key(target, sai
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("strategy=fsdp", "trainer.devices=2"), "strategy.name=fsdp: .* needs `blocks`.* of LSTM"),
+        (
+            ("strategy=fsdp", "trainer.devices=2"),
+            "strategy.name=fsdp: needs blocks of LSTM.*without: single, ddp",
+        ),
         (("strategy=pipeline", "trainer.devices=2"), "strategy.name=pipeline: needs embed, blocks"),
-        (("strategy=fsdp_tensor_parallel", "trainer.devices=4"), "strategy.name=.* needs `blocks`"),
+        (
+            ("strategy=fsdp_tensor_parallel", "trainer.devices=4"),
+            "strategy.name=.*: needs blocks, tensor_plan",
+        ),
         (("model.compile=blocks",), "model.compile=blocks: .* without: none, model"),
         (("model.activation_checkpointing=full",), "activation_checkpointing=full: .* needs `bl"),
         (("optimizer=muon",), "optimizer._target_=gptrain.optim.Muon: .*LSTM has no attribute"),

@@ -42,8 +42,9 @@ def check_fit(
     modes = {"model.activation_checkpointing": activation_checkpointing, "model.compile": compile}
     for key, mode in modes.items():
         if mode not in ("none", "model") and not hasattr(net, "blocks"):
+            others = "none, model" if key == "model.compile" else "none"
             wrong = f"{mode} works block by block and needs `blocks` of {type(net).__name__}"
-            raise Unfit(key, f"{wrong}, an nn.ModuleList (see gptrain.models)")
+            raise Unfit(key, f"{wrong}, an nn.ModuleList (see gptrain.models); without: {others}")
     if row.check:
         resolve_name(row.check)(net, options, dims)
 
