@@ -69,6 +69,19 @@ def test_names_of_parameters_stay(mode):
     assert list(net.state_dict()) == list(make_net("none").state_dict())
 
 
+@pytest.mark.parametrize(
+    "mode, names", [("blocks", 4 * ["forward"]), ("model", ["forward", "hidden"])]
+)
+def test_what_the_loss_calls_is_what_is_compiled(mode, names, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda method: compiled.append(method) or "compiled")
+    net = make_net("none")
+    apply_compile(net, mode)
+    assert [method.__name__ for method in compiled] == names
+    parts = net.blocks.children() if mode == "blocks" else [net]
+    assert all(getattr(part, name) == "compiled" for part in parts for name in set(names))
+
+
 def test_the_more_is_recomputed_the_less_is_kept():
     none, selective, full = map(saved_bytes, ("none", "selective", "full"))
     assert full < selective / 2 and selective < 0.7 * none

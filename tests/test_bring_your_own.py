@@ -148,6 +148,19 @@ def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
     assert [factor(cfg, 4, step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
 
 
+def test_a_schedule_that_looks_at_a_metric_looks_at_the_monitor_after_each_validation():
+    cfg = compose_command(["model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max"])
+    OmegaConf.set_struct(cfg, False)
+    cfg.scheduler._target_ = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    made = build_schedule(cfg, Lengths(BatchPlan(1, 1, 4), 1, 10, 10, 5), optimizer)
+    assert (made["monitor"], made["frequency"], made["scheduler"].mode) == (
+        "val/top1",
+        5 * 4,
+        "max",
+    )
+
+
 def test_lbfgs_finds_the_minimum_of_a_net_of_matrices():
     cfg = as_if_from_a_yaml(_target_="torch.optim.LBFGS")
     net = torch.nn.Linear(2, 1, bias=False)
@@ -225,6 +238,9 @@ def test_token_files_made_elsewhere_are_trained_on_and_gone_on_with_exactly(trai
     again = train("trainer.max_steps=6", "ckpt_path=last", *options)
     assert again.code == 0, again.err
     assert again.losses() == whole
+    tokens[1000:].tofile(tmp_path / "train.bin")
+    other = train("trainer.max_steps=7", "ckpt_path=last", *options)
+    assert other.code == 2 and "data=" in other.err and "the checkpoint was made with" in other.err
 
 
 @pytest.mark.parametrize(

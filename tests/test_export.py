@@ -87,11 +87,11 @@ def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
         assert torch.equal(tensor, back.state_dict()[name]), name
 
 
-def test_both_formats_start_another_run_with_the_very_weights(train, export_run):
-    run = train("logger=none")
-    state = run.state(4)["state_dict"]
-    for form, dtype in (("safetensors", "bf16"), ("hf", "fp32")):
-        _, folder, said = export_run(f"from_run={run.folder}", f"format={form}", f"dtype={dtype}")
+def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice, export_run):
+    for form, dtype, mode, step in (("safetensors", "bf16", "min", 2), ("hf", "fp32", "max", 4)):
+        state = saved_twice.state(step)["state_dict"]
+        words = (f"from_run={saved_twice.folder}", f"format={form}", f"dtype={dtype}")
+        _, folder, said = export_run(*words, f"checkpoint.mode={mode}")
         stored = load_file(folder / "model.safetensors")
         assert f"init_from={folder}" in said
         if form == "safetensors":  # the net's own names, a tied weight once

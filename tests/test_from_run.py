@@ -87,9 +87,8 @@ def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_
     assert again.code == 0, again.err
     manifest = read_manifest(run.folder / "checkpoints" / "step-00000002")
     assert again.metrics[metric] == manifest["metrics"]["val/loss"] < run.metrics["val/loss"]
-    last = train(
-        f"task={task}", f"from_run='{run.folder}'", "ckpt_path=last", tiny=False, name="last"
-    )
+    other = {"validate": "ckpt_path=last", "test": "checkpoint.mode=max"}[task]  # the worse one
+    last = train(f"task={task}", f"from_run='{run.folder}'", other, tiny=False, name="last")
     assert last.metrics[metric] == run.metrics["val/loss"]
     assert hashes(run.folder) == before
 

@@ -17,10 +17,13 @@ def assert_begun_with(begun, state) -> None:
 def test_a_run_its_checkpoint_and_the_file_in_it_are_starts(train, saved_twice):
     checkpoint = saved_twice.folder / "checkpoints" / "step-00000004"
     best, last = (saved_twice.state(step)["state_dict"] for step in (2, 4))
-    for number, (source, state) in enumerate(
-        [(saved_twice.folder, best), (checkpoint, last), (checkpoint / "state.ckpt", last)]
-    ):
-        begun = train(*STILL, f"init_from='{source}'", "seed=7", name=f"begun {number}")
+    starts = [
+        (saved_twice.folder, "min", best), (saved_twice.folder, "max", last),
+        (checkpoint, "min", last), (checkpoint / "state.ckpt", "min", last),
+    ]  # fmt: skip
+    for number, (source, mode, state) in enumerate(starts):
+        words = (f"init_from='{source}'", f"checkpoint.mode={mode}", "seed=7")
+        begun = train(*STILL, *words, name=f"begun {number}")
         assert_begun_with(begun, state)
         moments = begun.state(1)["optimizer_states"][0]["state"]
         assert {int(entry["step"]) for entry in moments.values()} == {1}

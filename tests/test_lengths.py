@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from gptrain.assemble.parts import plan_lengths
 from gptrain.config.cli import compose_command
 from gptrain.data import TokenDataset, collate
 from gptrain.lit import LanguageModel
@@ -94,6 +95,12 @@ def test_a_whole_number_between_validations_means_optimizer_steps(train):
     )  # fmt: skip
     assert run.code == 0, run.err
     assert [step for step, _ in column(run.folder, "val/loss")] == [3, 6, 7]  # epochs are of 3
+
+
+def test_a_fraction_of_several_epochs_between_validations():
+    cfg = compose_command(["trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=3"])
+    lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
+    assert (lengths.epoch_steps, lengths.validate_every) == (8, 12)
 
 
 def test_bits_per_byte_is_eight_for_a_net_that_knows_nothing_whatever_the_tokenizer(tmp_path):

@@ -84,7 +84,7 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
 def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    options = ("logger=[wandb,csv]", *EVERY_STEP, "scheduler=constant")
+    options = ("logger=[wandb,csv]", "logger.wandb.project=mine", *EVERY_STEP, "scheduler=constant")
     run = train(*options, "trainer.max_steps=2")
     assert run.code == 0, run.err
     again = train(*options, "trainer.max_steps=4", "ckpt_path=last")
@@ -97,11 +97,18 @@ def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
     for file in files:
         records = wandb_records(file)
         assert [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"] == [0]
+        (begun,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+        assert begun.project == "mine"
         for record in records:
             items = {item.nested_key[0]: item.value_json for item in record.history.item}
             if "train/loss" in items:
                 steps.append(int(items["trainer/global_step"]))
     assert steps == [1, 2, 3, 4]
+
+
+def test_what_is_no_trouble_with_a_disk_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="many"):
+        CSVLogger(str(tmp_path)).log_metrics({"train/loss": "many"}, 1)
 
 
 def test_a_full_disk_costs_a_curve_and_not_the_run(tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -10,7 +11,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
+from gptrain import assemble
 from gptrain.assemble.trainer import assign_devices
+from gptrain.config import compose_command
+from gptrain.config.cli import main
 from gptrain.launch.devices import Machine, find_machine, set_threads
 from gptrain.launch.process import Process, calm_threads, listed_numbers
 from gptrain.lit.lightning import RankEnvironment
@@ -93,6 +97,32 @@ def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
         assert (trainer.world_size, trainer.num_devices) == (2, 2)
 
 
+def test_a_rank_of_torchrun_counts_those_of_its_node(visible, monkeypatch):
+    visible(4)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert machine_of("auto").n_local == 2
+
+
+def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
+    class GroupMade(Exception):
+        pass
+
+    def start_group(*options):
+        raise GroupMade(options)
+
+    told = []
+    monkeypatch.setattr(assemble, "set_threads", told.append)
+    monkeypatch.setattr(assemble, "start_group", start_group)
+    monkeypatch.setattr(Machine, "backend", "the machine's")
+    words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
+    for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
+        with pytest.raises(GroupMade) as made:
+            assemble.build(compose_command([*words, f"strategy.backend={asked}"]))
+        assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0),)
+    assert told == [3, 3]
+
+
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = Machine("cuda", 1, 1, (3,))
@@ -147,7 +177,9 @@ def test_where_the_system_has_no_affinity_all_cores_are_divided(threads, monkeyp
 def test_threads_are_calmed_where_the_user_has_not_said_how_they_wait(name, monkeypatch):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    calm_threads()
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit):  # the first that a command does
+        main(lambda cfg: None)
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv(name, "5")

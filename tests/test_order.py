@@ -209,6 +209,29 @@ def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
 
 
+class Noise(Dataset):
+    """Draws its samples, as one that augments them does."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(2), torch.rand(2)
+
+
+def test_what_workers_draw_follows_the_seed_and_differs_between_ranks():
+    def drawn(seed, rank):
+        lengths = Lengths(BatchPlan(1, 2, 1), 2, epoch_steps=2, n_steps=2, validate_every=2)
+        options = {"seed": seed, "rank": rank, "world_size": 2, "num_workers": 1}
+        module = TextDataModule(Noise(), Noise(), None, lengths, **options)
+        return [tokens.tolist() for tokens, _ in module.val_dataloader()]
+
+    before = torch.get_rng_state()
+    first = drawn(0, 0)
+    assert drawn(0, 0) == first and first not in (drawn(0, 1), drawn(1, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_fewer_samples_than_one_step_are_an_error():
     with pytest.raises(DataError, match="3 sequences, one step needs 8"):
         TrainBatches(SampleOrder(3, 0), batch_size=2, accumulate=2, world_size=2)

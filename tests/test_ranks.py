@@ -33,7 +33,8 @@ def test_two_ranks_take_the_same_steps_as_one(train):
 def test_torchrun_makes_one_folder_and_one_set_of_lines_from_any_folder(command, tmp_path):
     (tmp_path / "anywhere").mkdir()
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    options = [f"output_dir={tmp_path}", *TINY, "trainer.devices=2", *LOGGED]
+    # Where there is no checkpoint yet `last` is none, as rank 0 tells the others.
+    options = [f"output_dir={tmp_path}", *TINY, "trainer.devices=2", *LOGGED, "ckpt_path=last"]
     run = command(*torchrun, str(ROOT / "train.py"), *options, cwd=tmp_path / "anywhere")
     assert run.returncode == 0, run.stderr
     assert [line.split()[0] for line in run.stdout.splitlines()].count("model") == 1

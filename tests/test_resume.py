@@ -39,11 +39,14 @@ def compose(tmp_path):
     return compose
 
 
-def save(cfg, step: int, batch: int = 32, **facts) -> CheckpointStore:
+def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointStore:
     Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
     facts = identity(cfg, batch) | facts
-    with store.writing(step, config=facts) as draft, draft.open("state.ckpt") as file:
+    with (
+        store.writing(step, config=facts, metrics=metrics) as draft,
+        draft.open("state.ckpt") as file,
+    ):
         file.write(b"state")
     return store
 
@@ -129,6 +132,14 @@ def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
     save(compose(), 5)
     with pytest.raises(ConfigError, match="of another run"):
         find_checkpoint(compose("ckpt_path=last"), "b" * 32, 1)
+
+
+@pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])
+def test_the_best_is_told_by_the_monitor_and_its_mode(compose, mode, step):
+    for saved, mine in ((5, 1.0), (6, 3.0), (7, 2.0)):
+        save(compose(), saved, metrics={"mine": mine})
+    cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")
+    assert find_checkpoint(cfg, RUN, 1).name == f"step-{step:08d}"
 
 
 @pytest.mark.parametrize("path", ["step-00000005", "step-00000005/state.ckpt"])

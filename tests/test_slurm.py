@@ -7,7 +7,14 @@ import os
 import pytest
 
 from gptrain.launch.devices import cores_per_rank
-from gptrain.launch.process import Process, attempt, first_host, set_rendezvous, this_process
+from gptrain.launch.process import (
+    Process,
+    attempt,
+    first_host,
+    run_stamp,
+    set_rendezvous,
+    this_process,
+)
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.parallel.mesh import STORE_VARIABLE
 
@@ -96,6 +103,13 @@ def test_each_start_of_a_step_has_a_name_of_its_own(task):
     assert attempt() == first  # in every rank
     task(SLURM_RESTART_COUNT="1")
     assert attempt() != first
+
+
+def test_a_run_folder_is_named_by_the_job_and_its_place_in_an_array(task):
+    task()
+    assert run_stamp() == "slurm-40015"  # also after a requeue, and in every task
+    task(SLURM_ARRAY_JOB_ID="40010", SLURM_ARRAY_TASK_ID="5")
+    assert run_stamp() == "slurm-40010_5"
 
 
 def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptrain.lit import LanguageModel
+from gptrain.lit import LanguageModel, perf
 from gptrain.lit.callbacks import finite
 from gptrain.lit.loggers import CSVLogger
 
@@ -69,9 +71,10 @@ def watched(train, monkeypatch):
             done = train(
                 f"trainer.max_steps={N_STEPS}", f"trainer.log_every_n_steps={LOGGED_EVERY}",
                 f"trainer.accumulate_grad_batches={ACCUMULATED}", "data.batch_size=32",
-                "trainer.limit_val_batches=0", "logger=csv",
+                "trainer.limit_val_batches=0", "logger=csv", "checkpoint=none",
             )  # fmt: skip
         assert done.code == 0, done.err
+        assert not (done.folder / "checkpoints").exists()
         assert len(watch.steps) == N_STEPS
         return watch.steps
 
@@ -98,6 +101,38 @@ def test_where_the_flag_is_read_a_step_later_nothing_is_read_of_the_step_itself(
     forget = lambda check: setattr(check, "_pending", None)  # noqa: E731
     monkeypatch.setattr(finite.FiniteCheck, "resolve_pending", forget)
     assert [seen.reads for seen in between(watched())] == [0] * (N_STEPS - len(LOGGED))
+
+
+def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
+    """By a clock that moves a second in each micro-step and a hundred in each evaluated batch."""
+    clock = SimpleNamespace(now_s=0.0)
+
+    def slowed(method, seconds):
+        def slow(self, *batch):
+            clock.now_s += seconds
+            return method(self, *batch)
+
+        return slow
+
+    for name, seconds in (("training_step", 1.0), ("validation_step", 100.0)):
+        method = getattr(LanguageModel, name)
+        monkeypatch.setattr(LanguageModel, name, slowed(method, seconds))
+    monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(perf, "find_peak", lambda *_: None)  # which takes its time
+    words = (
+        f"trainer.log_every_n_steps={LOGGED_EVERY}",
+        f"trainer.accumulate_grad_batches={ACCUMULATED}", "trainer.val_check_interval=3",
+        "logger=csv", "scheduler=constant",
+    )  # fmt: skip
+    done = train(*words, "trainer.max_steps=5")
+    again = train(*words, f"trainer.max_steps={N_STEPS}", "ckpt_path=last")
+    assert done.code == again.code == 0, done.err + again.err
+    with open(done.folder / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["perf/step_s"]]
+    assert {4, 5, 8, 9} <= {int(row["step"]) for row in rows}
+    assert {float(row["perf/step_s"]) for row in rows} == {2.0}
+    tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
+    assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])

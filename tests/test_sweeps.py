@@ -6,6 +6,7 @@ import json
 import weakref
 
 import pytest
+from omegaconf import OmegaConf
 
 from gptrain import assemble as build
 
@@ -22,6 +23,11 @@ def test_every_combination_runs_in_its_own_folder(train):
     sweep = train("-m", "optimizer.lr=1e-3,3e-4", "seed=1,2")
     assert sweep.code == 0, sweep.err
     assert jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
+    cfgs = [OmegaConf.load(sweep.folder / str(n) / ".hydra" / "config.yaml") for n in range(4)]
+    tried = [(cfg.optimizer.lr, cfg.seed) for cfg in cfgs]
+    assert tried == [(1e-3, 1), (1e-3, 2), (3e-4, 1), (3e-4, 2)]
+    results = [json.loads((sweep.folder / str(n) / "result.json").read_text()) for n in range(4)]
+    assert len({result["metrics"]["train/loss"] for result in results}) == 4
 
 
 def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):
@@ -65,11 +71,15 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
             "hparams_search=optuna",
             "hydra.sweeper.n_trials=3",
             "trainer.max_steps=2",
+            "objective=grad_norm",
+            "checkpoint.mode=max",
             name=name,
         )
         assert run.code == 0, run.err
-        return (run.folder / "optimization_results.yaml").read_text()
+        results = [json.loads(path.read_text()) for path in run.folder.glob("*/result.json")]
+        norms = [result["metrics"]["grad_norm"] for result in results]
+        return OmegaConf.load(run.folder / "optimization_results.yaml"), norms
 
-    first = search("first")
-    assert "best_value" in first
-    assert first == search("second")
+    first, norms = search("first")
+    assert len(set(norms)) == 3 and first.best_value == max(norms)
+    assert first == search("second")[0]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
+from gptrain.resilience import fileops
 
 
 def test_a_run_prints_four_lines_at_the_start_and_two_at_the_end(train):
@@ -91,6 +93,7 @@ def test_fast_dev_run_goes_through_every_part_and_keeps_nothing(train):
     assert run.code == 0, run.err
     assert "test/loss" in run.out and "val/loss" in run.out
     assert not (run.folder / "checkpoints").exists()
+    assert not (run.folder / "result.json").exists()
     assert not list(run.folder.glob("events*"))
 
 
@@ -161,7 +164,43 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     assert run.code == 79
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", 79, 0)
+    step = re.search(r"the loss of rank 0 at step (\d+) is not finite", run.err).group(1)
+    assert status["step"] == int(step) > 0
+    assert status["resume"].endswith(f"run_dir={run.folder} ckpt_path=last")
+    again = train("trainer.max_steps=1")  # nothing was saved: from the beginning
+    status = json.loads((again.folder / "status.json").read_text())
+    assert (status["cause"], status["exit_code"]) == ("done", 0)
     assert "samples" in run.err
+
+
+def test_no_room_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
+    monkeypatch.setattr(fileops, "free_bytes", lambda _: 1000)
+    run = train("logger=csv")
+    assert run.code == 73 and "1000 bytes are free" in run.err
+    assert not (run.folder / "metrics.csv").exists()
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_with(train, saved_twice, tmp_path):
+    shutil.copytree(saved_twice.folder / "checkpoints", tmp_path / "other" / "checkpoints")
+    run = train("ckpt_path=last", name="other")
+    assert run.code == 65 and "of another run" in run.err
+
+
+def test_a_job_that_a_launcher_starts_again_goes_on_by_itself(train, monkeypatch):
+    options = ("logger=none", "trainer.val_check_interval=2")
+    run = train(*options)
+    for name, n_threads in (("SLURM_RESTART_COUNT", 1), ("TORCHELASTIC_RESTART_COUNT", 2)):
+        run.cut_back(2)
+        (run.folder / ".beats" / "of an earlier start").mkdir(parents=True)
+        monkeypatch.setenv(name, "1")
+        torch.set_num_threads(n_threads)
+        again = train(*options)
+        torch.set_num_threads(1)
+        monkeypatch.delenv(name)
+        assert again.code == 0 and "resume    from step 2" in again.out, again.err
+        assert not (run.folder / ".beats" / "of an earlier start").exists()
+        said = "resumed on 1 ranks of 2 threads what 1 ranks of 1 threads saved"
+        assert (said in again.out) == (n_threads == 2)
 
 
 def test_one_batch_can_be_learned_by_heart(train):

@@ -8,7 +8,9 @@ import threading
 import time
 
 import pytest
+from omegaconf import OmegaConf
 
+from gptrain.launch import supervisor
 from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import read_status, write_status
 from gptrain.resilience.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives
@@ -188,6 +190,17 @@ def test_a_beating_rank_never_stalls_and_a_silent_one_does(tmp_path):
     assert 0.3 < stall.silent_s < time.monotonic() - start_s
     silent.beat()
     assert watch.stalled() == []
+
+
+@pytest.mark.parametrize("of_launcher, timeout_s", [(7.0, 7.0), (None, 60.0)])
+def test_the_supervisor_waits_as_long_as_the_launchers_option_says(
+    of_launcher, timeout_s, tmp_path, monkeypatch
+):
+    waits = []
+    monkeypatch.setattr(supervisor, "StallWatch", lambda *options: waits.append(options))
+    options = {"launcher": {"timeout_s": of_launcher}, "strategy": {"timeout_s": 60.0}}
+    supervisor.watch(OmegaConf.create(options), [], None, tmp_path)
+    assert waits == [(tmp_path, timeout_s)]
 
 
 def test_the_rank_furthest_behind_comes_first(tmp_path):

@@ -361,6 +361,15 @@ def test_a_run_leaves_in_the_middle_of_a_validation_but_not_of_its_last(fit, ste
     assert not (wrong := differences(full.state(7), stopped.state(7))), wrong[:8]
 
 
+@pytest.mark.parametrize(
+    "task, hook", [("validate", "on_validation_batch_end"), ("test", "on_test_batch_end")]
+)
+def test_an_evaluation_that_was_asked_to_stop_leaves_at_once(fit, task, hook):
+    kill = f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: 0, hook: {hook}}}"
+    run = fit(f"task={task}", kill, code=75)
+    assert not (run.folder / "result.json").exists()
+
+
 def test_swa_is_refused(refused):
     line = refused(
         f"+callbacks.swa={{_target_: {LIGHTNING}.StochasticWeightAveraging, swa_lrs: 0.05}}"

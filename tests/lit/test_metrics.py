@@ -19,17 +19,27 @@ ACCURACY = (
 
 
 def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
-    run = fit(ACCURACY, "trainer.val_check_interval=3", "optimizer.lr=0.01")
-    net = gptrain.load(run.folder, "last")
-    metric = MulticlassAccuracy(256, top_k=5, average="micro")
-    for tokens, targets in DummyTextDataset(8, 17, 256, 43):
-        with torch.no_grad():
-            metric.update(net(tokens[None])[0], targets)
-    assert run.metrics["val/top5"] == pytest.approx(float(metric.compute()), abs=1e-6)
+    run = fit(
+        ACCURACY, "trainer.val_check_interval=3", "optimizer.lr=0.01",
+        "+data.test={_target_: gptrain.data.DummyTextDataset, num_samples: 64, seq_len: 17,"
+        " vocab_size: 256, seed: 42}",  # what is trained on
+    )  # fmt: skip
+    net, expected = gptrain.load(run.folder, "last"), {}
+    for part, data in (
+        ("val", DummyTextDataset(8, 17, 256, 43)),
+        ("test", DummyTextDataset(64, 17, 256, 42)),
+    ):
+        metric = MulticlassAccuracy(256, top_k=5, average="micro")
+        for tokens, targets in data:
+            with torch.no_grad():
+                metric.update(net(tokens[None])[0], targets)
+        expected[part] = float(metric.compute())
+    assert expected["val"] != expected["test"]
+    assert run.metrics["val/top5"] == pytest.approx(expected["val"], abs=1e-6)
     assert run.column("val/top5")[-1] == run.metrics["val/top5"]
     assert "val/top5 " in next(line for line in run.out.splitlines() if "result" in line)
     tested = fit(f"from_run={run.folder}", "task=test", "ckpt_path=last", name="tested")
-    assert tested.metrics["test/top5"] == pytest.approx(run.metrics["val/top5"], abs=1e-6)
+    assert tested.metrics["test/top5"] == pytest.approx(expected["test"], abs=1e-6)
 
 
 def test_a_metric_is_alike_on_one_and_two_ranks(fit):
@@ -43,15 +53,22 @@ def test_a_metric_is_alike_on_one_and_two_ranks(fit):
 
 
 def test_a_metric_may_be_monitored_and_the_best_be_the_highest(fit):
-    run = fit(
+    words = (
         ACCURACY, "checkpoint.monitor=val/top5", "checkpoint.mode=max", "checkpoint.keep=2",
         "trainer.val_check_interval=1", "optimizer.lr=0.02",
     )  # fmt: skip
+    run = fit(*words)
     values = run.column("val/top5")
     best = max(range(6), key=values.__getitem__) + 1
     manifest = json.loads((run.folder / "result.json").read_text())
     assert manifest["checkpoint"].endswith(f"step-{best:08d}")
-    assert f"step-{best:08d}" in {p.name for p in (run.folder / "checkpoints").iterdir()}
+    assert run.steps() == sorted({best, 5, 6}) and best < 5
+    state = run.state(best)["state_dict"]
+    loaded = gptrain.load(run.folder).state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
+    again = fit(*words, "task=validate", "ckpt_path=best")
+    measured = json.loads((again.folder / "result-validate.json").read_text())["metrics"]
+    assert measured["val/top5"] == values[best - 1]
 
 
 def test_a_metric_may_be_the_objective_of_a_sweep(fit, tmp_path):

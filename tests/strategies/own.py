@@ -5,6 +5,7 @@ A run names them by `_target_`, as a user's own classes.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,11 +17,16 @@ import torch
 from count_bytes import CountBytes
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
+DDP_OPTIONS = (
+    "static_graph", "find_unused_parameters", "gradient_as_bucket_view", "bucket_bytes_cap",
+)  # fmt: skip
 
 
 class Ragged(Dataset):
@@ -83,7 +89,9 @@ class Record(pl.Callback):
         self.seen = {
             "tokens": [],  # (B, T) of every micro-step
             "places": [],  # (epoch, step) of every micro-step
+            "samples": [],  # those of this rank in every step, by their numbers
             "lrs": [],  # of every group, at every optimizer step
+            "clipped": [],  # norm of the gradients that the optimizer takes; of whole nets alone
             "validated": [],  # steps
             "sent": [],
             "calls": [],
@@ -100,12 +108,16 @@ class Record(pl.Callback):
     def on_train_start(self, trainer, module):
         net, seen = module.net, self.seen
         for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(
-                lambda it, *_: seen["lrs"].append([group["lr"] for group in it.param_groups])
-            )
+            optimizer.register_step_pre_hook(self._note_rate)
+            optimizer.register_step_post_hook(self._note_gradients)  # formed within the step
+        weight = next(net.parameters()).detach()
+        seen["weight"] = getattr(weight, "to_local", lambda: weight)().flatten()[:8].clone()
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            seen["ddp"] = {key: getattr(trainer.strategy.model, key) for key in DDP_OPTIONS}
         seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        seen["peak"] = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
-        seen["peak"] = seen["peak"] and seen["peak"].flops_per_s
+        peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
+        if peak is not None:  # on rank 0
+            seen["peak"], seen["peak_of"] = peak.flops_per_s, peak.source
         seen["offload"] = [
             type(part._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
             for part in net.modules()
@@ -127,6 +139,9 @@ class Record(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.seen["tokens"].append(batch[0].clone())
         self.seen["places"].append((trainer.current_epoch, trainer.global_step))
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            step, rank = trainer.global_step, trainer.global_rank
+            self.seen["samples"].append(trainer.datamodule.step_samples(step, rank))
         if trainer.global_step != self.look_at:
             return
         self.looks, self.bytes, self.counts = ExitStack(), 0, Counts()
@@ -148,6 +163,15 @@ class Record(pl.Callback):
 
     def on_train_end(self, trainer, module):
         torch.save(self.seen, self.path)
+
+    def _note_rate(self, optimizer, *_):
+        self.seen["lrs"].append([group["lr"] for group in optimizer.param_groups])
+
+    def _note_gradients(self, optimizer, *_):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not any(isinstance(gradient, DTensor) for gradient in gradients):
+            self.seen["clipped"].append(nn.utils.get_total_norm(gradients).item())
 
     def _save(self, tensor):
         self.bytes += tensor.nbytes
@@ -175,6 +199,15 @@ class Counts(CountBytes):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.products += op.namespace == "aten" and op._opname in PRODUCTS
         return super().__torch_dispatch__(op, types, args, kwargs)
+
+
+class KeyReader(pl.Trainer):
+    """A Trainer that writes down what it is given: `trainer.json`."""
+
+    def __init__(self, **options):
+        plain = {k: v for k, v in options.items() if isinstance(v, bool | int | float | str | None)}
+        Path(options["default_root_dir"], "trainer.json").write_text(json.dumps(plain))
+        super().__init__(**options)
 
 
 class StopAt(pl.Callback):

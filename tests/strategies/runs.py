@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from own import Ragged
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -280,8 +281,15 @@ def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
 
 def check_muon(runs: Runs, name: str) -> None:
     """Muon, which needs whole matrices, equals one process where they are sharded."""
-    words = ("optimizer=muon", "+callbacks.fp32._target_=own.MuonInFp32", "trainer.max_steps=4")
-    check_same_run(runs(*PLACES[name], *words), runs(*PLACES["single"], *words))
+    words = (
+        "optimizer=muon", "+callbacks.fp32._target_=own.MuonInFp32", "trainer.max_steps=4",
+        "optimizer.momentum=0.9", "optimizer.betas=[0.8,0.9]",
+    )  # fmt: skip
+    truth = runs(*PLACES["single"], *words)
+    check_same_run(runs(*PLACES[name], *words), truth)
+    groups = truth.state(4)["optimizer_states"][0]["param_groups"]
+    assert {group["momentum"] for group in groups if group["use_muon"]} == {0.9}
+    assert {tuple(group["betas"]) for group in groups if not group["use_muon"]} == {(0.8, 0.9)}
 
 
 class Claims:
@@ -330,6 +338,12 @@ class Claims:
         first_of = [data_ranks.index(number) for number in range(n_data)]
         for rank, number in enumerate(data_ranks):
             assert not differences(read[rank], read[first_of[number]]), f"rank {rank}"
+        for rank, tokens in enumerate(read):  # what an error would name
+            named = run.record(rank)["samples"]
+            assert len(named) == N_STEPS
+            dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
+            told = [dataset[sample][0] for step in named for sample in step]
+            assert torch.equal(torch.stack(told), torch.cat(tokens)), f"rank {rank}"
         n_micro = len(truth) // N_STEPS  # of the one process
         for step in range(N_STEPS):
             mine = slice(step * n_micro // n_data, (step + 1) * n_micro // n_data)
@@ -372,6 +386,7 @@ class FewRanks(Claims):
         check_close(losses, expected, 1e-2)
         check_close(run.column("grad_norm"), truth.column("grad_norm")[:2], 5e-2)
         assert losses != expected
+        assert run.record()["peak_of"] == "measured, bfloat16"  # what perf/mfu is measured against
 
 
 def shared_folder(tmp_path_factory) -> Path:

@@ -2,6 +2,7 @@
 
 import pytest
 import runs as claims
+import torch
 
 
 class TestEveryClaim(claims.FewRanks):
@@ -11,6 +12,14 @@ class TestEveryClaim(claims.FewRanks):
 @pytest.mark.parametrize("source", ["single", "fsdp", "tensor_parallel", "pipeline"])
 def test_it_reads_checkpoints_of(source, runs):
     claims.check_reads_checkpoints_of(runs, "ddp", source)
+
+
+def test_each_rank_draws_dropout_of_its_own_where_one_process_was_saved(runs):
+    saved = runs(*claims.PLACES["single"], claims.DROPOUT).checkpoint(4)
+    words = (f"ckpt_path={saved}", "trainer.max_steps=6", "+callbacks.record.look_at=5")
+    run = runs(*claims.PLACES["ddp"], claims.DROPOUT, *words)
+    masks = [run.record(rank)["mask"] for rank in range(2)]
+    assert masks[0].any() and not torch.equal(*masks)
 
 
 def test_gradients_are_sent_once_per_step_and_halved_by_a_hook(runs):

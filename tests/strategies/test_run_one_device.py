@@ -2,6 +2,7 @@
 
 import pytest
 import runs as claims
+import torch
 
 ALL = ["single", "fsdp", "tensor_parallel", "pipeline"]
 
@@ -17,6 +18,12 @@ def test_one_rank_computes_what_a_single_device_does(name, accelerator, runs):
     rtol = claims.RTOL if accelerator == "cpu" else 1e-4  # other kernels, other sums
     claims.check_close(run.column("train/loss"), truth.column("train/loss"), rtol)
     claims.check_close(run.column("val/loss"), truth.column("val/loss"), rtol)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_under_bf16_true_the_weights_are_in_bf16(name, runs):
+    run = on_one(runs, name, "cpu", "trainer.precision=bf16-true", "trainer.max_steps=1")
+    assert run.record()["weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.gpu

@@ -1,16 +1,21 @@
 """Options of a run that must do something, through train.py: lengths, rates, figures, restarts."""
 
+import json
 import math
 import re
+import shlex
+from itertools import groupby
 from unittest.mock import patch
 
 import pytest
 import runs as claims
 import torch
 
+from gptrain.launch import rank
 from gptrain.lit.callbacks import checkpoints
-from gptrain.problems import FAILED, HUNG
+from gptrain.problems import FAILED, HUNG, PREEMPTED
 from gptrain.resilience.store import CheckpointStore
+from gptrain.resilience.watchdog import Guard, Heartbeat
 
 ONE, TWO = claims.PLACES["single"], claims.PLACES["ddp"]
 BATCH_TOKENS = 16 * 15  # sequences and positions of one step
@@ -44,6 +49,29 @@ def test_a_fraction_of_val_check_interval_is_of_an_epoch(runs):
     assert run.record()["validated"] == [2, 4, 6, 7]  # an epoch is four steps
 
 
+def test_another_seed_means_other_weights_another_order_and_other_dropout(runs):
+    """Of the same data, whose own seed is given."""
+    words = (*ONE, claims.DROPOUT)
+    one, other = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
+    assert not torch.equal(one["weight"], other["weight"])
+    assert one["samples"][:2] != other["samples"]
+    assert not torch.equal(one["mask"], other["mask"])
+
+
+def test_the_optimizer_has_every_option_of_its_group(runs):
+    groups = claims.plain(runs, "single").state(8)["optimizer_states"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    for group in groups:
+        assert (*group["betas"], group["eps"], group["fused"]) == (0.9, 0.95, 1e-8, True)
+
+
+def test_the_optimizer_takes_clipped_gradients(runs):
+    """Under Adam, which divides by their size, no loss would show it."""
+    run = claims.plain(runs, "single")
+    assert min(run.column("grad_norm")) > claims.MAX_NORM
+    assert run.record()["clipped"] == pytest.approx(claims.N_STEPS * [claims.MAX_NORM], rel=1e-4)
+
+
 def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):
     """Of the optimizer's own groups as it steps, against the formula."""
     run = claims.plain(runs, "ddp")
@@ -54,8 +82,8 @@ def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):
         return 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 2) / (claims.N_STEPS - 3))) / 2)
 
     expected = [rate(step) for step in range(claims.N_STEPS)]
-    for rank in range(2):
-        taken = run.record(rank)["lrs"]
+    for number in range(2):
+        taken = run.record(number)["lrs"]
         assert {len(set(groups)) for groups in taken} == {1}  # every group alike
         assert [groups[0] for groups in taken] == pytest.approx(expected)
     assert run.column("lr") == pytest.approx(expected)
@@ -76,15 +104,52 @@ def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
     expected = [token_flops * speed / n_ranks / peak for speed in tokens_per_s]
     assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
     waited = run.column("perf/data_wait_s")
-    assert all(0 <= wait < whole for wait, whole in zip(waited, step_s, strict=True))
+    assert all(0 < wait < whole for wait, whole in zip(waited, step_s, strict=True))
 
 
-def test_deterministic_reaches_every_rank(runs):
-    run = runs(*TWO, "trainer.max_steps=2", "trainer.deterministic=true")
+def test_what_changes_no_number_reaches_every_rank(runs):
+    run = runs(
+        *TWO, "trainer.max_steps=2", "trainer.deterministic=true", "strategy.bucket_cap_mb=1",
+        "strategy.gradient_as_bucket_view=false", "strategy.find_unused_parameters=true",
+    )  # fmt: skip
     plain = claims.plain(runs, "ddp")
-    for rank in range(2):
-        assert run.record(rank)["deterministic"] and not plain.record(rank)["deterministic"]
+    for number in range(2):
+        found, before = run.record(number), plain.record(number)
+        assert found["deterministic"] and not before["deterministic"]
+        assert tuple(found["ddp"].values()) == (False, True, False, 2**20)
+        assert tuple(before["ddp"].values()) == (False, False, True, 25 * 2**20)
     assert run.column("train/loss") == plain.column("train/loss")[:2]
+
+
+def test_some_batches_seen_again_and_again_are_those_of_all_ranks(runs):
+    run = runs(
+        *TWO, "trainer.max_steps=2", "data.global_batch_size=8", "trainer.overfit_batches=1",
+        "strategy.static_graph=true",
+    )  # fmt: skip
+    for number in range(2):
+        assert run.record(number)["ddp"]["static_graph"]
+    for step in range(2):
+        of_all = [n for number in range(2) for n in run.record(number)["samples"][step]]
+        assert sorted(of_all) == list(range(8))
+
+
+def test_lightnings_trainer_is_given_what_is_its_own(runs):
+    """The keys that no arithmetic of ours reads."""
+    words = {
+        "min_steps": 1, "detect_anomaly": True, "benchmark": False, "inference_mode": False,
+        "limit_val_batches": 2, "limit_test_batches": 3, "num_sanity_val_steps": 1,
+        "log_every_n_steps": 1, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value",
+        "max_time": "00:01:00:00", "enable_model_summary": False, "deterministic": True,
+    }  # fmt: skip
+    typed = (f"{'+' * (key == 'gradient_clip_algorithm')}trainer.{key}={value}"
+             for key, value in words.items())  # fmt: skip
+    run = runs(*ONE, "trainer.max_steps=2", "trainer._target_=own.KeyReader", *typed)
+    given = json.loads((run.folder / "trainer.json").read_text())
+    assert given == given | words
+    assert given["default_root_dir"] == str(run.folder)
+    # Clipped by value in another way than ours, the norm is measured all the same.
+    truth = claims.plain(runs, "single")
+    assert run.column("grad_norm")[0] == pytest.approx(truth.column("grad_norm")[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -96,6 +161,10 @@ def test_a_run_that_always_fails_is_started_max_restarts_times_more(max_restarts
     assert (run.folder / "starts.txt").read_text() == (1 + max_restarts) * "0\n"
     assert "this start was to fail" in run.said
     assert run.said.count("started again") == max_restarts
+    status = json.loads((run.folder / "status.json").read_text())
+    typed = shlex.split(status["resume"])[2:]  # python train.py
+    assert {*TWO, "trainer.max_steps=8", f"run_dir={run.folder}", "ckpt_path=last"} <= {*typed}
+    assert len([word for word in typed if word.startswith("run_dir=")]) == 1
 
 
 def test_a_collective_that_times_out_ends_with_76(runs):
@@ -103,7 +172,7 @@ def test_a_collective_that_times_out_ends_with_76(runs):
         *TWO, "strategy.timeout_s=8", "launcher.timeout_s=60",
         "+callbacks.hang._target_=own.HangAt", "+callbacks.hang.step=1", code=HUNG,
     )  # fmt: skip
-    assert re.search("error: .*(collective timed out|no progress)", run.said)
+    assert re.search("error: a collective timed out", run.said)  # the watchdog's time is 60 s
     assert '"cause": "hang"' in (run.folder / "status.json").read_text()
 
 
@@ -134,13 +203,32 @@ def test_other_strategies_name_what_such_a_net_lacks(name, lacks, runs):
     assert not run.folder.exists()
 
 
-def test_blocks_are_compiled_where_asked(tmp_path):
+def test_blocks_are_compiled_where_asked_and_the_watchers_are_told_how_long_it_may_take(tmp_path):
     """With a compiler that changes nothing: torch's own takes half a minute."""
-    with patch.object(torch, "compile", side_effect=lambda function: function) as compiled:
-        words = (*claims.WORDS, *claims.MODEL, *claims.DATA, *ONE, "trainer.max_steps=1")
-        folder = f"run_dir={tmp_path / 'run'}"
-        assert claims.run_train([*words, folder, "model.compile=blocks"], tmp_path / "said") == 0
+    beats, beat = [], Heartbeat.beat
+
+    def note(heart, step=None, phase=None, allow_s=0.0):
+        beats.append((step, phase, allow_s))
+        beat(heart, step, phase, allow_s)
+
+    words = (*claims.WORDS, *claims.MODEL, *claims.DATA, *ONE, f"run_dir={tmp_path / 'run'}")
+    options = ("model.compile=blocks", "trainer.max_steps=1", "launcher.timeout_s=77")
+    with (
+        patch.object(torch, "compile", side_effect=lambda function: function) as compiled,
+        patch.object(Heartbeat, "beat", note),
+        patch.object(rank, "Guard", wraps=Guard) as guard,
+    ):
+        assert claims.run_train([*words, *options], tmp_path / "said") == 0
     assert compiled.call_count == 4
+    assert guard.call_args.kwargs["timeout_s"] == 77
+    phases = [phase for phase, _ in groupby(phase for _, phase, _ in beats if phase)]
+    assert phases == ["import", "data", "build", "train", "validate", "train", "end"]
+    allowed = {phase: max(s for _, p, s in beats if p == phase) for phase in phases}
+    assert allowed["train"] == allowed["validate"] == 3600.0 and allowed["end"] == 0.0
+    assert allowed["data"] > allowed["build"] > 0
+    assert [step for step, phase, _ in beats if phase == "train" and step is not None][-1] == 1
+    # Pieces of a file that is written say nothing but that it goes on; the first is the start's.
+    assert beats.count((None, None, 0.0)) > 1
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -160,3 +248,30 @@ def test_a_large_save_is_written_in_the_background_unless_told_otherwise(backgro
         option = f"checkpoint.background={str(background).lower()}"
         assert claims.run_train([*words, option], tmp_path / "said") == 0
     assert asked == [(4, background), (8, False)]  # the last is there when the run ends
+
+
+EARLY = (
+    "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
+    "+callbacks.early.monitor=val/loss", "+callbacks.early.divergence_threshold=0.1",
+)  # fmt: skip
+STOP = ("+callbacks.stop._target_=own.StopAt", "+callbacks.stop.step=2", "+callbacks.stop.rank=0")
+
+
+@pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 2)])
+def test_a_save_in_the_background_is_waited_for_where_the_run_ends_early(
+    words, code, step, tmp_path
+):
+    words = (
+        *claims.WORDS,
+        *claims.MODEL,
+        *claims.DATA,
+        *ONE,
+        *words,
+        f"run_dir={tmp_path / 'run'}",
+    )
+    with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
+        assert claims.run_train([*words], tmp_path / "said") == code
+    said = (tmp_path / "said").read_text()
+    assert f"step {step}" in said.splitlines()[-2], said
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert store.newest_good().step == step

@@ -1,14 +1,17 @@
 """The text of a sample: drawn from the last position, in a window, by temperature and seed."""
 
+import math
 import re
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import runs as claims
 import torch
 from torch import nn
 
-from gptrain.lit.callbacks.sample import printable, sample
+from gptrain.data import ByteTokenizer
+from gptrain.lit.callbacks.sample import SampleText, printable, sample
 
 V = 12
 
@@ -66,6 +69,22 @@ def test_a_seed_decides_what_is_drawn_and_the_runs_own_numbers_stay():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_callback_writes_by_its_own_options(caplog):
+    net = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+    trainer = SimpleNamespace(
+        datamodule=SimpleNamespace(val=SimpleNamespace(tokenizer=ByteTokenizer())),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        fast_dev_run=False,
+        is_global_zero=True,
+    )
+    caplog.set_level("INFO")
+    options = {"n_tokens": 20, "temperature": 0.5, "seed": 3}
+    SampleText("ab", **options).on_train_end(trainer, SimpleNamespace(net=net))
+    tokens = write(net, **options, prompt=tuple(b"ab"))
+    text = printable(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
+    assert caplog.messages == [f"{'sample':9} {text}"]
+
+
 def test_what_is_no_text_is_shown_as_a_dot():
     assert printable("a\x1b[31m\nb\t\N{REPLACEMENT CHARACTER}\x00") == "a·[31m\nb\t··"
 
@@ -84,4 +103,6 @@ def test_a_net_that_is_sharded_writes_what_one_process_writes(runs, tmp_path_fac
             data=("data=text", f"data.path={path}", f"output_dir={path.parent}"),
         )  # fmt: skip
         texts.append(re.search(r"^sample {4}(not .*)$", run.said, re.MULTILINE).group(1))
+        bits = [nats / math.log(2) for nats in run.column("val/loss")]  # a token is a byte
+        assert run.column("val/bits_per_byte") == pytest.approx(bits, rel=1e-6)
     assert texts[0] == texts[1] != "not "

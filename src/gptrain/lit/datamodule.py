@@ -52,7 +52,7 @@ class TextDataModule(pl.LightningDataModule):
         self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
         self.epoch_steps, self.validate_every = lengths.epoch_steps, lengths.validate_every
         self.ranks_per_sample = ranks_per_sample
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
         accumulate = lengths.batch.accumulate
         self.batches = TrainBatches(
             SampleOrder(len(train), seed),
@@ -96,7 +96,8 @@ class TextDataModule(pl.LightningDataModule):
         return Loader(
             dataset,
             batch_sampler=batches,
-            generator=torch.Generator(),  # its own: the loader's seeds leave the run's RNG alone
+            # Its own, from which workers are seeded: the run's random numbers are left alone.
+            generator=torch.Generator().manual_seed(self.worker_seed),
             collate_fn=collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,

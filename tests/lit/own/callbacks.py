@@ -114,6 +114,9 @@ class Signals(Callback):
     def on_validation_start(self, trainer, *_):
         self._send(trainer, "on_validation_start")
 
+    def on_test_batch_end(self, trainer, *_):
+        self._send(trainer, "on_test_batch_end")
+
     def _send(self, trainer, hook):
         if hook == self.hook and trainer.global_step == self.step:
             self.hook = ""
