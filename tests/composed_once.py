@@ -36,7 +36,9 @@ def _find_once(find: Callable) -> Callable:
     @wraps(find)
     def found(repo, config_name, overrides, prepend_hydra, skip_missing):
         typed = (overrides.override_choices, overrides.append_group_defaults, overrides.deletions)
-        key = (config_name, repr(typed), prepend_hydra, skip_missing, _files(repo))
+        key = (config_name, repr(typed), prepend_hydra, _files(repo))
+        if skip_missing and key not in _made:  # else nothing is missing
+            key = (*key, skip_missing)
         if key not in _made:
             listed = find(repo, config_name, overrides, prepend_hydra, skip_missing)
             notes = {k: v for k, v in vars(overrides).items() if k != "config_overrides"}
@@ -61,8 +63,8 @@ def _merge_once(merge: Callable) -> Callable:
 
 def _files(repo: object) -> tuple:
     """The sources of a config, and each yaml file in them as it is now."""
-    sources = [(source.provider, source.scheme(), source.path) for source in repo.get_sources()]
-    folders = [Path(path) for _, scheme, path in sources if scheme == "file"]
+    sources = [(source.scheme(), source.path) for source in repo.get_sources()]
+    folders = [Path(path) for scheme, path in sources if scheme == "file"]
     files = sorted(path for folder in folders for path in folder.rglob("*.yaml"))
     state = [(str(path), (stat := path.lstat()).st_mtime_ns, stat.st_size) for path in files]
     return (*sources, *state)

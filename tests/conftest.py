@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -178,12 +178,8 @@ class Finished:
 
 
 @pytest.fixture
-def train(request, monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
-    """Runs train.py with TINY and these options, in this process: the imports are paid once.
-
-    Its ranks are forked, but in a test with the marker `spawn` started as a person's are.
-    """
-    spawns = request.node.get_closest_marker("spawn") is not None
+def train(monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
+    """Runs train.py with TINY and these options, in this process: the imports are paid once."""
 
     def run(*overrides: str, name: str = "run", tiny: bool = True) -> Finished:
         from forked import forked_ranks
@@ -194,7 +190,7 @@ def train(request, monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
         code = 0
         for path in said:
             path.write_bytes(b"")
-        with nullcontext() if spawns else forked_ranks(*said):
+        with forked_ranks(*said):
             try:
                 runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
             except SystemExit as left:

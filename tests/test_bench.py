@@ -25,13 +25,27 @@ for step in count(1):
 """
 
 
-def test_two_loops_take_turns_and_are_compared(command, tmp_path):
-    options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
-               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
-               f"output_dir={tmp_path}")  # fmt: skip
-    run = command("-m", "gptrain.bench", *options, "--json", timeout_s=300)
-    assert run.returncode == 0, run.stderr
-    loops = {loop["name"]: loop for loop in json.loads(run.stdout)["loops"]}
+@pytest.fixture
+def answer(monkeypatch, capfd):
+    """Runs `python -m gptrain.<verb> <words>` in this process: exit code, stdout, stderr."""
+
+    def run(verb: str, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"gptrain.{verb}", *words])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module(f"gptrain.{verb}", run_name="__main__")
+        return left.value.code or 0, *capfd.readouterr()
+
+    n_threads = torch.get_num_threads()
+    yield run
+    torch.set_num_threads(n_threads)
+
+
+def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
+    options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]", f"output_dir={tmp_path}",
+               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3")  # fmt: skip
+    code, out, err = answer("bench", *options, "--json")
+    assert code == 0, err
+    loops = {loop["name"]: loop for loop in json.loads(out)["loops"]}
     assert loops.keys() == {"tutorial", "bare", "ours"}
     for loop in loops.values():
         step_s, tokens_per_s = loop["step_s"], loop["tokens_per_s"]
@@ -107,19 +121,6 @@ def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
     with pytest.raises(RuntimeError, match=said):
         loop.first_step()
     loop.end()
-
-
-@pytest.fixture
-def answer(monkeypatch, capfd):
-    """Runs `python -m gptrain.<verb> <words>` in this process: exit code, stdout, stderr."""
-
-    def run(verb: str, *words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [f"gptrain.{verb}", *words])
-        with pytest.raises(SystemExit) as left:
-            runpy.run_module(f"gptrain.{verb}", run_name="__main__")
-        return left.value.code or 0, *capfd.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(

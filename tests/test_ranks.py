@@ -1,4 +1,7 @@
-"""Two processes over gloo: the same run as one, whichever launcher started them."""
+"""Two processes over gloo: the same run as one, whichever launcher started them.
+
+Spawned ones, as a person's are, start in test_signals_run.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ def one_log_and_no_traces_of_other_ranks(folder):
     assert not [name for name in names if "rank" in name or "process" in name]
 
 
-@pytest.mark.spawn
 def test_two_ranks_take_the_same_steps_as_one(train):
     one = train(*LOGGED, "data.batch_size=8", name="one")
     two = train(*LOGGED, "trainer.devices=2", name="two words = ä")

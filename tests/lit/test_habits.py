@@ -113,7 +113,7 @@ def test_several_optimizers_are_refused(refused):
 def test_own_schedulers_resume_and_the_logged_lr_is_the_optimizers(resumes, kind):
     run = resumes(
         f"{MODULES}.OwnOptimizers", f"+module.kind={kind}", SEES, "data.num_samples=12",
-        "trainer.max_epochs=9", stops=(2, 3, 5),
+        "trainer.max_epochs=9", stops=(3, 5),
     )  # fmt: skip
     used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
     assert run.column("lr") == pytest.approx(used)
@@ -136,7 +136,7 @@ def test_own_schedulers_resume_and_the_logged_lr_is_the_optimizers(resumes, kind
     ],
 )  # fmt: skip
 def test_schedulers_by_config_resume(resumes, words):
-    run = resumes(*words, SEES, stops=(2, 3, 5))
+    run = resumes(*words, SEES, stops=(3, 5))
     used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
     assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
 
@@ -301,10 +301,14 @@ EMA = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", EMA, ids=["ema", "average", "every two"])
-def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words):
+@pytest.mark.parametrize(
+    "words, stops",
+    zip(EMA, [(1, 3, 4, 5), (4,), (3, 4)], strict=True),
+    ids=["ema", "average", "every two"],
+)
+def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words, stops):
     words = [*words, "data.num_samples=16", "trainer.max_epochs=9"]  # 4 steps an epoch
-    run = resumes(*words, stops=(1, 3, 4, 5), n=7)
+    run = resumes(*words, stops=stops, n=7)
     state = run.state(7)
     averaged = {k: v for k, v in state["state_dict"].items() if not k.startswith("module.")}
     loaded = tensors(run.folder / "checkpoints" / "step-00000007")
@@ -324,12 +328,16 @@ def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words)
     assert bare.metrics["val/loss"] == run.metrics["val/loss"]
 
 
+AT = [("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_batch_end", 5),
+      ("on_validation_batch_end", 3), ("on_validation_start", 6)]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "hook, step",
-    [("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_batch_end", 5),
-     ("on_validation_batch_end", 3), ("on_validation_start", 6)],
+    "words, hook, step",
+    [*((EMA[0], *at) for at in AT), *(([], *at) for at in AT[3:])],
+    ids=[f"{name}-{hook}-{step}" for name, rows in (("ema", AT), ("plain", AT[3:]))
+         for hook, step in rows],
 )  # fmt: skip
-@pytest.mark.parametrize("words", [EMA[0], []], ids=["ema", "plain"])
 def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step):
     words = [
         *words, "data.num_samples=16", "trainer.max_epochs=9", "trainer.val_check_interval=3",

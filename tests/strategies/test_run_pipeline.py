@@ -4,11 +4,11 @@ import pytest
 import runs as claims
 
 
-class TestEveryClaim(claims.FewRanks):
+class TestEveryClaim(claims.Recomputes):
     name, data_ranks = "pipeline", [0, 0]
 
 
-@pytest.mark.parametrize("source", ["single", "fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("source", ["single", "tensor_parallel"])
 def test_it_reads_checkpoints_of(source, runs):
     claims.check_reads_checkpoints_of(runs, "pipeline", source)
 

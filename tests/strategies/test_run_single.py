@@ -4,7 +4,7 @@ import pytest
 import runs as claims
 
 
-class TestEveryClaim(claims.FewRanks):
+class TestEveryClaim(claims.Recomputes):
     name, data_ranks = "single", [0]
 
 
