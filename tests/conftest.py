@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -23,21 +24,25 @@ from no_network import forbid_network
 ROOT = Path(__file__).parents[1]
 # Files that take longest begin first: the last ones to end decide how long the suite takes.
 LONGEST = [
-    "test_faults",
-    "test_readme",
-    "test_run_fsdp",
     "test_run_mixes",
+    "test_habits",
+    "test_faults",
+    "test_run_fsdp",
+    "test_readme",
     "test_run_tensor_parallel",
-    "test_run_pipeline",
-    "test_run_options",
-    "test_run_ddp",
-    "test_train",
-    "test_bring_your_own",
-    "test_lengths",
-    "test_sweeps",
-    "test_ranks",
+    "test_own_classes",
+    "test_own_modules",
+    "test_bad_inputs",
     "test_signals_run",
-    "test_front",
+    "test_run_pipeline",
+    "test_strangers",
+    "test_states",
+    "test_strip",
+    "test_train",
+    "test_config_property",
+    "test_ranks",
+    "test_run_options",
+    "test_bring_your_own",
 ]
 
 forbid_network()
@@ -103,6 +108,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no GPU")
+
+
+def pytest_collection_finish() -> None:
+    """Not looked through each time that a run collects the garbage of the one before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
