@@ -303,7 +303,7 @@ EMA = [
 
 @pytest.mark.parametrize(
     "words, stops",
-    zip(EMA, [(1, 3, 4, 5), (4,), (3, 4)], strict=True),
+    list(zip(EMA, [(1, 3, 4, 5), (4,), (3, 4)], strict=True)),
     ids=["ema", "average", "every two"],
 )
 def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words, stops):
