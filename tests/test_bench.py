@@ -42,7 +42,8 @@ def answer(monkeypatch, capfd):
 
 def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
     options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
-               f"output_dir={tmp_path}", "checkpoint=every_n_steps", "checkpoint.every_n_steps=3")  # fmt: skip
+               "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
+               f"output_dir={tmp_path}")  # fmt: skip
     code, out, err = answer("bench", *options, "--json")
     assert code == 0, err
     loops = {loop["name"]: loop for loop in json.loads(out)["loops"]}
