@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from own import Ragged
+from own_parts import Ragged
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -42,8 +42,8 @@ MODEL = (
     "model.n_layers=4", "model.max_seq_len=16",
 )  # fmt: skip
 DATA = (
-    "data.train._target_=own.Ragged", "data.train.num_samples=200", "data.train.seed=3",
-    "data.val._target_=own.Ragged", "data.val.num_samples=21", "data.val.seed=4",
+    "data.train._target_=own_parts.Ragged", "data.train.num_samples=200", "data.train.seed=3",
+    "data.val._target_=own_parts.Ragged", "data.val.num_samples=21", "data.val.seed=4",
 )  # fmt: skip
 WORDS = (
     "data.seq_len=15", "data.batch_size=4", "data.global_batch_size=16",
@@ -51,7 +51,7 @@ WORDS = (
     f"trainer.gradient_clip_val={MAX_NORM}", f"trainer.max_steps={N_STEPS}",
     "trainer.accelerator=cpu", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false", "strategy.timeout_s=60",
-    "callbacks=none", "+callbacks.record._target_=own.Record",
+    "callbacks=none", "+callbacks.record._target_=own_parts.Record",
     "checkpoint.keep=9", "logger=csv",
 )  # fmt: skip
 METRICS = (
@@ -59,7 +59,7 @@ METRICS = (
     "+module.metrics.accuracy.num_classes=61",
     "+module.metrics.accuracy.average=micro",
     "+module.metrics.accuracy.top_k=10",
-    "+module.metrics.counted._target_=own.Counted",
+    "+module.metrics.counted._target_=own_parts.Counted",
 )
 PLACES = {
     "single": ("strategy=single",),
@@ -287,7 +287,7 @@ def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
 def check_muon(runs: Runs, name: str) -> None:
     """Muon, which needs whole matrices, equals one process where they are sharded."""
     words = (
-        "optimizer=muon", "+callbacks.fp32._target_=own.MuonInFp32", "trainer.max_steps=4",
+        "optimizer=muon", "+callbacks.fp32._target_=own_parts.MuonInFp32", "trainer.max_steps=4",
         "optimizer.momentum=0.9", "optimizer.betas=[0.8,0.9]",
     )  # fmt: skip
     truth = runs(*PLACES["single"], *words)
@@ -323,7 +323,7 @@ class Claims:
         whole = runs(*words)
         stopped = runs(
             *words,
-            "+callbacks.stop._target_=own.StopAt", "+callbacks.stop.step=3",
+            "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=3",
             f"+callbacks.stop.rank={len(self.data_ranks) - 1}",
             code=75,
         )  # fmt: skip

@@ -143,7 +143,7 @@ def test_lightnings_trainer_is_given_what_is_its_own(runs):
     }  # fmt: skip
     typed = (f"{'+' * (key == 'gradient_clip_algorithm')}trainer.{key}={value}"
              for key, value in words.items())  # fmt: skip
-    run = runs(*ONE, "trainer.max_steps=2", "trainer._target_=own.KeyReader", *typed)
+    run = runs(*ONE, "trainer.max_steps=2", "trainer._target_=own_parts.KeyReader", *typed)
     given = json.loads((run.folder / "trainer.json").read_text())
     assert given == given | words
     assert given["default_root_dir"] == str(run.folder)
@@ -156,7 +156,7 @@ def test_lightnings_trainer_is_given_what_is_its_own(runs):
 def test_a_run_that_always_fails_is_started_max_restarts_times_more(max_restarts, runs):
     run = runs(
         *TWO, f"launcher.max_restarts={max_restarts}",
-        "+callbacks.fail._target_=own.FailEachStart", code=FAILED,
+        "+callbacks.fail._target_=own_parts.FailEachStart", code=FAILED,
     )  # fmt: skip
     assert (run.folder / "starts.txt").read_text() == (1 + max_restarts) * "0\n"
     assert "this start was to fail" in run.said
@@ -170,14 +170,14 @@ def test_a_run_that_always_fails_is_started_max_restarts_times_more(max_restarts
 def test_a_collective_that_times_out_ends_with_76(runs):
     run = runs(
         *TWO, "strategy.timeout_s=8", "launcher.timeout_s=60",
-        "+callbacks.hang._target_=own.HangAt", "+callbacks.hang.step=1", code=HUNG,
+        "+callbacks.hang._target_=own_parts.HangAt", "+callbacks.hang.step=1", code=HUNG,
     )  # fmt: skip
     assert re.search("error: a collective timed out", run.said)  # the watchdog's time is 60 s
     assert '"cause": "hang"' in (run.folder / "status.json").read_text()
 
 
 ONLY_FORWARD = (
-    "model=gpt_nano", "model._target_=own.OnlyForward", "model.vocab_size=61", "model.d_model=8",
+    "model=gpt_nano", "model._target_=own_parts.OnlyForward", "model.vocab_size=61", "model.d_model=8",
     "~model.n_heads", "~model.n_layers", "~model.max_seq_len", "~model.dropout",
     "~model.activation",
 )  # fmt: skip
@@ -254,7 +254,7 @@ EARLY = (
     "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
     "+callbacks.early.monitor=val/loss", "+callbacks.early.divergence_threshold=0.1",
 )  # fmt: skip
-STOP = ("+callbacks.stop._target_=own.StopAt", "+callbacks.stop.step=2", "+callbacks.stop.rank=0")
+STOP = ("+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=2", "+callbacks.stop.rank=0")
 
 
 @pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 2)])
