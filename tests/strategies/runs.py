@@ -5,7 +5,7 @@
 
 A run is known by its words: who asks first makes it, in whichever process of the test suite, and
 the others wait for it. So every test can run alone (-k). Ranks are forked (tests/forked.py), beyond
-that nothing differs from what a person starts; what they did is noted by `own.Record`.
+that nothing differs from what a person starts; what they did is noted by `own_parts.Record`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Run:
         return [float(row[name]) for row in self.rows if row.get(name)]
 
     def record(self, rank: int = 0) -> dict:
-        """What `own.Record` noted in one rank."""
+        """What `own_parts.Record` noted in one rank."""
         return torch.load(self.folder / f"record-{rank}.pt", weights_only=True)
 
     def checkpoint(self, step: int) -> Path:
@@ -117,7 +117,7 @@ class Run:
         import gptrain
 
         with torch.no_grad():
-            return gptrain.load(self.folder, "last", allowed_targets=["own"]).state_dict()
+            return gptrain.load(self.folder, "last", allowed_targets=["own_parts"]).state_dict()
 
 
 class Runs:

@@ -177,8 +177,8 @@ def test_a_collective_that_times_out_ends_with_76(runs):
 
 
 ONLY_FORWARD = (
-    "model=gpt_nano", "model._target_=own_parts.OnlyForward", "model.vocab_size=61", "model.d_model=8",
-    "~model.n_heads", "~model.n_layers", "~model.max_seq_len", "~model.dropout",
+    "model=gpt_nano", "model._target_=own_parts.OnlyForward", "model.vocab_size=61",
+    "model.d_model=8", "~model.n_heads", "~model.n_layers", "~model.max_seq_len", "~model.dropout",
     "~model.activation",
 )  # fmt: skip
 
@@ -254,7 +254,10 @@ EARLY = (
     "+callbacks.early._target_=lightning.pytorch.callbacks.EarlyStopping",
     "+callbacks.early.monitor=val/loss", "+callbacks.early.divergence_threshold=0.1",
 )  # fmt: skip
-STOP = ("+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=2", "+callbacks.stop.rank=0")
+STOP = (
+    "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=2",
+    "+callbacks.stop.rank=0",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 2)])
