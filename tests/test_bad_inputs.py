@@ -77,6 +77,7 @@ ONE_LINE = {
     "strategy=ddp strategy.schedule=gpipe": ["strategy.schedule", "under strategy=pipeline"],
     "strategy=single trainer.devices=2": ["trainer.devices=2", "strategy=ddp"],
     "strategy=pipeline trainer.devices=8": ["strategy.pipeline_parallel_size", "model.n_layers=6"],
+    "trainer.devices=2 strategy.static_graph=true trainer.accumulate_grad_batches=2": ["=false"],
     "strategy=pipeline trainer.devices=2 data.batch_size=3": ["data.batch_size=3", "microbatches"],
     "strategy=pipeline trainer.devices=4 strategy.microbatches=2": ["microbatch per stage (4)"],
     "strategy=tensor_parallel trainer.devices=3": ["strategy.tensor_parallel_size", "n_heads=8"],

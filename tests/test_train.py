@@ -210,6 +210,12 @@ def test_one_batch_can_be_learned_by_heart(train):
     assert run.metrics["train/loss"] < 5.2 < run.metrics["val/loss"]
 
 
+def test_one_batch_is_a_whole_step_under_accumulation(train):
+    options = ("trainer.overfit_batches=1", "trainer.max_steps=2", "data.global_batch_size=12")
+    run = train(*options, "trainer.accumulate_grad_batches=1")
+    assert run.code == 0 and run.metrics["tokens"] == 2 * 12 * 16, run.err
+
+
 def test_the_config_is_printed_on_request(train):
     assert "  d_model: 32\n" in train("print_config=true", "trainer.max_steps=1").out
 

@@ -15,9 +15,9 @@ def test_it_reads_checkpoints_of(source, runs):
 
 
 def test_each_rank_draws_dropout_of_its_own_where_one_process_was_saved(runs):
-    saved = runs(*claims.PLACES["single"], claims.DROPOUT).checkpoint(4)
+    saved = runs(*claims.PLACES["single"], *claims.DROPOUT).checkpoint(4)
     words = (f"ckpt_path={saved}", "trainer.max_steps=6", "+callbacks.record.look_at=5")
-    run = runs(*claims.PLACES["ddp"], claims.DROPOUT, *words)
+    run = runs(*claims.PLACES["ddp"], *claims.DROPOUT, *words)
     masks = [run.record(rank)["mask"] for rank in range(2)]
     assert masks[0].any() and not torch.equal(*masks)
 

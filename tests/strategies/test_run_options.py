@@ -51,7 +51,7 @@ def test_a_fraction_of_val_check_interval_is_of_an_epoch(runs):
 
 def test_another_seed_means_other_weights_another_order_and_other_dropout(runs):
     """Of the same data, whose own seed is given."""
-    words = (*ONE, claims.DROPOUT)
+    words = (*ONE, *claims.DROPOUT)
     one, other = runs(*words).record(), runs(*words, "seed=7", "trainer.max_steps=2").record()
     assert not torch.equal(one["weight"], other["weight"])
     assert one["samples"][:2] != other["samples"]

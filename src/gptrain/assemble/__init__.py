@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import (
     as_config_errors,
+    batch_of,
     build_datasets,
     build_module,
     build_net,
@@ -120,7 +121,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
 
     train, val, test = prepare_data(cfg, process.rank, guard)
     if cfg.trainer.overfit_batches:
-        train = first_batches(train, cfg.trainer.overfit_batches, cfg.data.batch_size * dims.data)
+        train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)
 
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder

@@ -97,14 +97,18 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     return len(sequences[0])
 
 
-def first_batches(dataset: Dataset, batches: float, sequences: int) -> Dataset:
-    """The first `batches` micro-batches (a fraction: of all), seen again and again.
-
-    Args:
-        sequences: in one micro-batch over all ranks.
-    """
+def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
+    """The first `batches` micro-batches (a fraction: of all), a whole step's at least."""
+    sequences = batch.batch_size * batch.data_parallel_size  # of a micro-batch over all ranks
     n_samples = int(batches * len(dataset)) if isinstance(batches, float) else batches * sequences
-    return Subset(dataset, range(min(len(dataset), max(n_samples, sequences))))
+    return Subset(dataset, range(min(len(dataset), max(n_samples, batch.global_batch_size))))
+
+
+def batch_of(cfg: DictConfig, data_parallel_size: int) -> BatchPlan:
+    """The run's batch arithmetic over the ranks that see different samples."""
+    accumulate = cfg.trainer.accumulate_grad_batches
+    given = cfg.data.global_batch_size
+    return plan.plan_batch(cfg.data.batch_size, given, accumulate, data_parallel_size)
 
 
 def plan_lengths(
@@ -115,13 +119,7 @@ def plan_lengths(
     Args:
         n_samples: sequences to train on.   sample_tokens: positions of one.
     """
-    trainer = cfg.trainer
-    batch = plan.plan_batch(
-        cfg.data.batch_size,
-        cfg.data.global_batch_size,
-        trainer.accumulate_grad_batches,
-        data_parallel_size,
-    )
+    trainer, batch = cfg.trainer, batch_of(cfg, data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
     if trainer.limit_train_batches is not None:
         limit = trainer.limit_train_batches  # micro-batches, or a fraction of the epoch

@@ -11,8 +11,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.assemble.parts import batch_of
 from gptrain.lit.checkpointing import STATE_NAME
-from gptrain.plan.batch import plan_batch
 from gptrain.plan.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.resilience.manifest import (
@@ -72,8 +72,7 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     if isinstance(found, Path):
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
-    dims, accumulate = parallel_dims(cfg.strategy, world_size), cfg.trainer.accumulate_grad_batches
-    batch = plan_batch(cfg.data.batch_size, cfg.data.global_batch_size, accumulate, dims.data)
+    batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
     if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
     log.info("%-9s from step %d: %s", "resume" if trains else cfg.task, found.step, found.path)

@@ -257,6 +257,9 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     except ValueError as error:
         yield run.error("data.global_batch_size", str(error))
         return
+    if batch.accumulate > 1 and run.get("strategy.static_graph"):
+        wrong = "torch keeps no static graph over the micro-steps of an accumulation (2.13)"
+        yield run.error("strategy.static_graph", wrong, "strategy.static_graph=false")
     n_samples = run.get("data.num_samples")
     if run.get("data.train._target_") != DUMMY or not n_samples or run.get("task") != "fit":
         return  # of other data the length is known once it is read
