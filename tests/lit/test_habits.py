@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.lit.conftest import OWN, differences, tensors
+from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
 LIGHTNING = "lightning.pytorch.callbacks"
@@ -132,11 +132,11 @@ def test_own_schedulers_resume_and_the_logged_lr_is_the_optimizers(resumes, kind
     [
         ["scheduler._target_=torch.optim.lr_scheduler.StepLR", "+scheduler.step_size=3"],
         ["scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", "+scheduler.patience=0",
-         "+scheduler.threshold=10.0"],
+         "+scheduler.threshold=10.0", "+scheduler.mode=max", "trainer.val_check_interval=1"],
     ],
 )  # fmt: skip
 def test_schedulers_by_config_resume(resumes, words):
-    run = resumes(*words, SEES, stops=(3, 5))
+    run = resumes(*words, SEES, stops=(1, 5))  # the best of a plateau is that of its first look
     used = [s["lr"] for s in run.seen if s["hook"] == "before_step"]
     assert run.column("lr") == pytest.approx(used) and used[0] == 3e-4 and used[-1] < 3e-4
 
@@ -367,6 +367,21 @@ def test_a_run_leaves_in_the_middle_of_a_validation_but_not_of_its_last(fit, ste
         assert stopped.state(step)["validated"] is False
         stopped = fit(*words, "ckpt_path=last")
     assert not (wrong := differences(full.state(7), stopped.state(7))), wrong[:8]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_last_validation_that_was_cut_short_is_repeated(fit, every):
+    words = [
+        f"{MODULES}.AskedInValidation", "data.num_samples=16", "trainer.max_epochs=9",
+        f"trainer.val_check_interval={every}", "trainer.max_steps=7", "model.dropout=0.1",
+    ]  # fmt: skip
+    full = fit(*words, name="full")
+    words += ["+module.at=7", "+module.dies=true"]
+    assert fit(*words, code=70).state(7)["validated"] is False
+    resumed = fit(*words, "ckpt_path=last")
+    assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
+    assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
+    assert same_rows(full.rows, resumed.rows)
 
 
 @pytest.mark.parametrize(

@@ -217,15 +217,33 @@ class LogsMine(LanguageModel):
 
 
 class AskedInValidation(LanguageModel):
-    """Is asked to stop while the first batch after step `at` is validated, once in a folder."""
+    """Is asked to stop while the first batch after step `at` is validated, once in a folder.
 
-    def __init__(self, *args, at=0, **kwargs):
+    Its validation draws random numbers. If it `dies`, it does so at the end of that validation.
+    """
+
+    def __init__(self, *args, at=0, dies=False, **kwargs):
         super().__init__(*args, **kwargs)
-        self.at = at
+        self.at, self.dies, self.asked = at, dies, False
 
     def validation_step(self, batch, batch_idx):
         once = Path(self.trainer.default_root_dir) / "asked"
         if self.global_step == self.at and not once.exists():
             once.touch()
+            self.asked = True
             os.kill(os.getpid(), signal.SIGTERM)
         super().validation_step(batch, batch_idx)
+        self.log("val/drawn", torch.rand(()))
+
+    def on_validation_epoch_end(self):
+        if self.asked and self.dies:
+            raise RuntimeError("killed")
+
+
+class ClipsItself(LanguageModel):
+    """Overrides Lightning's hook for clipping, as its documentation shows."""
+
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -13,6 +13,7 @@ from gptrain.lit.callbacks.resume import STATE, add_state, go_on, without_clocks
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import ends_step, is_validated, loops_after
 from gptrain.problems import DONE, Problem
+from gptrain.resilience.rng import capture
 from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ class Checkpoints(Checkpoint):
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
-        self._is_saving = self._monitor_checked = False
+        self._is_saving = self._monitor_checked = self._only_validates = False
         self._loaded: dict[str, Any] | None = None  # of a checkpoint to go on from
+        self._rng: dict[str, Any] | None = None  # before the validation that is going on
         self._needed_bytes = 0  # of a save, estimated
         self._writing = Vote()
 
@@ -74,8 +76,13 @@ class Checkpoints(Checkpoint):
         self._loaded = {key: checkpoint[key] for key in STATE}  # the rest is freed meanwhile
         self.saved = checkpoint["global_step"], checkpoint["validated"]
         checkpoint["loops"] = {"fit_loop": loops_after(trainer, *self.saved)}
+        self._only_validates = self.saved == (trainer.max_steps, False)
+        if self._only_validates:
+            trainer.fit_loop.epoch_loop.max_steps = -1  # with no step left it would do nothing
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._only_validates:
+            trainer.val_check_batch = 1  # a run's last step is validated whatever the interval
         if self._loaded is not None:
             go_on(trainer, self._loaded, self.changed)
             self._loaded = None
@@ -84,7 +91,7 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self._is_saving:  # and nobody else is, as ModelCheckpoint
-            add_state(trainer, checkpoint, self.saved[1])
+            add_state(trainer, checkpoint, self.saved[1], self._rng)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -98,9 +105,14 @@ class Checkpoints(Checkpoint):
         if is_all and self._is_due(trainer):
             self.save(trainer)
 
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._rng = capture()  # a validation that is left is repeated from its start
+
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._rng = None
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
+        trainer.should_stop |= self._only_validates
         self._metrics = without_clocks(trainer)
         if trainer.is_global_zero and not self._monitor_checked:
             self._check_monitor(self._metrics)

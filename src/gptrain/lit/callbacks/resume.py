@@ -19,14 +19,17 @@ log = logging.getLogger(__name__)
 STATE = ("global_step", "validated", "rng", "threads", "logged")  # of a checkpoint, for go_on
 
 
-def add_state(trainer: Trainer, checkpoint: dict[str, Any], validated: bool) -> None:
+def add_state(
+    trainer: Trainer, checkpoint: dict[str, Any], validated: bool, rng: dict[str, Any] | None
+) -> None:
     """Puts into a checkpoint what a run needs to go on bit for bit, of all ranks.
 
     Args:
         validated: what is due after this step is done, see `loops_after`.
+        rng: this rank's random numbers, where those of now are not the ones to go on with.
     """
     del checkpoint["loops"]  # counters in the middle of a hook; see `loops_after`
-    checkpoint["validated"], checkpoint["rng"] = validated, gather(capture())
+    checkpoint["validated"], checkpoint["rng"] = validated, gather(rng or capture())
     checkpoint["threads"] = torch.get_num_threads()
     checkpoint["logged"] = without_clocks(trainer)
 
@@ -45,7 +48,7 @@ def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> N
         changed: options of the optimizer that take the value of today.
     """
     start_epoch_anew(trainer)
-    logged = {name: torch.tensor(value) for name, value in state["logged"].items()}
+    logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
     trainer.callback_metrics.update(logged)
     finish_step(trainer, state["global_step"], state["validated"])
     said = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
