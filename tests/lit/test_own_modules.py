@@ -112,3 +112,13 @@ def test_an_optimizer_that_calls_its_closure_twice_is_alike_on_two_ranks(fit):
     ours, theirs = one.state(3)["state_dict"], two.state(3)["state_dict"]
     for key in ours:
         assert torch.allclose(ours[key], theirs[key], atol=1e-6), key
+
+
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline"])
+def test_own_clipping_is_of_the_gradients_of_one_step(fit, strategy):
+    gone = (f"~optimizer.{key}" for key in ("betas", "eps", "fused"))
+    words = (f"{MODULES}.ClipsItself", "optimizer._target_=torch.optim.SGD", *gone)
+    one = fit(*ONE, *words, name="one")
+    two = fit(*TWO, *words, f"strategy={strategy}", name="two")
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-4)
+    assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-5)

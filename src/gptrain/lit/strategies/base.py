@@ -71,6 +71,7 @@ class NetStrategy:
     forward_runs_backward = False
     check_finite: FiniteCheck | None = None
     grad_norm: Tensor | None = None
+    _gradients_finished = False  # those of this step
 
     @property
     def net(self) -> nn.Module:
@@ -101,7 +102,9 @@ class NetStrategy:
         Raises: NonFinite.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.finish_gradients()
+        if not self._gradients_finished:  # called again by a module that clips in its own way
+            self.finish_gradients()
+            self._gradients_finished = True
         self.grad_norm = self.measure_and_clip(parameters, max_norm)
         if self.check_finite is not None:
             self.check_finite.check(self.lightning_module.trainer, optimizer)
@@ -132,6 +135,7 @@ class NetStrategy:
         trainer = self.lightning_module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.micro_losses: list[Tensor] = []
+            self._gradients_finished = False
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         return super().training_step(*args, **kwargs)
