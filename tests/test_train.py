@@ -46,6 +46,12 @@ def test_the_result_tells_the_steps_of_this_start_and_is_kept_where_none_is_left
     assert third.code == 0, third.err
     assert "nothing left to train, step 4 was the run's last; further: trainer.max_" in third.out
     assert (third.folder / "result.json").read_text() == kept
+    (second.folder / "result.json").unlink()  # as if it had been killed before it wrote its result
+    train("trainer.max_steps=4", "ckpt_path=last")
+    metrics, again = (
+        json.loads(text)["metrics"] for text in (kept, (second.folder / "result.json").read_text())
+    )
+    assert again == {name: value for name, value in metrics.items() if "perf/" not in name}
 
 
 def test_tensorboard_holds_the_names_of_the_design_and_the_hyper_parameters(train):

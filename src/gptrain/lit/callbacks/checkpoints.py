@@ -9,7 +9,13 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from gptrain.lit.callbacks.resume import STATE, add_state, go_on, without_clocks
+from gptrain.lit.callbacks.resume import (
+    STATE,
+    add_state,
+    go_on,
+    put_back_logged,
+    without_clocks,
+)
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import ends_step, is_validated, loops_after
 from gptrain.problems import DONE, Problem
@@ -127,6 +133,10 @@ class Checkpoints(Checkpoint):
         if trainer.global_step > self.saved[0]:
             self.save(trainer)
         self._finish(trainer)
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._loaded is not None:  # no step was left: what the run had come to is its result
+            put_back_logged(trainer, self._loaded)
 
     def save(self, trainer: Trainer, *, validated: bool = True) -> None:
         """Saves this step, once before and once after its validation; all ranks must call it.

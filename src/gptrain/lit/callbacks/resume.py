@@ -40,6 +40,12 @@ def without_clocks(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 
 
+def put_back_logged(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Makes what the checkpoint's run had logged stand in `trainer.callback_metrics`."""
+    logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
+    trainer.callback_metrics.update(logged)
+
+
 def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
     """Makes a run stand where the checkpoint's run stood; nothing random happens before a step.
 
@@ -48,8 +54,7 @@ def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> N
         changed: options of the optimizer that take the value of today.
     """
     start_epoch_anew(trainer)
-    logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
-    trainer.callback_metrics.update(logged)
+    put_back_logged(trainer, state)
     finish_step(trainer, state["global_step"], state["validated"])
     said = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
     rng, threads, now = state["rng"], state["threads"], torch.get_num_threads()
