@@ -42,6 +42,13 @@ ONE_LINE = {
     "data=text data.path=???": ["data.path", "required and not set"],
     "model._target_=os.system": ["model._target_=os.system", "Python's own library"],
     "seed=-1": ["seed=-1", ">= 0"],
+    "seed=abc": ["seed=abc", "integer"],
+    "run_dir=": ["run_dir=", "not a path"],
+    "run_dir=null": ["run_dir=null", "string"],
+    "~trainer.fast_dev_run": ["trainer.fast_dev_run", "missing"],
+    "strategy.name=ddpp": ["strategy.name=ddpp", 'did you mean "ddp"'],
+    "+module.metrics.x=3": ["module.metrics.x=3", "not a group of keys"],
+    "optimizer._target_=torch.optim.Adafactor": ["'betas'", "conf/optimizer/mine.yaml"],
     "seed=18446744073709551616": ["seed=18446744073709551616", "<= 4294967295"],
     "logger=tensorbord": ["logger=tensorbord", 'did you mean "tensorboard"'],
     "data.global_batch_size=10 data.batch_size=1 trainer.devices=4": [

@@ -29,6 +29,8 @@ def unusable(number):
         (NonFinite(3, 1, [4, 5]), 79, "nonfinite"),
         (ConfigError([Problem("a", 1, "wrong")]), 2, "config"),
         (ConfigError([Problem("a", 1, "gone", code=66)]), 66, "config"),
+        (ModuleNotFoundError("No module named 'wandb'", name="wandb"), 2, "config"),
+        (ModuleNotFoundError("No module named 'mine.net'", name="mine.net"), 70, "error"),
         (DataError("a.txt: empty"), 65, "data"),
         (DamagedCheckpoint("step-1", "state.ckpt is missing"), 65, "data"),
         (UnsafeCheckpoint("step-1", "contains os.system"), 65, "data"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import sys
 from pathlib import Path
@@ -126,6 +127,12 @@ def test_a_job_runs_once_with_the_config_it_was_checked_with():
     "error, code, said",
     [
         (JobFailed(79, "told already"), 79, ""),
+        (pickle.loads(pickle.dumps(JobFailed(79, "of another process"))), 79, ""),
+        (
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            2,
+            "error: No module named 'x'; try",
+        ),
         (SystemExit(75), 75, ""),
         (KeyboardInterrupt(), 130, ""),
         (PermissionError(13, "Permission denied"), 73, "error: PermissionError"),
@@ -162,9 +169,11 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
             raise JobFailed(79, "loss is nan")
         return float(cfg.seed)
 
-    assert run_command(job, ["-m", "seed=1,2,3,-4", *NANO]) == 79
+    words = ["-m", "seed=1,2,3,-4", "hydra.sweeper.max_batch_size=1", *NANO]
+    assert run_command(job, words) == 79
     assert seen == [1, 2, 3]
     err = capsys.readouterr().err
+    assert "Error executing job" not in err  # Hydra's own words
     assert err.count("error: seed=-4: must be") == 1
     table = err.splitlines()[-5:]
     assert "failed (79)" in table[2] and "loss is nan" in table[2] and "seed=2" in table[2]
@@ -182,7 +191,7 @@ def test_a_stop_ends_the_sweep_and_not_one_job():
     assert seen == [1]
 
 
-@pytest.mark.parametrize("word", ["optimizr.lr=1,2", "model=gptx,gpt2", "name=é,a"])
+@pytest.mark.parametrize("word", ["optimizr.lr=1,2", "model=gptx,gpt2", "name=é,a", "from_run=a,b"])
 def test_a_sweep_that_cannot_be_composed_is_refused(word, outputs):
     assert run_command(never, ["-m", word]) == 2
     assert list(outputs.iterdir()) == []

@@ -243,6 +243,11 @@ def test_code_that_came_with_a_run_into_the_checkout_is_not_ours(world, old, tra
     assert trust.is_own("old") and not trust.is_own("old", world / "old")
     assert train(old(["model._target_=old.evil.Net"]), tiny=False).code == 2
     refused(lambda: gptrain.load(config(world / "old", CONFIGS["own"])))
+    within = world / "fetched" / "run"  # of a package without __init__.py, around the run
+    within.parent.mkdir()
+    (world / "old").rename(within)
+    assert trust.is_own("fetched") and not trust.is_own("fetched", within)
+    refused(lambda: gptrain.load(config(within, {"model": {"_target_": "fetched.run.evil.Net"}})))
 
 
 # E. Run folders
@@ -257,6 +262,7 @@ FOLDERS |= {
     "r07": {".lock": b'{"run_id": 5}', ".restarts": b"{"}, "deep": {".lock": b"[" * DEEP},
     "r13": {f"checkpoints/.{kind}-step-00000001": "../../victim" for kind in ("trash", "draft")},
     "r05": {"checkpoints/.old-step-00000001": "../../victim"},
+    "kinds": {".hydra": b"x", ".beats": b"x"}, "log folder": {"train.log/x": b"x"},
     "events": {"tensorboard": "../victim", "metrics.csv": "../victim/kept"},
 }  # fmt: skip
 

@@ -77,6 +77,11 @@ def first_line(error: object) -> str:
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
+def way_to_install(error: ModuleNotFoundError) -> str:
+    """What to type where an optional package is missing; empty where the message says it."""
+    return f"pip install {error.name.partition('.')[0]}" if error.name else ""
+
+
 class ConfigError(Exception):
     """All that is wrong with a run, found before anything was started or written.
 
@@ -105,5 +110,8 @@ class JobFailed(Exception):
     """
 
     def __init__(self, code: int, message: str):
-        super().__init__(message)
-        self.code = code
+        super().__init__(code, message)  # as it is made again in another process
+        self.code, self.message = code, message
+
+    def __str__(self) -> str:
+        return self.message

@@ -269,7 +269,8 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
         attempt = "a smaller data.batch_size or data.global_batch_size"
         yield run.error("data.num_samples", wrong, attempt)
     trainer, warmup = run.values["trainer"], run.get("scheduler.warmup_steps", 0)
-    if run.wrong & {*LIMITS, "trainer"} or run.get("max_tokens") or trainer["fast_dev_run"]:
+    ends_early = run.get("max_tokens") or run.get("trainer.fast_dev_run")
+    if run.wrong & {*LIMITS, "trainer"} or ends_early:
         return
     epochs = effective_max_epochs(trainer, None)
     steps = run_steps(epoch_steps, epochs, trainer["max_steps"])

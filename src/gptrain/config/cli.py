@@ -37,9 +37,11 @@ from gptrain.problems import (
     Problem,
     code_of,
     first_line,
+    way_to_install,
 )
 
 LINGER_S = 10.0  # ranks start within seconds of each other
+HYDRAS_OWN = ("BasicSweeper", "BasicLauncher")  # jobs of this process, none of which is a trial
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
 Job = Callable[[DictConfig], "float | None"]
 
@@ -95,8 +97,8 @@ def run_command(
             cfg, found = compose_and_explain(overrides)
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             _tell(check(cfg, schema, found))
-    except Exception as error:
-        return _ending(error)[0]
+    except (Exception, KeyboardInterrupt) as error:
+        return _ending(error, "debug=true" in argv)[0]
     flags = [f"--{name}={getattr(args, name)}" for name in ("cfg", "info") if getattr(args, name)]
     flags += ["--multirun"] if args.multirun else []
     return _run(job, [*flags, *overrides, *_quiet_rank()], schema, args.multirun)
@@ -185,7 +187,7 @@ def _run(job: Job, argv: list[str], schema: type[Run], is_sweep: bool) -> int:
     jobs: list[Ended] = []
 
     def attempt(cfg: DictConfig) -> float | None:
-        """Runs one job; Hydra, and with it a search, is told of its failure in a sweep."""
+        """Runs one job; a search, and the launcher of another process, is told of its failure."""
         node = HydraConfig.get()
         overrides = list(node.overrides.task)
         try:
@@ -200,8 +202,9 @@ def _run(job: Job, argv: list[str], schema: type[Run], is_sweep: bool) -> int:
             jobs.append(Ended(code, said, overrides))
             if is_sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
-            if is_sweep and code:
-                raise JobFailed(code, said) from error
+            parts = (node.sweeper["_target_"], node.launcher["_target_"])
+            if is_sweep and code and not all(map(str.endswith, parts, HYDRAS_OWN)):
+                raise JobFailed(code, said) from error  # ours would lose the batches to come
             return None
         said = "done" if value is None else f"{cfg.get('objective')} {value:g}"
         jobs.append(Ended(DONE, said, overrides))
@@ -240,6 +243,8 @@ def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
             return error.code, str(error.problems[0])
         case HydraException() | OmegaConfBaseException() | YAMLError():
             code = BAD_CONFIG
+        case ModuleNotFoundError():
+            code, attempt = BAD_CONFIG, way_to_install(error)
         case _:
             code = code_of(error) if isinstance(error, OSError) else FAILED
             said, attempt = f"{type(error).__name__}: {said}", "debug=true"
@@ -249,10 +254,10 @@ def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
 
 def _run_folder(cfg: DictConfig) -> str:
     """The folder that Hydra has made for the job, or will make."""
-    node = HydraConfig.instance().cfg or {}
+    node = HydraConfig.instance().cfg or cfg
     places = (node, "hydra.runtime.output_dir"), (node, "hydra.run.dir"), (cfg, "run_dir")
-    found = (OmegaConf.select(one, key) for one, key in places if one)
-    return str(next(filter(None, found)))
+    found = (OmegaConf.select(one, key, throw_on_resolution_failure=False) for one, key in places)
+    return str(next(filter(None, found), ""))
 
 
 def _first_value(one: Override) -> str:

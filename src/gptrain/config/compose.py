@@ -36,6 +36,11 @@ def default_output_dir() -> str:
     return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(PROJECT / "outputs")
 
 
+def plus(left: Any, right: int) -> Any:
+    """The sum; what is no integer stays as it is, and its own key is found wrong."""
+    return left + right if isinstance(left, int) else left
+
+
 def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
     """Overrides as Hydra reads them, those of a sweep included, and a problem for each other."""
     parsed, problems = [], []
@@ -94,7 +99,7 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 def _hydra() -> Iterator[ConfigLoader]:
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("default_output_dir", default_output_dir, replace=True)
-    OmegaConf.register_new_resolver("plus", lambda left, right: left + right, replace=True)
+    OmegaConf.register_new_resolver("plus", plus, replace=True)
     with initialize_config_dir(CONF, job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().config_loader()
 

@@ -37,7 +37,11 @@ def expand(typed: list[str]) -> list[str]:
     Raises: ConfigError, naming each old override that is refused.
     """
     now, _ = parse(typed)
-    folders = [one.value() for one in now if one.key_or_group == "from_run"]
+    named = [one for one in now if one.key_or_group == "from_run"]
+    if any(one.is_sweep_override() for one in named):
+        given = named[0].input_line.partition("=")[2]
+        raise ConfigError.of("from_run", given, "several runs; one is taken up, also by a sweep")
+    folders = [one.value() for one in named]
     if not folders or not isinstance(folders[-1], str):
         return typed
     settled = {one.key_or_group for one in now}

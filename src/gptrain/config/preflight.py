@@ -186,8 +186,10 @@ def _check_keywords(
         bind = signature.bind if is_whole else signature.bind_partial
         bind(*[None] * SUPPLIED.get(place, 0), **given)
     except TypeError as error:
-        allowed = ", ".join(signature.parameters)
-        yield Problem(f"{place}._target_", node["_target_"], str(error), allowed)
+        allowed, target = ", ".join(signature.parameters), node["_target_"]
+        is_typed = place in GROUPS and target not in KNOWN  # over the keys of another class
+        attempt = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys" if is_typed else ""
+        yield Problem(f"{place}._target_", target, str(error), allowed, attempt)
 
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:

@@ -145,7 +145,7 @@ class Loss(Closed):
 
 class LanguageModel(Open, extra="forbid"):
     loss: Loss
-    metrics: dict[str, Any]
+    metrics: dict[str, Built]
 
 
 class Optimizer(Open):

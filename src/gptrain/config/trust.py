@@ -139,7 +139,9 @@ def is_own(package: str, run_dir: Path | None = None) -> bool:
     theirs += [] if run_dir is None else [Path(run_dir).expanduser().resolve()]
     return bool(places) and all(
         place.is_relative_to(PROJECT)
-        and not any(place.is_relative_to(folder) for folder in theirs)
+        and not any(
+            place.is_relative_to(folder) or folder.is_relative_to(place) for folder in theirs
+        )
         and not re.search(r"/(\.|site-packages/)", str(place)[len(str(PROJECT)) :])
         for place in places
     )

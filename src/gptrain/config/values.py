@@ -34,8 +34,10 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
         target = str(train.get("_target_")) if isinstance(train, dict) else ""
         yield from _judge(DATA.get(target, Data), data, "data", values)
     if isinstance(strategy, dict):
-        model = STRATEGIES.get(str(strategy.get("name")), Strategy)
-        yield from _judge(model, strategy, "strategy", values)
+        model = STRATEGIES.get(str(strategy.get("name")))
+        common = {key: strategy[key] for key in strategy if key in Strategy.model_fields}
+        own = strategy if model else common  # of no strategy nothing says which others it has
+        yield from _judge(model or Strategy, own, "strategy", values)
     for place, node in targets(values):
         target = node["_target_"]
         is_name = isinstance(target, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target)

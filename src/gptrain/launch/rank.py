@@ -21,7 +21,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
 from gptrain.launch.process import attempt, this_process
-from gptrain.problems import DISK, ConfigError, JobFailed, code_of, first_line
+from gptrain.problems import (
+    DISK,
+    ConfigError,
+    JobFailed,
+    Problem,
+    code_of,
+    first_line,
+    way_to_install,
+)
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.fileops import remove_tree
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
@@ -84,6 +92,9 @@ def classify(error: BaseException, doing: str = "") -> Ending:
             return Ending(code_of(error), "disk", f"error: {said}", rank=error.rank)
         case OSError() if error.errno in DISK:
             return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
+        case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
+            line = Problem("", None, said, attempt=way_to_install(error)).line
+            return Ending(problems.BAD_CONFIG, "config", line)
         case KeyboardInterrupt():
             return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
         case RuntimeError() if _has(TIMED_OUT, error):

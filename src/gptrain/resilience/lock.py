@@ -20,7 +20,8 @@ from gptrain.small_files import UnreadableFile, read_json
 
 LOCK_NAME = ".lock"
 # What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
-_OPENED = (LOCK_NAME, "train.log", ".hydra", ".hydra/validate", ".hydra/test", ".beats")
+_FILES = (LOCK_NAME, "train.log")
+_FOLDERS = (".hydra", ".hydra/validate", ".hydra/test", ".beats")
 # One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
 _RECORD_BYTES = 512
 _NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
@@ -40,7 +41,7 @@ class RunFolderHeld(Exception):
 
 
 class UnsafeFolder(OSError):
-    """A run folder in which a name of ours is a link, or neither a file nor a folder."""
+    """A run folder in which a name of ours is a link, or no file (folder) where a run makes one."""
 
 
 class RunLock:
@@ -129,8 +130,10 @@ def _check_no_links(run_dir: Path) -> None:
 
     A stranger's folder could lead elsewhere. `checkpoints` may be a link to another disk.
     """
-    for path in (run_dir / name for name in _OPENED):
-        if path.is_symlink() or (path.exists() and not (path.is_file() or path.is_dir())):
+    for name in (*_FILES, *_FOLDERS):
+        path = run_dir / name
+        is_ours = path.is_file() if name in _FILES else path.is_dir()
+        if path.is_symlink() or (path.exists() and not is_ours):
             what = "a link" if path.is_symlink() else "none that a run makes"
             raise UnsafeFolder(f"{path}: {what}; remove it, or choose another folder")
 
