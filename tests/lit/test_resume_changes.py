@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lit.conftest import differences
+
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
 
 
@@ -59,3 +61,18 @@ def test_on_two_ranks_too(fit):
     )  # fmt: skip
     assert run.column("lr") == pytest.approx([3e-4, 3e-4, 3e-5, 3e-5])
     assert (run.folder / "train.log").read_text().count("0.0003 before, 3e-05 now") == 1
+
+
+def test_a_stage_that_has_fewer_groups_than_the_net_resumes(fit):
+    """Of Muon's three groups the stages between the first and the last have two."""
+    words = (
+        "optimizer=muon", "optimizer.lr=0.01", "data.batch_size=6", "model.n_layers=3",
+        "trainer.max_steps=4", "trainer.val_check_interval=2", "checkpoint.keep=9",
+    )  # fmt: skip
+    three = ("trainer.devices=3", "strategy=pipeline", "strategy.microbatches=3")
+    full = fit(*words, *three, name="full")
+    again = fit(*words, *three, "ckpt_path=last", name=full.copy_until(2, "again").name)
+    assert not (wrong := differences(full.state(4), again.state(4))), wrong[:8]
+    assert again.column("train/loss") == full.column("train/loss")
+    alone = fit(*words, "ckpt_path=last", name=full.copy_until(2, "alone").name)
+    assert alone.column("train/loss") == pytest.approx(full.column("train/loss"), rel=1e-4)

@@ -131,6 +131,12 @@ class NamedStates:
         ]
         source, parameters = self._reader() or state["state"], self.saved_parameters()
         states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
+        groups = optimizer.param_groups  # of a pipeline's stage there may be fewer
+        for schedule in checkpoint["lr_schedulers"]:
+            if len(schedule.get("base_lrs", groups)) != len(groups):
+                schedule["base_lrs"] = [group["initial_lr"] for group in groups]
+                schedule["_last_lr"] = [group["lr"] for group in groups]
+                schedule |= {"lr_lambdas": []} if "lr_lambdas" in schedule else {}
 
     def _reader(self) -> SafeFileSystemReader | None:
         if not (self._loaded / INDEX_NAME).exists():
