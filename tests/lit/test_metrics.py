@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 import gptrain
 from gptrain.data import DummyTextDataset
+from gptrain.lit import LanguageModel
+from gptrain.lit.strategies import NetStrategy
 
 ACCURACY = (
     "+module.metrics.top5={_target_: torchmetrics.classification.MulticlassAccuracy,"
@@ -92,3 +96,18 @@ def test_metrics_of_training_may_be_monitored(fit):
         losses = {int(r["step"]): float(r["train/loss"]) for r in csv.DictReader(file)}
     best = min((2, 4, 6), key=losses.__getitem__)
     assert best in run.steps()
+
+
+class OnMPS(torch.Tensor):
+    """Says that it lies on a device without fp64."""
+
+    device = torch.device("mps")
+
+
+@pytest.mark.parametrize("kind, dtype", [(torch.Tensor, torch.float64), (OnMPS, torch.float32)])
+def test_an_evaluation_adds_up_in_a_type_that_the_device_has(kind, dtype):
+    module = LanguageModel(nn.Identity(), make_optimizer=torch.optim.AdamW)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    with patch.object(NetStrategy, "loss", return_value=torch.ones(()).as_subclass(kind)):
+        module.evaluate(tokens, tokens)
+    assert module.eval_sums.dtype == dtype and module.eval_sums.tolist() == [1, 2]

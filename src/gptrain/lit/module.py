@@ -97,7 +97,8 @@ class LanguageModel(pl.LightningModule):
         sums = [nats, counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())
-        self.eval_sums = self.eval_sums + torch.stack([part.double() for part in sums])
+        exact = torch.float32 if nats.device.type == "mps" else torch.float64  # it has no other
+        self.eval_sums = self.eval_sums + torch.stack([part.to(exact) for part in sums])
         if self.metrics:
             for logits, chunk_targets in strategy.logits(self.net, tokens, targets):
                 for metric in self.metrics.values():
