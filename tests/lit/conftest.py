@@ -80,14 +80,26 @@ class Ended:
 Fit = Callable[..., Ended]
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], Ended]]:
+    """Runs that several tests of a file only read, by their words, and the folder of them all."""
+    return tmp_path_factory.mktemp("shared"), {}
+
+
 @pytest.fixture
-def fit(tmp_path, capfd) -> Fit:
+def fit(tmp_path, capfd, shared) -> Fit:
     """`python train.py` with TINY and these words.
 
-    Expects this exit code; what is refused is said in one line, before anything is logged.
+    Expects this exit code; what is refused is said in one line, before anything is logged. A run
+    without a name (`name=None`) is made once for all tests of a file, which only read it.
     """
 
-    def run(*words: str, name: str = "run", code: int = 0, begun: bool = False) -> Ended:
+    def run(*words: str, name: str | None = "run", code: int = 0, begun: bool = False) -> Ended:
+        common, made = shared
+        if name is None:
+            if words not in made:
+                made[words] = run(*words, name=f"{common / str(len(made))}")
+            return made[words]
         folder = tmp_path / name
         before = folder.exists()
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY

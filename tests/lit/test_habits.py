@@ -77,7 +77,7 @@ def test_callbacks_see_gradients_before_the_optimizers_step(fit):
 
 @pytest.mark.parametrize("kind", ["tensor", "dict"])
 def test_training_step_returns_a_tensor_or_a_dict(fit, kind):
-    run, ours = fit(f"{MODULES}.Returns", f"+module.kind={kind}"), fit(name="ours")
+    run, ours = fit(f"{MODULES}.Returns", f"+module.kind={kind}"), fit(name=None)
     assert not differences(run.state(6)["state_dict"], ours.state(6)["state_dict"])
     assert run.column("train/loss") == ours.column("train/loss")
 
@@ -91,7 +91,7 @@ def test_training_step_may_return_none(fit):
 
 def test_batches_may_be_dicts(fit):
     data = [f"data.{part}._target_={OWN}.data.Dicts" for part in ("train", "val")]
-    run, ours = fit(f"{MODULES}.OfDicts", *data), fit(name="ours")
+    run, ours = fit(f"{MODULES}.OfDicts", *data), fit(name=None)
     assert not differences(run.state(6)["state_dict"], ours.state(6)["state_dict"])
     assert run.metrics["val/loss"] == ours.metrics["val/loss"]
 
@@ -315,7 +315,7 @@ def test_averages_resume_bit_for_bit_and_are_what_is_loaded(fit, resumes, words,
     assert all(torch.equal(loaded[name], averaged[name]) for name in averaged)
     plain = fit(
         "data.num_samples=16", "trainer.max_epochs=9", "trainer.max_steps=7", "model.dropout=0.1",
-        "trainer.val_check_interval=3", name="plain",
+        "trainer.val_check_interval=3", name=None,
     )  # fmt: skip
     assert differences(averaged, plain.state(7)["state_dict"])
     current = {k.removeprefix("net."): v for k, v in state["current_model_state"].items()}
@@ -343,7 +343,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step
         *words, "data.num_samples=16", "trainer.max_epochs=9", "trainer.val_check_interval=3",
         "trainer.max_steps=7", "model.dropout=0.1", "checkpoint.keep=9",
     ]  # fmt: skip
-    full = fit(*words, name="full")
+    full = fit(*words, name=None)
     stopped = fit(
         *words, f"+callbacks.kill={{_target_: {CALLBACKS}.Signals, step: {step}, hook: {hook}}}",
         name="stopped", code=75,
@@ -359,7 +359,7 @@ def test_a_run_leaves_in_the_middle_of_a_validation_but_not_of_its_last(fit, ste
         f"{MODULES}.AskedInValidation", "data.num_samples=16", "trainer.max_epochs=9",
         "trainer.val_check_interval=1", "trainer.max_steps=7", "model.dropout=0.1",
     ]  # fmt: skip
-    full = fit(*words, name="full")
+    full = fit(*words, name=None)
     words += [f"+module.at={step}"]
     stopped = fit(*words, code=code)
     assert stopped.steps()[-1] == step

@@ -60,7 +60,7 @@ def test_one_may_override_the_loss_and_smooth_labels(fit):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
 def test_what_lies_beside_the_net_is_trained_alike_on_two_ranks(fit, strategy):
     words = (f"{MODULES}.Beside", "optimizer.lr=0.01", "trainer.max_steps=3")
-    one = fit(*ONE, *words, name="one")
+    one = fit(*ONE, *words, name=None)
     two = fit(
         *TWO, *words, f"strategy={strategy}", "trainer.val_check_interval=2",
         "checkpoint.keep=9", name="two",

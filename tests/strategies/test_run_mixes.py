@@ -18,13 +18,6 @@ class TestDDPPipeline(claims.Claims):
     name, data_ranks = "ddp_pipeline", [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "source"), [tuple(MIXES), tuple(MIXES[::-1]), *(("single", mix) for mix in MIXES)]
-)
-def test_one_reads_checkpoints_of_the_other(name, source, runs):
-    claims.check_reads_checkpoints_of(runs, name, source)
-
-
 @pytest.mark.parametrize("name", MIXES)
 def test_it_starts_from_weights_of_one_process(name, runs):
     claims.check_starts_from_weights_of(runs, name, "single")
