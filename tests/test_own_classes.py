@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -224,17 +225,24 @@ YAML = {
 NO_VOCABULARY = ("model/made", "model/partial", "model/linear", "model/nested")
 
 
-@pytest.fixture
-def mine(tmp_path, monkeypatch) -> tuple[str, ...]:
-    """A user's own files; the words that bring them in."""
-    (tmp_path / "mine.py").write_text(textwrap.dedent(MINE))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """A user's own files."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "mine.py").write_text(textwrap.dedent(MINE))
     for name, text in YAML.items():
-        file = tmp_path / "conf" / f"{name}.yaml"
+        file = folder / "conf" / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    return folder
+
+
+@pytest.fixture
+def mine(written, monkeypatch) -> tuple[str, ...]:
+    """The words that bring them in."""
+    monkeypatch.syspath_prepend(written)
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    return "--config-dir", str(tmp_path / "conf"), *NANO
+    return "--config-dir", str(written / "conf"), *NANO
 
 
 def test_there_are_sixty():
