@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import subprocess
 import sys
 from pathlib import Path
 
@@ -178,6 +179,15 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
     table = err.splitlines()[-5:]
     assert "failed (79)" in table[2] and "loss is nan" in table[2] and "seed=2" in table[2]
     assert "val/loss 3" in table[3] and "failed (2)" in table[4]
+
+
+def test_a_job_that_another_process_refuses_is_told_here(outputs):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    words = ["-m", "hydra/launcher=submitit_local", "seed=1", "data.num_samples=3", *NANO]
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert "error: data.num_samples=3: 3 sequences" in ended.stderr
 
 
 def test_a_stop_ends_the_sweep_and_not_one_job():

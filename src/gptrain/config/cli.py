@@ -195,15 +195,16 @@ def _run(job: Job, argv: list[str], schema: type[Run], is_sweep: bool) -> int:
                 _tell(check(cfg, schema))
             value = job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, ConfigError) and _rank() == 0:
+            parts = (node.sweeper["_target_"], node.launcher["_target_"])
+            is_own = list(map(str.endswith, parts, HYDRAS_OWN))
+            if isinstance(error, ConfigError) and _rank() == 0 and is_own[1]:
                 with suppress(OSError):  # somebody's files are there
-                    Path(node.runtime.output_dir).rmdir()  # Hydra has made it
+                    Path(node.runtime.output_dir).rmdir()  # made by Hydra; others log into it still
             code, said = _ending(error, bool(cfg.get("debug")))
             jobs.append(Ended(code, said, overrides))
             if is_sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
-            parts = (node.sweeper["_target_"], node.launcher["_target_"])
-            if is_sweep and code and not all(map(str.endswith, parts, HYDRAS_OWN)):
+            if is_sweep and code and not all(is_own):
                 raise JobFailed(code, said) from error  # ours would lose the batches to come
             return None
         said = "done" if value is None else f"{cfg.get('objective')} {value:g}"
@@ -217,6 +218,8 @@ def _run(job: Job, argv: list[str], schema: type[Run], is_sweep: bool) -> int:
         hydra.main(CONF, "train", "1.3")(attempt)()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = next((one.code for one in jobs if one.code), None) or _ending(error)[0]
+        if isinstance(error, JobFailed) and not jobs:  # it was told in another process
+            _tell([Problem("", None, first_line(error))])
     finally:
         sys.argv = typed
     code = code or next((one.code for one in jobs if one.code), DONE)
