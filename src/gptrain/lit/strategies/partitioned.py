@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD, Adagrad
 from torchmetrics import Metric
 
 from gptrain.lit.losses import LossOptions, has_chunks
@@ -73,10 +74,13 @@ class Sharded(MeshStrategy):
         self.data_group = mesh["data"].get_group()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """One kernel over a whole group takes DTensors or tensors, not both."""
+        """One kernel over a whole group takes DTensors or tensors, not both, and of Adam alone."""
         super().setup_optimizers(trainer)
         beside = set(named_beside_net(self.lightning_module).values())
+        has_no_kernel = isinstance(self.optimizers[0], SGD | Adagrad)
         for group in self.optimizers[0].param_groups:
+            if has_no_kernel and group["fused"]:
+                group["fused"] = None  # torch's choice
             if 0 < sum(parameter in beside for parameter in group["params"]) < len(group["params"]):
                 group |= {key: False for key in ("foreach", "fused") if key in group}
 
