@@ -70,6 +70,8 @@ PLACES = {
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "trainer.devices=4"),
     "ddp_pipeline": ("strategy=ddp_pipeline", "trainer.devices=4"),
 }
+# Four processes of two cores wait for each other at every step.
+STEPS = {"fsdp_tensor_parallel": 4, "ddp_pipeline": 4}
 # A run that is stopped, which has half of the blocks: three of them are compared bit by bit.
 DROPOUT = ("model.dropout=0.1", "model.n_layers=2", "trainer.max_steps=5")
 
@@ -253,9 +255,11 @@ def check_same_run(run: Run, truth: Run) -> None:
 # The claims that hold for every strategy, by its name
 
 
-def plain(runs: Runs, name: str) -> Run:
-    """Eight steps of two micro-steps a data-parallel pair, with metrics, without dropout."""
-    return runs(*PLACES[name], *METRICS)
+def plain(runs: Runs, name: str, n_steps: int | None = None) -> Run:
+    """Eight steps, of a mix four, with metrics, without dropout; two micro-steps a pair."""
+    n_steps = n_steps or STEPS.get(name, N_STEPS)
+    fewer = (f"trainer.max_steps={n_steps}",) if n_steps < N_STEPS else ()
+    return runs(*PLACES[name], *METRICS, *fewer)
 
 
 def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
@@ -308,12 +312,13 @@ class Claims:
     data_ranks: list[int]
 
     def test_it_equals_one_process(self, runs):
-        """Losses, norms, metrics, validations and final weights of eight steps."""
-        run, truth = plain(runs, self.name), plain(runs, "single")
-        assert len(run.column("train/loss")) == N_STEPS
+        """Losses, norms, metrics, validations and final weights of all steps."""
+        n_steps = STEPS.get(self.name, N_STEPS)
+        run, truth = plain(runs, self.name), plain(runs, "single", n_steps)
+        assert len(run.column("train/loss")) == n_steps
         check_same_run(run, truth)
         accuracy = truth.column("val/accuracy")
-        assert len(accuracy) == 2 and min(accuracy) > 0
+        assert len(accuracy) == n_steps / 4 and min(accuracy) > 0
         assert run.column("val/accuracy") == pytest.approx(accuracy)  # counts of predictions
         assert run.column("val/counted") == truth.column("val/counted")
 
@@ -337,7 +342,8 @@ class Claims:
     def test_ranks_read_the_samples_of_their_data_rank(self, runs):
         """Together those of one process in every step."""
         data_ranks = self.data_ranks
-        run, truth = plain(runs, self.name), plain(runs, "single").record()["tokens"]
+        n_steps, run = STEPS.get(self.name, N_STEPS), plain(runs, self.name)
+        truth = plain(runs, "single", n_steps).record()["tokens"]
         read = [run.record(rank)["tokens"] for rank in range(len(data_ranks))]
         n_data = max(data_ranks) + 1
         first_of = [data_ranks.index(number) for number in range(n_data)]
@@ -345,12 +351,12 @@ class Claims:
             assert not differences(read[rank], read[first_of[number]]), f"rank {rank}"
         for rank, tokens in enumerate(read):  # what an error would name
             named = run.record(rank)["samples"]
-            assert len(named) == N_STEPS
+            assert len(named) == n_steps
             dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
             told = [dataset[sample][0] for step in named for sample in step]
             assert torch.equal(torch.stack(told), torch.cat(tokens)), f"rank {rank}"
-        n_micro = len(truth) // N_STEPS  # of the one process
-        for step in range(N_STEPS):
+        n_micro = len(truth) // n_steps  # of the one process
+        for step in range(n_steps):
             mine = slice(step * n_micro // n_data, (step + 1) * n_micro // n_data)
             together = torch.cat([part for first in first_of for part in read[first][mine]])
             alone = torch.cat(truth[step * n_micro : (step + 1) * n_micro])
