@@ -371,6 +371,16 @@ def test_a_lost_token_file_is_named(corpus, cache):
         TextDataset.from_corpus("val", 8, corpus, "bytes", cache, val_fraction=0.2)
 
 
+def test_a_cache_is_what_was_written_whatever_its_time_stamps(corpus, cache):
+    file = prepare(corpus, "bytes", cache, val_fraction=0.3).folder / "val.bin"
+    os.utime(file, (0, 0))  # copied elsewhere
+    prepare(corpus, "bytes", cache, val_fraction=0.3)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"val\.bin: sha256 differs from manifest\.json; delete"):
+        prepare(corpus, "bytes", cache, val_fraction=0.3)
+
+
 def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
     (tmp_path / "text").write_text("line\n" * 100)
     os.mkfifo(tmp_path / "pipe")

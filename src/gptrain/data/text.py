@@ -26,7 +26,8 @@ from gptrain.small_files import DataError, read_json
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3  # of the folder and of the split; another one is another place in the cache
+FORMAT = 4  # of the folder and of the split; another one is another place in the cache
+MANIFEST = "manifest.json"
 _BATCH_BLOCKS = 16  # tokenized at once, 1 MiB: in parallel, in constant memory
 
 
@@ -71,8 +72,8 @@ class TextDataset(TokenDataset):
             pattern: that names of files within folders must match.
             vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them;
                 no tokenizer may have more.
-        Raises: FileNotFoundError; DataError for no text; OSError if the disk is full or not to be
-            written to, with nothing left behind.
+        Raises: FileNotFoundError; DataError for no text, or a cache that somebody has changed;
+            OSError if the disk is full or not to be written to, with nothing left behind.
         """
         cache_dir, ready = Path(cache_dir).resolve(), None
         identity = f"bpe:{vocab_size}"
@@ -98,6 +99,7 @@ class TextDataset(TokenDataset):
         if not folder.exists():
             with fresh_folder(folder) as draft:
                 _write(draft, texts, ready, val_fraction, vocab_size)
+        _check_folder(folder)
         return cls(folder, split, seq_len)
 
 
@@ -154,6 +156,30 @@ def _write(
     for document in documents:
         if corpus.Document.of(document.name, document.path) != document:
             raise DataError(f"{document.path}: changed while it was read; start again")
+    files = {path.name: [*_state(path), _hash_file(path)] for path in folder.iterdir()}
+    (folder / MANIFEST).write_text(json.dumps(files))
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises DataError where a file is not what was written; read only if size or time differ."""
+    for name, (*state, digest) in read_json(folder / MANIFEST).items():
+        path = folder / name
+        if path.exists() and _state(path) != state and _hash_file(path) != digest:
+            wrong = f"sha256 differs from {MANIFEST}"
+            raise DataError(f"{path}: {wrong}; delete {folder}, it is prepared again")
+
+
+def _state(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 @contextmanager
