@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
+from torchmetrics import Metric
 
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel
@@ -172,14 +173,14 @@ def build_module(
     node = OmegaConf.to_container(cfg.module, resolve=True)
     options = {key: value for key, value in node.items() if key not in MODULE_KEYS}
     if issubclass(made, LanguageModel):
-        token_bytes, metrics = getattr(val, "token_bytes", None), node.get("metrics") or {}
+        token_bytes = getattr(val, "token_bytes", None)
         compiles = compiles_loss(cfg.model.compile, accelerator)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
             "make_schedule": partial(build_schedule, cfg, lengths),
             "loss": LossOptions(**node.get("loss") or {}, compiles=compiles),
-            "metrics": {name: build_target(metric) for name, metric in metrics.items()},
+            "metrics": {name: build_metric(cfg, name) for name in node.get("metrics") or {}},
             "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }
     elif "net" in inspect.signature(made).parameters:
@@ -188,6 +189,12 @@ def build_module(
         module = made(**options)
     check_optimization(module)
     return module
+
+
+def build_metric(cfg: DictConfig, name: str) -> Metric:
+    """A metric of the module group.   Raises: ConfigError for arguments that it does not take."""
+    with as_config_errors(cfg, f"module.metrics.{name}"):
+        return build_target(cfg.module.metrics[name])
 
 
 def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
