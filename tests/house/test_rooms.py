@@ -172,6 +172,6 @@ def test_nothing_but_the_house_shows_at_the_top():
 
 def test_the_house_fits_in_the_head():
     lines = sum(len(path.read_text().splitlines()) for path in modules())
-    assert lines <= 13_650, f"src/gptrain has {lines} lines"  # may fall; 10,500 is the goal
+    assert lines <= 12_900, f"src/gptrain has {lines} lines"  # may fall; 10,500 is the goal
     long = [path for path in modules() if len(path.read_text().splitlines()) > 400]
     assert not long, long
