@@ -1,4 +1,4 @@
-"""python -m tests.campaign [--quick] [--only F01,F08] [--tries N] [--keep FOLDER]"""
+"""python -m tests.campaign [--quick] [--only F01,F08] [--keep FOLDER]"""
 
 import argparse
 import sys
@@ -13,11 +13,10 @@ from tests.campaign.scenarios import SCENARIOS
 parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
 parser.add_argument("--quick", action="store_true", help="a sample, about a minute")
 parser.add_argument("--only", default="F", help="numbers of faults: F01,F08")
-parser.add_argument("--tries", type=int, default=sys.maxsize, help="of each scenario at most")
 parser.add_argument("--keep", type=Path, help="keep all runs and their output in this folder")
 asked, begun_s, n_tries, n_failed = parser.parse_args(), time.monotonic(), 0, 0
 rows = [row for row in SCENARIOS if row.fault.startswith(tuple(asked.only.split(",")))]
-counts = {row: min(row.quick if asked.quick else row.full, asked.tries) for row in rows}
+counts = {row: row.quick if asked.quick else row.full for row in rows}
 rows = [row for row in rows if counts[row]]
 with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
     lab = Lab((asked.keep or Path(folder)).resolve(), n_steps=20 if asked.quick else 60)

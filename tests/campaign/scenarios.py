@@ -1,10 +1,7 @@
 """The table: what is done to a run, how it must end, and how it must go on.
 
-`quick` tries of a row are among the tests: of the faults that no other test reaches. A stop under
-every strategy is in tests/strategies, another run's words in tests/lit/test_resume_changes.py.
+`quick` tries of a row are among the tests: of the faults that no other test reaches.
 """
-
-from __future__ import annotations
 
 import os
 
