@@ -157,7 +157,10 @@ def _write(
         if corpus.Document.of(document.name, document.path) != document:
             raise DataError(f"{document.path}: changed while it was read; start again")
     files = {path.name: [*_state(path), _hash_file(path)] for path in folder.iterdir()}
-    (folder / MANIFEST).write_text(json.dumps(files))
+    with (folder / MANIFEST).open("w") as file:
+        json.dump(files, file)
+        file.flush()
+        os.fsync(file.fileno())  # an empty one would refuse the folder for ever
 
 
 def _check_folder(folder: Path) -> None:

@@ -107,8 +107,8 @@ class Checkpoints(Checkpoint):
         if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
             self._finish(trainer)
         # Else it is saved after its validation, after the hooks of its epoch's end, or by Guarded.
-        is_all = not (self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step))
-        if is_all and self._is_due(trainer):
+        more_follows = self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
+        if self._is_due(trainer) and not more_follows:
             self.save(trainer)
 
     def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
