@@ -260,6 +260,19 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
     assert not any("Epoch 0:" in line for line in lines[told:])
 
 
+def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path):
+    (tmp_path / "text").write_text("some words of a line\n" * 500)
+    run = train(
+        "trainer.enable_progress_bar=true", "data=text", f"data.path={tmp_path}/text",
+        "callbacks.sample.n_tokens=4", "model.max_seq_len=32", "data.seq_len=16",
+        "trainer.max_steps=2",
+    )  # fmt: skip
+    lines = run.out.splitlines()
+    shown = next(i for i, line in enumerate(lines) if line.startswith("sample "))
+    assert any("Epoch 0:" in line for line in lines[:shown])
+    assert not any("Epoch 0:" in line for line in lines[shown:])
+
+
 def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train):
     words = ("trainer.enable_progress_bar=true", "data.global_batch_size=8", "data.batch_size=4",
              "data.num_samples=4000")  # fmt: skip

@@ -76,6 +76,7 @@ def test_the_callback_writes_by_its_own_options(caplog):
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
         fast_dev_run=False,
         is_global_zero=True,
+        progress_bar_callback=None,
     )
     caplog.set_level("INFO")
     options = {"n_tokens": 20, "temperature": 0.5, "seed": 3}

@@ -49,10 +49,14 @@ class ProgressBar(TQDMProgressBar):
         self.train_progress_bar.n = trainer.fit_loop.batch_idx + 1
         super().on_train_epoch_end(trainer, pl_module)
 
-    def on_exception(self, *_: Any) -> None:
-        """Ends the bar's line: what is said of an end that comes early begins another."""
+    def end_line(self) -> None:
+        """Ends the bar, and its line: what is said next begins another."""
         if self._train_progress_bar is not None:
             self.train_progress_bar.close()
+
+    def on_exception(self, *_: Any) -> None:
+        """Of an end that comes early, too."""
+        self.end_line()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         metrics = super().get_metrics(trainer, pl_module)

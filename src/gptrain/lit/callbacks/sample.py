@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from gptrain.lit.callbacks.progress import ProgressBar
+
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +39,8 @@ class SampleText(Callback):
         generator = torch.Generator(device).manual_seed(self.seed)
         written = sample(net, tokens, self.n_tokens, self.temperature, generator)
         if trainer.is_global_zero:
+            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+                bar.end_line()
             text = printable(tokenizer.decode(written.tolist()))
             log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
 
