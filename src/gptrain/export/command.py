@@ -11,7 +11,8 @@ from torch import nn
 
 from gptrain import config
 from gptrain import export as package
-from gptrain.config.schema import LocalPath, Run
+from gptrain.config.kinds import LocalPath
+from gptrain.config.schema import Run
 from gptrain.problems import ConfigError
 from gptrain.small_files import DataError
 
