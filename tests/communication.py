@@ -11,14 +11,9 @@ clipping and the vote on stopping send some hundred bytes and are left out.
 from __future__ import annotations
 
 from gptrain.plan.dims import ParallelDims
-from gptrain.plan.memory import GPTShape
+from gptrain.plan.shape import DecoderShape
 
 FP32_BYTES = 4
-
-
-def parameters(shape: GPTShape) -> float:
-    """Of the whole net."""
-    return sum(shape.tensor_parallel_parameters(1))
 
 
 def ring_gather_bytes(n_bytes: float, n_ranks: int) -> float:
@@ -37,7 +32,7 @@ def ddp_bytes(n_parameters: int, n_ranks: int) -> float:
 
 
 def fsdp_bytes(
-    shape: GPTShape,
+    shape: DecoderShape,
     n_ranks: int,
     *,
     accumulate: int = 1,
@@ -63,7 +58,7 @@ def fsdp_bytes(
 
 
 def tensor_parallel_bytes(
-    shape: GPTShape,
+    shape: DecoderShape,
     n_ranks: int,
     *,
     batch_size: int,
@@ -96,7 +91,7 @@ def tensor_parallel_bytes(
 
 
 def pipeline_bytes(
-    shape: GPTShape,
+    shape: DecoderShape,
     n_ranks: int,
     rank: int,
     *,
@@ -122,7 +117,7 @@ def pipeline_bytes(
 
 def step_bytes(
     name: str,
-    shape: GPTShape,
+    shape: DecoderShape,
     dims: ParallelDims,
     *,
     batch_size: int,
@@ -164,4 +159,4 @@ def step_bytes(
             n_data_ranks=dims.data,
             **work,
         )
-    return total or ddp_bytes(parameters(shape), dims.data)
+    return total or ddp_bytes(shape.n_parameters, dims.data)

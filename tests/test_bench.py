@@ -65,7 +65,8 @@ def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
 
 
 def test_ratios_are_taken_within_a_round_and_of_one_rank():
-    spec = {"batch_size": 2, "seq_len": 6, "model": {"vocab_size": 7, "d_model": 2, "n_layers": 3}}
+    model = {"vocab_size": 7, "d_model": 2, "n_heads": 1, "n_layers": 3, "max_seq_len": 5}
+    spec = {"batch_size": 2, "seq_len": 6, "model": model}
     ours = {"name": "ours", "n_ranks": 2, "first_step_s": 1.0, "peak_bytes": 30,
             "steps_s": [4.0, 1.0, 2.0], "cpu_steps_s": [1.0, 1.0, 1.0]}  # fmt: skip
     bare = {"name": "bare", "n_ranks": 1, "first_step_s": 1.0, "peak_bytes": 20,

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptrain.lit.perf import measure_matmul
 from gptrain.loss import next_token_loss
 from gptrain.models import SimpleGPT
-from gptrain.plan.flops import gpt_matrix_weights, peak_flops_per_s, train_flops_per_token
+from gptrain.plan.flops import peak_flops_per_s, train_flops_per_token
+from gptrain.plan.shape import gpt_shape
 
 SIZES = {  # vocab_size, d_model, n_heads, n_layers, positions
     "wide vocabulary": (1000, 64, 4, 2, 32),
@@ -28,14 +29,15 @@ def test_the_formula_counts_what_torch_counts_within_one_percent(size):
     # torch counts and model FLOPs do not.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         next_token_loss(net(tokens), tokens).backward()
-    matrix_weights = gpt_matrix_weights(vocab_size, d_model, n_layers)
-    flops = tokens.numel() * train_flops_per_token(matrix_weights, n_layers, d_model, n_positions)
+    weights = gpt_shape(*size).matrix_weights
+    flops = tokens.numel() * train_flops_per_token(weights, n_layers, d_model, n_positions)
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_gpt2_costs_what_its_papers_say():
     # 124 M weights of which 0.8 M are positions: 6 x 123.5 M, and 12 x 12 x 768 x 1024 on top.
-    flops = train_flops_per_token(gpt_matrix_weights(50257, 768, 12), 12, 768, 1024)
+    weights = gpt_shape(50257, 768, 12, 12, 1024).matrix_weights
+    flops = train_flops_per_token(weights, 12, 768, 1024)
     assert flops == pytest.approx(0.854e9, rel=1e-3)
 
 

@@ -9,10 +9,11 @@ from ranks import on_ranks
 
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan.dims import ParallelDims
-from gptrain.plan.memory import GPTShape, bytes_per_parameter, rank_parameters
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters
+from gptrain.plan.shape import gpt_shape
 from tests.communication import step_bytes
 
-SHAPE = GPTShape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
+SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
 
 def check_sent(name, kind, dims, *, recomputes="none", **where):

@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from gptrain.bench.turns import Contestant
-from gptrain.plan.flops import gpt_matrix_weights, train_flops_per_token
+from gptrain.plan.flops import train_flops_per_token
+from gptrain.plan.shape import gpt_shape
 
 
 def summarize(
@@ -65,7 +66,8 @@ def over_rounds(values: Iterable[float]) -> dict[str, float]:
 def token_flops(name: str, spec: dict[str, Any]) -> int:
     """Model FLOPs of a token; the tutorial's layers have a second attention, on the same tokens."""
     width, attentions = spec["model"]["d_model"], spec["model"]["n_layers"]
-    weights = gpt_matrix_weights(spec["model"]["vocab_size"], width, attentions)
+    sizes = {key: size for key, size in spec["model"].items() if key != "dropout"}
+    weights = gpt_shape(**sizes).matrix_weights
     if name == "tutorial":
         weights, attentions = weights + 4 * attentions * width**2, 2 * attentions
     return train_flops_per_token(weights, attentions, width, spec["seq_len"] - 1)

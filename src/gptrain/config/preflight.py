@@ -19,16 +19,16 @@ from gptrain.config.check import (
     find_world_size,
     stages_per_rank,
 )
-from gptrain.config.schema import DATA, GROUPS, KNOWN, SIMPLE_GPT, Run
+from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import count_devices, listed_numbers, run_stamp, this_process
 from gptrain.plan.dims import parallel_dims
-from gptrain.plan.memory import GPTShape, bytes_per_parameter, rank_parameters
+from gptrain.plan.memory import bytes_per_parameter, rank_parameters
+from gptrain.plan.shape import find_shape
 from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem
 
 GIB = 2**30
-SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
@@ -194,9 +194,9 @@ def _check_keywords(
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
-    if run.get("model._target_") != SIMPLE_GPT or run.get("task") != "fit":
-        return  # only its size is known without making it
-    name, shape = run.get("strategy.name"), GPTShape(*(run.get(f"model.{key}") for key in SIZES))
+    shape, name = find_shape(run.values["model"]), run.get("strategy.name")
+    if shape is None or run.get("task") != "fit":
+        return  # its size is not known without making it
     dims = parallel_dims(run.values["strategy"], world_size)
     held = max(
         rank_parameters(name, shape, dims, pipeline_rank=end, stages_per_rank=stages_per_rank(run))

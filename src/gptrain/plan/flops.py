@@ -53,11 +53,6 @@ def train_flops_per_token(
     return 6 * n_matrix_weights + 12 * n_layers * d_attention * seq_len
 
 
-def gpt_matrix_weights(vocab_size: int, d_model: int, n_layers: int) -> int:
-    """N of a GPT: q, k, v, out and an MLP of 4 d_model in each block, and the head."""
-    return 12 * n_layers * d_model**2 + vocab_size * d_model
-
-
 def peak_flops_per_s(device_name: str) -> float | None:
     """Dense 16-bit peak of the device that the driver calls so; None if it is not in the table."""
     for key, peak in PEAK_FLOPS_PER_S.items():
