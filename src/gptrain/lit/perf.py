@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gptrain.plan.batch import Lengths
-from gptrain.plan.flops import peak_flops_per_s, train_flops_per_token
+from gptrain.plan.flops import train_flops_per_token
+from gptrain.plan.hardware import peak_flops_per_s
 
 MEASURE_S = 0.15  # spent on measuring a peak that no table knows
 SIDE = {"cpu": 384, "mps": 4096}  # of the matrices multiplied: full speed, a millisecond each

@@ -1,0 +1,145 @@
+"""What devices and links can do at most, as their makers and standards say.
+
+Dense FLOP/s with fp32 accumulation (headline figures for sparse matrices are twice as high); GB and
+TB are powers of ten; a link's bytes/s go one way, all links of one device together. A device's
+memory is its nominal size, a few percent less than the driver reports, which the context takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between devices.
+
+    Attributes:
+        bytes_per_s: one way, of one device.
+        latency_s: that each message of a ring adds.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, as the driver counts them.
+
+    Attributes:
+        flops_per_s: by torch's name of the type, and "tf32"; a type that it has no units for
+            is not there.
+        link: name of its fastest link within a node.
+    """
+
+    name: str
+    memory_bytes: float
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    link: str
+    source: str = ""
+
+
+# Per message of a ring, protocol Simple: hwLat in NCCL 2.27, src/graph/tuning.cc.
+_NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
+_LANES = "16 lanes x GT/s x 128/130, PCI-SIG base specification"
+_FABRIC, _IBTA = "AMD CDNA white paper", "4 lanes, InfiniBand roadmap of the IBTA"
+_LINKS = (
+    ("pcie3", 15.75, _PCIE_S, _LANES),
+    ("pcie4", 31.5, _PCIE_S, _LANES),
+    ("pcie5", 63.0, _PCIE_S, _LANES),
+    ("nvlink2", 150, _NVLINK_S, "6 links x 25 GB/s, V100 data sheet"),
+    ("nvlink3", 300, _NVLINK_S, "12 links x 25 GB/s, A100 data sheet"),
+    ("nvlink4", 450, _NVLINK_S, "18 links x 25 GB/s, H100 data sheet"),
+    ("nvlink4_bridge", 300, _NVLINK_S, "12 links x 25 GB/s, H100 NVL product brief"),
+    ("nvlink5", 900, _NVLINK_S, "18 links x 50 GB/s, Blackwell data sheet"),
+    ("infinity_fabric_3", 50, _PCIE_S, f"1 link between packages, {_FABRIC} 2"),
+    ("infinity_fabric_4", 448, _NVLINK_S, f"7 links x 64 GB/s, {_FABRIC} 3"),
+    ("infiniband_hdr", 25, _NETWORK_S, f"200 Gbit/s, {_IBTA}"),
+    ("infiniband_ndr", 50, _NETWORK_S, f"400 Gbit/s, {_IBTA}"),
+    ("infiniband_xdr", 100, _NETWORK_S, f"800 Gbit/s, {_IBTA}"),
+    ("ethernet_10", 1.25, _NETWORK_S, "10 Gbit/s, IEEE 802.3ae"),
+    ("ethernet_25", 3.125, _NETWORK_S, "25 Gbit/s, IEEE 802.3by"),
+    ("ethernet_100", 12.5, _NETWORK_S, "100 Gbit/s, IEEE 802.3ba"),
+    ("ethernet_400", 50, _NETWORK_S, "400 Gbit/s, IEEE 802.3bs"),
+)
+LINKS = {name: Link(name, gb * 1e9, *more) for name, gb, *more in _LINKS}
+
+_TYPES = "float32", "tf32", "float16", "bfloat16"
+# Name, words of the driver's name, GB, TB/s, link, TFLOP/s in _TYPES (0: not there), data sheet.
+# The first whose words are all in the driver's name is the device: the special before the plain.
+_DEVICES = (
+    ("v100_pcie", "V100 PCIE", 16, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
+    ("v100_sxm2_32gb", "V100 32GB", 32, 0.9, "nvlink2", (15.7, 0, 125, 0), "V100, 2020"),
+    ("v100_sxm2", "V100", 16, 0.9, "nvlink2", (15.7, 0, 125, 0), "V100, 2020"),
+    ("t4", "T4", 16, 0.32, "pcie3", (8.1, 0, 65, 0), "T4, 2019"),
+    ("a10g", "A10G", 24, 0.6, "pcie4", (35, 35, 70, 70), "A10G, 2021"),
+    ("a10", "A10", 24, 0.6, "pcie4", (31.2, 62.5, 125, 125), "A10, 2021"),
+    ("a30", "A30", 24, 0.933, "pcie4", (10.3, 82, 165, 165), "A30, 2021"),
+    ("a40", "A40", 48, 0.696, "pcie4", (37.4, 74.8, 149.7, 149.7), "A40, 2021"),
+    ("a100_pcie_80gb", "A100 80GB PCIe", 80, 1.935, "pcie4", (19.5, 156, 312, 312), "A100, 2022"),
+    ("a100_pcie_40gb", "A100 PCIe", 40, 1.555, "pcie4", (19.5, 156, 312, 312), "A100, 2021"),
+    ("a100_sxm_80gb", "A100 80GB", 80, 2.039, "nvlink3", (19.5, 156, 312, 312), "A100, 2022"),
+    ("a100_sxm_40gb", "A100", 40, 1.555, "nvlink3", (19.5, 156, 312, 312), "A100, 2021"),
+    ("l4", "L4", 24, 0.3, "pcie4", (30.3, 60, 121, 121), "L4, 2023"),
+    ("l40s", "L40S", 48, 0.864, "pcie4", (91.6, 183, 362, 362), "L40S, 2023"),
+    ("l40", "L40", 48, 0.864, "pcie4", (90.5, 90.5, 181, 181), "L40, 2022"),
+    ("rtx_3090", "RTX 3090", 24, 0.936, "pcie4", (35.6, 35.6, 71, 71), "GA102 white paper"),
+    ("rtx_4090", "RTX 4090", 24, 1.008, "pcie4", (82.6, 82.6, 165.2, 165.2), "Ada white paper"),
+    ("h100_pcie", "H100 PCIe", 80, 2.0, "pcie5", (51, 378, 756, 756), "H100, 2023"),
+    ("h100_nvl", "H100 NVL", 94, 3.9, "nvlink4_bridge", (60, 417, 835, 835), "H100, 2024"),
+    ("h100_sxm", "H100", 80, 3.35, "nvlink4", (67, 494, 989, 989), "H100, 2023"),
+    ("gh200", "GH200", 96, 4.0, "nvlink4", (67, 494, 989, 989), "GH200, 2023"),
+    ("h200_nvl", "H200 NVL", 141, 4.8, "nvlink4", (60, 417, 835, 835), "H200, 2024"),
+    ("h200", "H200", 141, 4.8, "nvlink4", (67, 494, 989, 989), "H200, 2024"),
+    ("gb200", "GB200", 186, 8.0, "nvlink5", (80, 1250, 2500, 2500), "GB200 NVL72, 2024"),
+    ("b200", "B200", 180, 7.7, "nvlink5", (80, 1100, 2250, 2250), "HGX B200, 2025"),
+    # One of its two dies, which the driver counts as a device each.
+    ("mi250x", "MI250X", 64, 1.6, "infinity_fabric_3", (23.9, 0, 191.5, 191.5), "MI250X, 2021"),
+    ("mi300x", "MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), "MI300X, 2023"),
+)
+DEVICES = {
+    name: Device(
+        name,
+        gb * 1e9,
+        {kind: value * 1e12 for kind, value in zip(_TYPES, tflops, strict=True) if value},
+        tb_per_s * 1e12,
+        link,
+        f"data sheet, {sheet}",
+    )
+    for name, _, gb, tb_per_s, link, tflops, sheet in _DEVICES
+}
+
+
+def find_device(name: str) -> Device:
+    """The device of the table. Raises: ValueError that lists all."""
+    if name not in DEVICES:
+        raise ValueError(f"no such device: {name}; allowed: {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def find_link(name: str) -> Link:
+    """The link of the table. Raises: ValueError that lists all."""
+    if name not in LINKS:
+        raise ValueError(f"no such link: {name}; allowed: {', '.join(LINKS)}")
+    return LINKS[name]
+
+
+def device_of(driver_name: str) -> Device | None:
+    """The device that the driver calls so; None for a slice of one and what is not in the table."""
+    words = set(re.split(r"[\s_-]+", driver_name.upper()))
+    if "MIG" in words:
+        return None
+    found = (row[0] for row in _DEVICES if set(row[1].upper().split()) <= words)
+    return DEVICES.get(next(found, ""))
+
+
+def peak_flops_per_s(driver_name: str) -> float | None:
+    """Dense 16-bit peak of the device that the driver calls so; None if it is not known."""
+    device = device_of(driver_name)
+    return device and device.flops_per_s["float16"]

@@ -1,0 +1,91 @@
+"""The table of devices and links against the arithmetic of their standards."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptrain.plan.hardware import (
+    DEVICES,
+    LINKS,
+    device_of,
+    find_device,
+    find_link,
+    peak_flops_per_s,
+)
+
+
+@pytest.mark.parametrize("generation, transfers_per_s", [(3, 8e9), (4, 16e9), (5, 32e9)])
+def test_pcie_is_sixteen_lanes_with_two_of_130_bits_for_the_code(generation, transfers_per_s):
+    bytes_per_s = 16 * transfers_per_s * 128 / 130 / 8
+    assert find_link(f"pcie{generation}").bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("name, total", [("nvlink2", 300e9), ("nvlink4", 900e9)])
+def test_a_link_goes_one_way(name, total):
+    assert 2 * find_link(name).bytes_per_s == total  # the data sheets' headline adds both ways
+
+
+@pytest.mark.parametrize("name, bits", [("hdr", 200e9), ("ndr", 400e9), ("xdr", 800e9)])
+def test_networks_are_named_by_bits(name, bits):
+    assert find_link(f"infiniband_{name}").bytes_per_s == bits / 8
+
+
+def test_every_device_has_a_link_of_the_table_and_every_row_a_source():
+    assert all(device.link in LINKS and device.source for device in DEVICES.values())
+    assert all(link.source and link.latency_s > 0 for link in LINKS.values())
+
+
+def test_sixteen_bits_are_twice_as_fast_as_tf32_on_tensor_cores():
+    for device in DEVICES.values():
+        flops = device.flops_per_s
+        if "tf32" in flops:
+            assert flops["float16"] == pytest.approx(2 * flops["tf32"], rel=0.03), device.name
+        assert flops.get("bfloat16", flops["float16"]) == flops["float16"]
+
+
+def test_what_a_device_cannot_do_is_not_in_its_row():
+    assert "bfloat16" not in find_device("v100_sxm2").flops_per_s
+    assert "tf32" not in find_device("t4").flops_per_s
+
+
+@pytest.mark.parametrize("find", [find_device, find_link])
+def test_an_unknown_name_is_told_what_is_allowed(find):
+    with pytest.raises(ValueError, match=r"h100_sxmm; allowed: .*(h100_sxm,|nvlink4,)"):
+        find("h100_sxmm")
+
+
+@pytest.mark.parametrize(
+    "driver, name, peak",
+    [
+        ("NVIDIA B200", "b200", 2250e12),
+        ("NVIDIA GB200", "gb200", 2500e12),
+        ("NVIDIA GH200 480GB", "gh200", 989e12),
+        ("NVIDIA H200", "h200", 989e12),
+        ("NVIDIA H200 NVL", "h200_nvl", 835e12),
+        ("NVIDIA H100 80GB HBM3", "h100_sxm", 989e12),
+        ("NVIDIA H100 PCIe", "h100_pcie", 756e12),
+        ("NVIDIA H100 NVL", "h100_nvl", 835e12),
+        ("NVIDIA A100-SXM4-80GB", "a100_sxm_80gb", 312e12),
+        ("NVIDIA A100-SXM4-40GB", "a100_sxm_40gb", 312e12),
+        ("NVIDIA A100 80GB PCIe", "a100_pcie_80gb", 312e12),
+        ("A100-PCIE-40GB", "a100_pcie_40gb", 312e12),
+        ("Tesla V100-SXM2-16GB", "v100_sxm2", 125e12),
+        ("Tesla V100-SXM2-32GB", "v100_sxm2_32gb", 125e12),
+        ("Tesla V100-PCIE-16GB", "v100_pcie", 112e12),
+        ("NVIDIA A10G", "a10g", 70e12),
+        ("NVIDIA A10", "a10", 125e12),
+        ("NVIDIA L4", "l4", 121e12),
+        ("NVIDIA L40S", "l40s", 362e12),
+        ("Tesla T4", "t4", 65e12),
+        ("NVIDIA GeForce RTX 4090", "rtx_4090", 165.2e12),
+        ("AMD Instinct MI300X", "mi300x", 1307e12),
+    ],
+)
+def test_a_device_is_known_by_the_name_its_driver_gives(driver, name, peak):
+    assert device_of(driver) is DEVICES[name]
+    assert peak_flops_per_s(driver) == peak
+
+
+@pytest.mark.parametrize("driver", ["NVIDIA GeForce GTX 1080", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+def test_a_slice_of_a_device_and_an_unknown_one_have_no_row(driver):
+    assert device_of(driver) is None and peak_flops_per_s(driver) is None
