@@ -87,6 +87,7 @@ ONE_LINE = {
     "trainer.devices=2 strategy.static_graph=true trainer.accumulate_grad_batches=2": ["=false"],
     "strategy=pipeline trainer.devices=2 data.batch_size=3": ["data.batch_size=3", "microbatches"],
     "strategy=pipeline trainer.devices=4 strategy.microbatches=2": ["microbatch per stage (4)"],
+    "strategy=fsdp strategy.replicas=3 trainer.devices=4": ["strategy.replicas=3", "1, 2, 4"],
     "strategy=tensor_parallel trainer.devices=3": ["strategy.tensor_parallel_size", "n_heads=8"],
     "strategy=fsdp_tensor_parallel trainer.devices=3": ["strategy", "3 ranks"],
     "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["does not scale losses"],

@@ -42,3 +42,9 @@ def test_sizes_that_do_not_fit_are_refused_with_the_equation(
 ):
     with pytest.raises(ValueError, match=words):
         parallel_dims(options(name, tensor, pipeline), world_size)
+
+
+def test_replicas_are_of_the_data_axis():
+    """HSDP: four copies of the net, each sharded over two ranks."""
+    dims = parallel_dims({"name": "fsdp", "replicas": 4}, 8)
+    assert dims == ParallelDims(data=8, replicas=4) and dims.world_size == 8

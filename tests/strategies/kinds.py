@@ -131,7 +131,7 @@ class Sharded(OneProcess):
                 apply_tensor_parallel(net, self.mesh)
             prepare(net)
             if self.is_fsdp:
-                apply_fsdp(net, self.mesh, **fsdp)
+                apply_fsdp(net, self.mesh["data"], **fsdp)
 
         self.net = make_net_on("cpu", make_net, partition)
         self.optimizer = make_optimizer(self.net)

@@ -69,9 +69,10 @@ PLACES = {
     "pipeline": ("strategy=pipeline", "trainer.devices=2"),
     "fsdp_tensor_parallel": ("strategy=fsdp_tensor_parallel", "trainer.devices=4"),
     "ddp_pipeline": ("strategy=ddp_pipeline", "trainer.devices=4"),
+    "hsdp": ("strategy=fsdp", "strategy.replicas=2", "trainer.devices=4"),
 }
 # Four processes of two cores wait for each other at every step.
-STEPS = {"fsdp_tensor_parallel": 4, "ddp_pipeline": 4}
+STEPS = {"fsdp_tensor_parallel": 4, "ddp_pipeline": 4, "hsdp": 4}
 # A run that is stopped, which has half of the blocks: three of them are compared bit by bit.
 DROPOUT = ("model.dropout=0.1", "model.n_layers=2", "trainer.max_steps=5")
 

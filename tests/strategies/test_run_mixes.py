@@ -1,4 +1,4 @@
-"""strategy=fsdp_tensor_parallel and strategy=ddp_pipeline on four ranks through train.py."""
+"""strategy=fsdp_tensor_parallel, ddp_pipeline, and fsdp with replicas, on four ranks."""
 
 import pytest
 import runs as claims
@@ -16,6 +16,22 @@ class TestDDPPipeline(claims.Claims):
     """Stages of a pipeline lie furthest apart."""
 
     name, data_ranks = "ddp_pipeline", [0, 1, 0, 1]
+
+
+class TestHSDP(claims.Claims):
+    """Two copies of the net, each sharded over two neighbours."""
+
+    name, data_ranks = "hsdp", [0, 1, 2, 3]
+
+
+def test_copies_exchange_gradients_alone_and_of_a_shard_each(runs):
+    """A rank reduces gradients with its neighbour, then its half of them with the other copy."""
+    run = claims.plain(runs, "hsdp")
+    (sent,) = run.record()["sent"]
+    weights = {tensor.data_ptr(): tensor for tensor in run.weights().values()}  # a tied one once
+    half = sum(tensor.nbytes for tensor in weights.values()) / 2
+    assert sent["reduce_scatter_base"] == pytest.approx(half, rel=1e-2)  # rows of padding
+    assert sent["allreduce"] == sent["reduce_scatter_base"]  # 2 (n-1)/n of half, n = 2
 
 
 @pytest.mark.parametrize("name", MIXES)

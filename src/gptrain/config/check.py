@@ -206,6 +206,9 @@ def check_world(run: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
     if run.get("model._target_") == SIMPLE_GPT:
         yield from _check_split(run, dims.tensor, dims.pipeline)
+    if dims.data % dims.replicas:
+        wrong = f"does not divide the {dims.data} data-parallel ranks"
+        yield run.error("strategy.replicas", wrong, allowed=divisors(dims.data))
     if "pipeline" in name:
         yield from _check_microbatches(run, dims.pipeline)
     yield from _check_steps(run, dims.data)

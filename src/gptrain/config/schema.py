@@ -230,17 +230,21 @@ class DDP(Strategy):
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"]
 
 
-class FSDP(Strategy):
+class Sharded(Strategy):
     reshard_after_forward: bool
     accumulate_shards: bool
     cpu_offload: bool
+
+
+class FSDP(Sharded):
+    replicas: Count
 
 
 class TensorParallel(Strategy):
     tensor_parallel_size: Count | None
 
 
-class FSDPTensorParallel(FSDP, TensorParallel):
+class FSDPTensorParallel(Sharded, TensorParallel):
     pass
 
 

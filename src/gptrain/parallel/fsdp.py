@@ -27,11 +27,12 @@ def apply_fsdp(
     compute_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard each of net.blocks, then what is left, over the mesh's "data" axis.
+    """Shard each of net.blocks, then what is left, over a mesh of data-parallel ranks.
 
-    A net that is tensor parallel already must have been so on the same mesh.
+    A net that is tensor parallel already must have been so on another axis of the same mesh.
 
     Args:
+        mesh: of one axis; of two, the first of which holds whole copies (HSDP, arXiv:2304.11277, 3.2.2).
         reshard_after_forward: false keeps a block's parameters from forward to backward: one
             all-gather less per step, for the memory of all gathered parameters (ZeRO-2).
         compute_dtype: gathered and multiplied in this type; gradients are reduced in fp32.
@@ -40,12 +41,12 @@ def apply_fsdp(
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None
     options = {
-        "mesh": mesh["data"],
+        "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         if cpu_offload
         else OffloadPolicy(),
-        "shard_placement_fn": lambda parameter: _axis_free_of_tensor(parameter, mesh["data"]),
+        "shard_placement_fn": lambda parameter: _axis_free_of_tensor(parameter, mesh),
     }
     for block in net.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)

@@ -30,6 +30,18 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
+def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
+    """The mesh over which FSDP shards: the data axis, or with replicas two axes in its place.
+
+    Ranks that share one copy of the net are neighbours: they gather weights, and a node's links
+    are the fastest; the copies exchange gradients alone. Every rank must call it.
+    """
+    if dims.replicas == 1:
+        return mesh["data"]
+    sizes = (dims.replicas, dims.data // dims.replicas)
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
 def start_group(
     backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float
 ) -> None:

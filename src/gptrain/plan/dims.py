@@ -49,11 +49,17 @@ STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Ranks along each axis; their product is the world size."""
+    """Ranks along each axis; their product is the world size.
+
+    Attributes:
+        replicas: of the sharded net along the data axis, which it divides; 1: each rank of the
+            axis holds another part.
+    """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    replicas: int = 1
 
     @property
     def world_size(self) -> int:
@@ -86,7 +92,7 @@ def parallel_dims(options: Mapping[str, Any], world_size: int) -> ParallelDims:
         for axis in (TENSOR, PIPELINE)
     )
     n_data = max(1, world_size // (tensor * pipeline)) if DATA in axes else 1
-    dims = ParallelDims(n_data, tensor, pipeline)
+    dims = ParallelDims(n_data, tensor, pipeline, options.get("replicas", 1))
     if dims.world_size != world_size:
         equation = f"data {n_data} x tensor {tensor} x pipeline {pipeline} = {dims.world_size}"
         raise ValueError(

@@ -43,4 +43,4 @@ def rank_parameters(
         n_stages = dims.pipeline * stages_per_rank
         return shape.stage_parameters(range(pipeline_rank, n_stages, dims.pipeline), n_stages)
     held = sum(shape.tensor_parallel_parameters(dims.tensor))
-    return held / dims.data if "fsdp" in name else held
+    return held * dims.replicas / dims.data if "fsdp" in name else held

@@ -20,7 +20,7 @@ from gptrain.lit.strategies.base import BuildArgs, named_beside_net
 from gptrain.lit.strategies.data_parallel import Ranks
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import sum_gradients
-from gptrain.parallel.mesh import build_mesh
+from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.slices import make_net_on
 
 
@@ -140,7 +140,7 @@ def build_partitioned(args: BuildArgs) -> tuple[nn.Module, Strategy]:
         if is_fsdp:
             apply_fsdp(
                 net,
-                mesh,
+                build_shard_mesh(mesh, args.dims),
                 reshard_after_forward=options.reshard_after_forward,
                 compute_dtype=torch.bfloat16 if args.precision == "bf16-mixed" else None,
                 cpu_offload=options.cpu_offload,
