@@ -32,7 +32,7 @@ def apply_fsdp(
     A net that is tensor parallel already must have been so on another axis of the same mesh.
 
     Args:
-        mesh: of one axis; of two, the first of which holds whole copies (HSDP, arXiv:2304.11277, 3.2.2).
+        mesh: of one axis; or of two, the first over whole copies (HSDP, arXiv:2304.11277, 3.2.2).
         reshard_after_forward: false keeps a block's parameters from forward to backward: one
             all-gather less per step, for the memory of all gathered parameters (ZeRO-2).
         compute_dtype: gathered and multiplied in this type; gradients are reduced in fp32.
