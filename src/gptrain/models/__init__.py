@@ -19,6 +19,8 @@ more, and what a net lacks is named in the error of the strategy that needs it:
     construction on the meta device, one parameter at a time
 `to_gpt2() -> (config, tensors)` and `from_gpt2(config, tensors) -> state dict`
     export to, and a start from, GPT-2 folders in the layout of Hugging Face
+`forward(tokens, cache=None)` and `new_cache(batch_size) -> KVCache` (see cache.py)
+    generation that computes each position once; with a cache, tokens are the new positions only
 `vocab_size`, `max_seq_len`
     a check against the data before anything starts
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.models import gpt2_layout
+from gptrain.models.cache import KVCache, LayerCache
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and both embeddings
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # the second is GPT-2's own
@@ -80,9 +81,14 @@ class SimpleGPT(nn.Module):
             for name, parameter in self.named_parameters():
                 self.init_parameter(name, parameter)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token that follows each of tokens (B, T)."""
-        return self.head(self.hidden(tokens))
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits (B, T, V) of the token that follows each of tokens (B, T).
+
+        Args:
+            cache: of `new_cache`, of the positions before these.
+        """
+        hidden = self.hidden(tokens) if cache is None else self.hidden_after(cache, tokens)
+        return self.head(hidden)
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Hidden states (B, T, D) after the final norm: forward without the head."""
@@ -91,19 +97,32 @@ class SimpleGPT(nn.Module):
             x = block(x)
         return self.norm(x)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def hidden_after(self, cache: KVCache, tokens: Tensor) -> Tensor:
+        """Likewise (B, T, D), of tokens that follow those of a cache, to which it adds them."""
+        x = self.embed(tokens, cache.length)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, layer)
+        return self.norm(x)
+
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
         """Sum of token and position embeddings (B, T, D).
 
+        Args:
+            start: position of the first token.
         Raises: ValueError if the sequence is longer than max_seq_len.
         """
-        n_tokens = tokens.shape[-1]
+        n_tokens = start + tokens.shape[-1]
         if n_tokens > self.max_seq_len:
             raise ValueError(
                 f"sequence of {n_tokens} tokens: longer than max_seq_len={self.max_seq_len}, there "
                 f"is no position embedding beyond it; shorten the sequence or raise max_seq_len"
             )
-        positions = torch.arange(n_tokens, device=tokens.device)
+        positions = torch.arange(start, n_tokens, device=tokens.device)
         return self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """An empty one, for max_seq_len positions of as many sequences."""
+        return KVCache(self.n_layers, batch_size, self.max_seq_len)
 
     to_gpt2, from_gpt2 = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
 
@@ -140,7 +159,7 @@ class SimpleGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D)."""
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
 
     def __init__(self, d_model: int, n_heads: int, dropout: float, activation: str):
         super().__init__()
@@ -150,8 +169,8 @@ class Block(nn.Module):
         self.mlp = MLP(d_model, activation)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm_1(x)))
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_1(x), cache))
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
@@ -170,14 +189,15 @@ class CausalSelfAttention(nn.Module):
             nn.Linear(d_model, d_model) for _ in range(4)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         q, k, v = (
             # H is read off the width: this rank's heads where the columns are split over ranks
             projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H, T, K)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
+        dropout, is_causal = self.dropout if self.training else 0.0, mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
 
 
