@@ -128,18 +128,21 @@ def plan_lengths(
         epoch_steps = max(1, min(epoch_steps, limit))
     step_tokens = batch.global_batch_size * sample_tokens
     if trainer.fast_dev_run:
-        n_steps = int(trainer.fast_dev_run)
+        n_steps, limit = int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
     elif cfg.max_tokens is not None:
         with as_config_errors(cfg, "max_tokens"):
             n_steps = plan.token_steps(cfg.max_tokens, step_tokens)
+        limit = f"max_tokens={cfg.max_tokens:g}"
     else:
         max_epochs = plan.effective_max_epochs(trainer, cfg.max_tokens)
         n_steps = plan.run_steps(epoch_steps, max_epochs, trainer.max_steps)
+        by_steps = n_steps == trainer.max_steps
+        limit = f"trainer.max_{f'steps={n_steps}' if by_steps else f'epochs={max_epochs}'}"
     interval = trainer.val_check_interval
     if isinstance(interval, float):
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
     interval = interval if n_steps is None else min(interval, n_steps)
-    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval)
+    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit)
 
 
 def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:

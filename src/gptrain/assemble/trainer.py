@@ -23,6 +23,7 @@ from gptrain.assemble.parts import build_target, peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.launch.devices import Machine, native_precision
 from gptrain.launch.process import this_process
+from gptrain.launch.provenance import describe_run
 from gptrain.lit.callbacks import (
     Checkpoints,
     FiniteCheck,
@@ -190,4 +191,5 @@ def build_report(
         "batch": " · ".join(parts),
         "run": cfg.run_dir,
     }
-    return Report(lines, lengths.step_tokens, OmegaConf.to_container(cfg, resolve=True))
+    facts = describe_run(machine) if trainer.is_global_zero else {}
+    return Report(lines, lengths.step_tokens, OmegaConf.to_container(cfg, resolve=True), facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.step_log import STEP, StepLog
+from gptrain.lit.ending import Ended
 from gptrain.resilience.status import result_path, write_result
 
 log = logging.getLogger(__name__)
@@ -25,10 +27,18 @@ class Report:
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
         hyper_parameters: the whole config, for the loggers.
+        facts: what else result.json keeps, of what the run was made by.
     """
 
-    def __init__(self, lines: dict[str, str], step_tokens: int, hyper_parameters: dict[str, Any]):
+    def __init__(
+        self,
+        lines: dict[str, str],
+        step_tokens: int,
+        hyper_parameters: dict[str, Any],
+        facts: dict[str, Any],
+    ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
+        self.facts = facts
         self.step_tokens, self.hyper_parameters = step_tokens, hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
@@ -53,6 +63,9 @@ class Report:
         checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = result_path(self.run_dir, self.hyper_parameters["task"])
+        ended = steps_log.ended or Ended(
+            f"{trainer.state.fn.value} done", f"of {trainer.ckpt_path}"
+        )
         is_new = not is_fit or steps_log.first_step is not None
         if not trainer.fast_dev_run and (is_new or not path.exists()):
             write_result(
@@ -62,18 +75,19 @@ class Report:
                 tokens=steps * self.step_tokens,
                 seconds=seconds,
                 checkpoint=best,
+                ended=asdict(ended),
+                **self.facts,
             )
-        parts = [steps_taken(steps_log.first_step, steps, seconds)] if is_fit else []
+        first = steps_log.first_step
+        parts = [] if first is None else [steps_taken(first, steps, seconds)]
         shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
         parts += [f"{name} {metrics[name]:.4f}" for name in shown]
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         if "perf/mfu" in metrics:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps_log.speed.peak}")
+        parts.insert(len(parts) if is_new else 0, str(ended))
         log.info("%-9s %s", "result", " · ".join(parts))
-        for callback in trainer.early_stopping_callbacks:
-            if reason := callback.stopping_reason_message:
-                log.info("%-9s early, at step %d: %s", "stopped", steps, " ".join(reason.split()))
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
 
@@ -85,13 +99,8 @@ class Report:
         return f"{test}tensorboard --logdir {folder}"
 
 
-def steps_taken(first: int | None, last: int, seconds: float) -> str:
+def steps_taken(first: int, last: int, seconds: float) -> str:
     """What this start did of the run's steps."""
-    if first is None:
-        return (
-            f"nothing left to train, step {last} was the run's last; further: "
-            "trainer.max_steps, trainer.max_epochs"
-        )
     span = f", from step {first} to {last}" if first else ""
     return f"{last - first} step{'' if last - first == 1 else 's'} in {seconds:.0f} s{span}"
 

@@ -42,6 +42,7 @@ class Lengths:
         epoch_steps: optimizer steps of an epoch.
         n_steps: optimizer steps of the run; None where only max_time ends it.
         validate_every: optimizer steps between two validations, at most n_steps.
+        limit: what n_steps comes from, as one would type it.
     """
 
     batch: BatchPlan
@@ -49,6 +50,7 @@ class Lengths:
     epoch_steps: int
     n_steps: int | None
     validate_every: int
+    limit: str = ""
 
     @property
     def step_tokens(self) -> int:

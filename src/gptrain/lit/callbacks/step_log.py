@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.ending import Ended, why_ended
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
@@ -34,10 +35,12 @@ class StepLog(Callback):
 
     Attributes:
         speed, first_step: clock, and steps done, when training began; None: nothing was left.
+        ended: why a training ended.
     """
 
     speed: Speed | None = None
     first_step: int | None = None
+    ended: Ended | None = None
 
     def __init__(self, every_n_steps: int, lengths: Lengths, model_config: dict[str, Any]):
         self.every_n_steps, self.lengths = every_n_steps, lengths
@@ -87,6 +90,9 @@ class StepLog(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         module.log(STEP, float(trainer.global_step))
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.ended = why_ended(trainer, self.lengths, self.first_step)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._log_evaluation(trainer, module, "val")

@@ -1,0 +1,99 @@
+"""What a run leaves about itself: why it ended, and what it was made by."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+
+import pytest
+import torch
+
+from gptrain.launch.provenance import read_git
+from tests.conftest import ROOT
+
+EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
+EVERY_2 = ("trainer.max_steps=90", "trainer.val_check_interval=2")
+STEPS_AT_WILL = ("trainer.max_steps=-1", "data.num_samples=8")  # 2 steps an epoch
+
+
+def result(run) -> dict:
+    assert run.code == 0, run.err
+    return json.loads((run.folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "detail"),
+    [
+        (("trainer.max_steps=2",), "steps done", "trainer.max_steps=2"),
+        ((*STEPS_AT_WILL, "trainer.max_epochs=2"), "epochs done", "trainer.max_epochs=2"),
+        ((*STEPS_AT_WILL,), "epochs done", "trainer.max_epochs=3"),
+        ((*STEPS_AT_WILL, "max_tokens=200"), "tokens done", "max_tokens=200"),
+        (("trainer.max_steps=-1", "trainer.max_time=00:00:00:01"), "max_time", r"at step \d+"),
+        (
+            (*EVERY_2, f"{EARLY} stopping_threshold: 99}}"),
+            "early stop",
+            r"val/loss=5\.\d+ reached 99, at step 2",
+        ),
+        (
+            (*EVERY_2, f"{EARLY} patience: 1, min_delta: 9}}"),
+            "early stop",
+            r"val/loss=5\.\d+ not better than 5\.\d+ in 1 checks, at step 4",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_run_says_why_it_ended(train, words, reason, detail):
+    run = train("scheduler=constant", *words)
+    ended = result(run)["ended"]
+    assert ended["reason"] == reason
+    assert re.fullmatch(detail, ended["detail"])
+    (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
+    assert line.endswith(f" · {reason}, {ended['detail']}")
+
+
+def test_an_evaluation_says_of_which_checkpoint_it_is(train):
+    trained = train()
+    ended = result(train(f"from_run={trained.folder}", "task=test", name="test"))["ended"]
+    assert ended["reason"] == "test done"
+    assert ended["detail"] == f"of {trained.folder}/checkpoints/step-00000004"
+
+
+def test_a_result_says_what_it_was_made_by(train):
+    words = ("trainer.max_steps=1", "seed=7")
+    made = result(train(*words))
+    assert {"seed=7", "trainer.max_steps=1"} <= set(made["overrides"])
+    assert made["command"].startswith("python ") and made["command"].endswith(" ".join(words))
+    assert made["versions"]["torch"] == torch.__version__
+    assert made["host"] == socket.gethostname()
+    assert made["devices"].startswith("1 x cpu (") and made["threads"] == 1
+    assert made["tokens"] == 4 * 16 and made["seconds"] > 0
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    assert (made["git"] or {}).get("commit", "") == head
+
+
+def test_a_repository_is_dirty_with_a_change_or_a_new_file(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        me = ("-c", "user.name=me", "-c", "user.email=me@localhost")
+        subprocess.run(["git", *me, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def state() -> dict | None:
+        return read_git.__wrapped__(tmp_path)
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert state() is None
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "one")
+    assert state()["dirty"] is False and len(state()["commit"]) == 40
+    (tmp_path / "new").touch()
+    assert state()["dirty"] is True
+    (tmp_path / "new").unlink()
+    (tmp_path / "file").write_text("two")
+    assert state()["dirty"] is True
+    monkeypatch.setenv("PATH", "")
+    assert state() is None
