@@ -28,13 +28,15 @@ Roles of `tensor_plan` (names match by `fnmatch`):
 `colwise` splits a linear layer's outputs, `rowwise` its inputs and sums the partial results,
 `vocab_embedding` splits the rows of the token table, `vocab_head` the outputs of the head,
 `sequence` (a norm before a split layer) works on each position alone, so that it may be given a
-slice of the sequence; `position_embedding` likewise looks up a slice of the positions.
+slice of the sequence; `position_embedding` likewise looks up a slice of the positions; `per_head`
+(a norm of q or k, after a layer split by heads) works on each head alone.
 
 `init_parameter` fills one whole parameter in place, a pure function of its name and of the seed
 that the net drew when it was made: the same seed gives the same weights whatever device or shard
 they are made on, in whatever order.
 """
 
+from gptrain.models.llama import Llama
 from gptrain.models.simple_gpt import SimpleGPT
 
-__all__ = ["SimpleGPT"]
+__all__ = ["Llama", "SimpleGPT"]

@@ -65,8 +65,8 @@ class SimpleGPT(nn.Module):
         self.activation = activation
 
         with torch.device("meta"):  # the layers' own initialisation would only be overwritten
-            self.token_embedding = _embedding(vocab_size, d_model)
-            self.position_embedding = _embedding(max_seq_len, d_model)
+            self.token_embedding = make_embedding(vocab_size, d_model)
+            self.position_embedding = make_embedding(max_seq_len, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
                 Block(d_model, n_heads, dropout, activation) for _ in range(n_layers)
@@ -218,7 +218,7 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(self.up_proj(x)))
 
 
-def _embedding(n: int, d_model: int) -> nn.Embedding:
+def make_embedding(n: int, d_model: int) -> nn.Embedding:
     # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 

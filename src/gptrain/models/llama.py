@@ -1,0 +1,268 @@
+"""Llama: the decoder-only transformer that most open nets are today.
+
+Pre-RMSNorm, causal self-attention with rotary positions and grouped key-value heads, SwiGLU MLP, no
+biases. Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024 (Llama 3),
+arXiv:2407.21783; normalised q and k: Dehghani et al. 2023, arXiv:2302.05442, as in Qwen3.
+"""
+
+# B batch, T time, D d_model, H heads, G key-value heads, K d_head, V vocab
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gptrain.models.simple_gpt import INIT_STD, make_embedding, stable_hash
+
+LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
+
+
+class Llama(nn.Module):
+    """Llama's architecture.
+
+    Args:
+        n_kv_heads: heads of k and v, each shared by n_heads / n_kv_heads heads of q.
+        d_ff: width inside the MLP, of which there are three matrices.
+        max_seq_len: longest sequence that is taken; nothing is allocated for it.
+        rope_base: the slowest rotation takes about 2 pi rope_base positions a turn.
+        rope_scaling: Llama 3.1's (8) and 3.2's (32) factor for slow rotations; 1: none.
+        rope_interleaved: rotates neighbours, as Meta's own code, not halves, as Hugging Face's.
+        qk_norm: RMSNorm of each head's q and k, with one scale for all heads.
+        tie_head: head and token embedding are one parameter.
+
+    Raises: ValueError for heads that do not divide, or that cannot be rotated.
+    """
+
+    tensor_plan: ClassVar[dict[str, str]] = {
+        "token_embedding": "vocab_embedding",
+        "blocks.*.norm_[12]": "sequence",
+        "blocks.*.attention.[qkv]_proj": "colwise",
+        "blocks.*.attention.norm_[qk]": "per_head",
+        "blocks.*.attention.out_proj": "rowwise",
+        "blocks.*.mlp.gate_proj": "colwise",
+        "blocks.*.mlp.up_proj": "colwise",
+        "blocks.*.mlp.down_proj": "rowwise",
+        "norm": "sequence",
+        "head": "vocab_head",
+    }
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        n_layers: int,
+        d_ff: int,
+        max_seq_len: int,
+        rope_base: float = 500000.0,
+        rope_scaling: float = 1.0,
+        rope_interleaved: bool = False,
+        norm_eps: float = 1e-5,
+        qk_norm: bool = False,
+        tie_head: bool = False,
+    ):
+        # The one random number drawn from the caller's generator, on the CPU on any device.
+        init_seed = int(torch.randint(2**62, (), device="cpu"))
+        super().__init__()
+        if n_heads % n_kv_heads:
+            raise ValueError(
+                f"n_kv_heads={n_kv_heads}: does not divide n_heads={n_heads}, each is shared by "
+                f"equally many"
+            )
+        if d_model % (2 * n_heads):
+            raise ValueError(
+                f"n_heads={n_heads}: d_model={d_model} is no multiple of 2 * n_heads, and a head's "
+                f"numbers are rotated in pairs"
+            )
+        self.init_seed = init_seed
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads
+        self.n_layers = n_layers
+        self.d_ff = d_ff
+        self.max_seq_len = max_seq_len
+        self.rope_base = rope_base
+        self.rope_scaling = rope_scaling
+        self.rope_interleaved = rope_interleaved
+        self.norm_eps = norm_eps
+        self.qk_norm = qk_norm
+        self.tie_head = tie_head
+
+        with torch.device("meta"):  # the layers' own initialisation would only be overwritten
+            self.token_embedding = make_embedding(vocab_size, d_model)
+            self.blocks = nn.ModuleList(Block(self) for _ in range(n_layers))
+            self.norm = nn.RMSNorm(d_model, norm_eps)
+            self.head = nn.Linear(d_model, vocab_size, bias=False)
+            if tie_head:
+                self.head.weight = self.token_embedding.weight
+
+        device = torch.get_default_device()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            for name, parameter in self.named_parameters():
+                self.init_parameter(name, parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of the token that follows each of tokens (B, T)."""
+        return self.head(self.hidden(tokens))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states (B, T, D) after the final norm: forward without the head."""
+        x = self.embed(tokens)
+        for block in self.blocks.children():  # a list, or a dict of the blocks that one stage holds
+            x = block(x)
+        return self.norm(x)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings (B, T, D).
+
+        Raises: ValueError if the sequence is longer than max_seq_len.
+        """
+        n_tokens = tokens.shape[-1]
+        if n_tokens > self.max_seq_len:
+            raise ValueError(
+                f"sequence of {n_tokens} tokens: longer than max_seq_len={self.max_seq_len}; "
+                f"shorten the sequence or raise max_seq_len"
+            )
+        return self.token_embedding(tokens)
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor) -> None:
+        """Fill one whole parameter in place: a pure function of (init_seed, name, its shape).
+
+        As SimpleGPT's: Normal(0, 0.02), scaled by 1 / sqrt(2 * n_layers) where it writes into the
+        residual stream; norms 1.
+        """
+        module = name.rpartition(".")[0]
+        if module.rpartition(".")[2].startswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            if self.tie_head and module == "head":  # one storage: either name, the same numbers
+                name = "token_embedding.weight"
+            writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
+            std = INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else INIT_STD
+            generator = torch.Generator().manual_seed(stable_hash(self.init_seed, name))
+            normal = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+            tensor.copy_(normal.normal_(0.0, std, generator=generator))
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.tie_head and self.head is not None and self.token_embedding is not None:
+            self.head.weight = self.token_embedding.weight  # to_empty() makes one for each name
+        return self
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, sizes: Llama):
+        super().__init__()
+        self.norm_1 = nn.RMSNorm(sizes.d_model, sizes.norm_eps)
+        self.attention = CausalSelfAttention(sizes)
+        self.norm_2 = nn.RMSNorm(sizes.d_model, sizes.norm_eps)
+        self.mlp = SwiGLU(sizes.d_model, sizes.d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class CausalSelfAttention(nn.Module):
+    """Each position attends to itself and to those before it; positions are rotations."""
+
+    def __init__(self, sizes: Llama):
+        super().__init__()
+        self.d_head = sizes.d_model // sizes.n_heads
+        self.rotary = Rotary(
+            self.d_head, sizes.rope_base, sizes.rope_scaling, sizes.rope_interleaved
+        )
+        d_kv = sizes.n_kv_heads * self.d_head
+        self.q_proj = nn.Linear(sizes.d_model, sizes.d_model, bias=False)
+        self.k_proj = nn.Linear(sizes.d_model, d_kv, bias=False)
+        self.v_proj = nn.Linear(sizes.d_model, d_kv, bias=False)
+        self.out_proj = nn.Linear(sizes.d_model, sizes.d_model, bias=False)
+        self.norm_q = self.norm_k = None
+        if sizes.qk_norm:
+            self.norm_q, self.norm_k = (nn.RMSNorm(self.d_head, sizes.norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            # H, G are read off the width: this rank's heads where they are split over ranks
+            projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H or G, T, K)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.norm_q is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
+        q, k = self.rotary(q), self.rotary(k)
+        is_grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), d_ff wide inside. Source: Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Turns each pair of a head's numbers by an angle that grows with the position.
+
+    So that q times k depends on the distance between their positions. No module: what it needs is
+    computed from these numbers, where it is needed, and saved nowhere.
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+
+    d_head: int
+    base: float
+    scaling: float
+    interleaved: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (B, H, T, K) turned, in fp32 or above."""
+        n_tokens = x.shape[-2]
+        if torch.compiler.is_compiling():
+            cos, sin = self.table(n_tokens, x.device)
+        else:  # of lengths that grow token by token a few tables are enough
+            cos, sin = _cached_table(self, 1 << (n_tokens - 1).bit_length(), x.device)
+        swapped = (  # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
+            x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+            if self.interleaved
+            else x.roll(self.d_head // 2, -1)
+        )
+        return torch.addcmul(x * cos[:n_tokens], swapped, sin[:n_tokens]).to(x.dtype)
+
+    def table(self, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of all angles, (T, K)."""
+        exponents = torch.arange(0, self.d_head, 2, device=device) / self.d_head
+        frequencies = self.base**-exponents  # (K/2,), radians per position
+        if self.scaling != 1:  # 1 for what turns 4 times in Llama 3's 8192 positions, 0 for once
+            fast = (frequencies * LLAMA3_CONTEXT / (2 * math.pi) - 1).div(4 - 1).clamp(0, 1)
+            frequencies = frequencies * (fast + (1 - fast) / self.scaling)
+        angles = torch.outer(torch.arange(n_tokens, device=device), frequencies)  # (T, K/2)
+        cos, sin = angles.cos(), angles.sin()
+        if self.interleaved:
+            return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # a table that was first asked for in validation serves training too
+def _cached_table(
+    rotary: Rotary, n_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    return rotary.table(n_tokens, device)
