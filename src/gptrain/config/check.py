@@ -1,7 +1,7 @@
 """What must fit together in a config, known without torch and without looking at the machine.
 
 A rule is one `if wrong: yield Problem(...)`. `run.get` gives None for a key that was found wrong,
-so that no mistake is told twice. Rules about `model.*` hold for SimpleGPT alone.
+so that no mistake is told twice. Rules about `model.*` hold for the nets that ship.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gptrain.config.compose import plain
-from gptrain.config.schema import DATA, DUMMY, SIMPLE_GPT, STRATEGIES, Run
+from gptrain.config.schema import DATA, DUMMY, NETS, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
 from gptrain.launch.process import count_devices, this_process
 from gptrain.plan.batch import effective_max_epochs, plan_batch, run_steps
@@ -103,14 +103,18 @@ def find_world_size(run: Config) -> int | None:
 
 
 def check_sizes(run: Config) -> Iterator[Problem]:
-    """The sizes of a SimpleGPT, and of the data that it is trained on."""
-    if run.get("model._target_") != SIMPLE_GPT:
+    """The sizes of a net that ships, and of the data that it is trained on."""
+    if run.get("model._target_") not in NETS:
         return
     width, heads = run.get("model.d_model"), run.get("model.n_heads")
-    if width and heads and width % heads:
-        below = width // heads * heads
-        near = ", ".join(str(size) for size in (below, below + heads) if size)
-        yield run.error("model.d_model", f"not divisible by model.n_heads={heads}; nearest: {near}")
+    pair = 2 if "rope_base" in run.values["model"] else 1  # a head's numbers turn in pairs
+    if width and heads and width % (pair * heads):
+        step, by = pair * heads, "2 x " * (pair - 1) + f"model.n_heads={heads}"
+        near = ", ".join(str(n) for n in (width // step * step, (width // step + 1) * step) if n)
+        yield run.error("model.d_model", f"not divisible by {by}; nearest: {near}")
+    if heads and (shared := run.get("model.n_kv_heads")) and heads % shared:
+        wrong = f"does not divide model.n_heads={heads}"
+        yield run.error("model.n_kv_heads", wrong, allowed=divisors(heads))
     target, length = run.get("data.train._target_"), run.get("data.seq_len")
     longest, vocabulary = run.get("model.max_seq_len"), run.get("model.vocab_size")
     if target not in DATA:
@@ -204,7 +208,7 @@ def check_world(run: Config, world_size: int) -> Iterator[Problem]:
     if world_size == 1 and name not in ("auto", "single"):
         attempt = "trainer.devices=2"
         yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
-    if run.get("model._target_") == SIMPLE_GPT:
+    if run.get("model._target_") in NETS:
         yield from _check_split(run, dims.tensor, dims.pipeline)
     if dims.data % dims.replicas:
         wrong = f"does not divide the {dims.data} data-parallel ranks"
@@ -226,10 +230,11 @@ def divisors(number: int) -> str:
 
 
 def _check_split(run: Config, tensor: int, pipeline: int) -> Iterator[Problem]:
-    heads, layers = run.get("model.n_heads"), run.get("model.n_layers")
-    if heads and heads % tensor:
-        wrong = f"does not divide model.n_heads={heads}, a rank must hold whole heads"
-        yield run.error("strategy.tensor_parallel_size", wrong, allowed=divisors(heads))
+    layers = run.get("model.n_layers")
+    for key in ("model.n_kv_heads", "model.n_heads"):
+        if (heads := run.get(key)) and heads % tensor:
+            wrong = f"does not divide {key}={heads}, a rank must hold whole heads"
+            yield run.error("strategy.tensor_parallel_size", wrong, allowed=divisors(heads))
     stages = pipeline * stages_per_rank(run)
     if layers and stages > layers:
         wrong = f"{stages} stages, but model.n_layers={layers}: each holds at least one"

@@ -35,7 +35,7 @@ from gptrain.config.kinds import (
 )
 from gptrain.plan.dims import STRATEGIES as STRATEGY_NAMES
 
-SIMPLE_GPT, DUMMY = "gptrain.models.SimpleGPT", "gptrain.data.DummyTextDataset"
+DUMMY = "gptrain.data.DummyTextDataset"
 
 
 class Closed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
@@ -68,6 +68,22 @@ class SimpleGPT(Model, extra="forbid"):
     max_seq_len: Count
     dropout: BelowOne
     activation: Literal["gelu", "gelu_tanh"]
+
+
+class Llama(Model, extra="forbid"):
+    vocab_size: Count
+    d_model: Count
+    n_heads: Count
+    n_kv_heads: Count
+    n_layers: Count
+    d_ff: Count
+    max_seq_len: Count
+    rope_base: Positive
+    rope_scaling: number(ge=1)
+    rope_interleaved: bool
+    norm_eps: Positive
+    qk_norm: bool
+    tie_head: bool
 
 
 class Loss(Closed):
@@ -162,8 +178,12 @@ GROUPS: dict[str, type[BaseModel]] = {
     "model": Model, "module": Open, "optimizer": Optimizer, "scheduler": Scheduler,
     "trainer": Trainer,
 }  # fmt: skip
+NETS: dict[str, type[Model]] = {
+    "gptrain.models.SimpleGPT": SimpleGPT,
+    "gptrain.models.Llama": Llama,
+}
 KNOWN: dict[str, type[BaseModel]] = {
-    SIMPLE_GPT: SimpleGPT,
+    **NETS,
     "gptrain.lit.LanguageModel": LanguageModel,
     "torch.optim.AdamW": AdamW,
     "gptrain.optim.Muon": Muon,

@@ -262,7 +262,5 @@ class Rotary:
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # a table that was first asked for in validation serves training too
-def _cached_table(
-    rotary: Rotary, n_tokens: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _cached_table(rotary: Rotary, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return rotary.table(n_tokens, device)

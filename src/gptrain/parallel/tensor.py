@@ -60,13 +60,15 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
 def check_tensor_parallel(net: nn.Module, options, dims) -> None:
     """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
-    if net.n_heads % dims.tensor:
-        allowed = ", ".join(str(n) for n in range(1, net.n_heads + 1) if net.n_heads % n == 0)
-        raise Unfit(
-            "strategy.tensor_parallel_size",
-            f"{dims.tensor} ranks do not divide n_heads={net.n_heads}, each must hold whole heads; "
-            f"allowed: {allowed}",
-        )
+    for name in ("n_kv_heads", "n_heads"):  # those of k and v may be fewer
+        heads = getattr(net, name, net.n_heads)
+        if heads % dims.tensor:
+            allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise Unfit(
+                "strategy.tensor_parallel_size",
+                f"{dims.tensor} ranks do not divide {name}={heads}, each must hold whole heads; "
+                f"allowed: {allowed}",
+            )
     unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
     if unknown:
         raise Unfit(
@@ -86,7 +88,7 @@ def check_tensor_parallel(net: nn.Module, options, dims) -> None:
 
 
 def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Parameters whose gradients are sums over one rank's slice of the sequence only.
+    """Parameters whose gradients are sums over one rank's slice of the sequence or heads only.
 
     Norms, the position table, and biases added to slices: to be summed over the tensor group once
     per optimizer step (`gradients.sum_gradients`).
@@ -94,7 +96,7 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     found = []
     for name, role in _roles(net):
         module = net.get_submodule(name)
-        if role in ("sequence", "position_embedding"):
+        if role in ("sequence", "per_head", "position_embedding"):
             found += module.parameters(recurse=False)
         elif role == "rowwise" and module.bias is not None:
             found.append(module.bias)
@@ -136,13 +138,17 @@ class _Rowwise:
         return y if self.bias is None else y + _local(self.bias).to(y.dtype)
 
 
-class _Sequence:
+class _PerHead:
     def forward(self, part: Tensor) -> Tensor:
         weight = _local(self.weight)
         if isinstance(self, nn.LayerNorm):
-            y = F.layer_norm(part, self.normalized_shape, weight, _local(self.bias), self.eps)
-        else:
-            y = F.rms_norm(part, self.normalized_shape, weight, self.eps)
+            return F.layer_norm(part, self.normalized_shape, weight, _local(self.bias), self.eps)
+        return F.rms_norm(part, self.normalized_shape, weight, self.eps)
+
+
+class _Sequence(_PerHead):
+    def forward(self, part: Tensor) -> Tensor:
+        y = super().forward(part)
         if torch.is_autocast_enabled(y.device.type):  # norms give fp32, the matrices after it cast
             y = y.to(torch.get_autocast_dtype(y.device.type))
         return gather_sequence(y, self.tensor_group)
@@ -186,6 +192,7 @@ _ROLES = {  # role -> its class, the layers that it knows, the dimensions in whi
     "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
     "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
     "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm), {}),
+    "per_head": (_PerHead, (nn.LayerNorm, nn.RMSNorm), {}),
     "position_embedding": (_PositionEmbedding, (nn.Embedding,), {}),
     "vocab_embedding": (_VocabEmbedding, (nn.Embedding,), {"weight": 0}),
     "vocab_head": (_VocabHead, (nn.Linear,), {"weight": 0}),

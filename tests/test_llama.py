@@ -1,0 +1,115 @@
+"""Llama is the net that transformers calls so, and its initial weights depend on the seed alone."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from torch import nn
+
+from gptrain.assemble.parts import build_net
+from gptrain.config import compose_command
+from gptrain.lit.perf import count_matrix_weights
+from gptrain.models import Llama
+from gptrain.plan.shape import find_shape
+
+SMALL = {
+    "vocab_size": 97, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "d_ff": 40,
+    "max_seq_len": 64, "qk_norm": True,
+}  # fmt: skip
+PUBLISHED = {"llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248}  # Llama 3.2 1B, Llama 3 8B
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_seed():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def small_llama(**changes) -> Llama:
+    return Llama(**{**SMALL, **changes}).eval()
+
+
+def random_tokens(batch: int = 3, time: int = 16) -> torch.Tensor:
+    return torch.randint(SMALL["vocab_size"], (batch, time))
+
+
+@pytest.mark.parametrize("preset", ["llama_nano", "llama_124m", "llama_1b", "llama_8b"])
+def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after(preset):
+    cfg = compose_command([f"model={preset}"])
+    with torch.device("meta"):
+        net = build_net(cfg)
+    shape, n_parameters = find_shape(cfg.model), sum(p.numel() for p in net.parameters())
+    assert n_parameters == shape.n_parameters == PUBLISHED.get(preset, n_parameters)
+    assert count_matrix_weights(net) == shape.matrix_weights
+
+
+def test_logits_have_one_row_per_token_and_future_tokens_do_not_change_past_ones():
+    net, tokens = small_llama(), random_tokens()
+    other = tokens.clone()
+    other[:, 7] = (other[:, 7] + 1) % 97
+    before, after = net(tokens), net(other)
+    assert before.shape == (3, 16, 97)
+    assert torch.equal(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7], after[:, 7])
+
+
+def test_forward_is_head_of_norm_of_blocks_of_embed():
+    net, tokens = small_llama(), random_tokens()
+    x = net.embed(tokens)
+    for block in net.blocks:
+        x = block(x)
+    assert torch.equal(net(tokens), net.head(net.norm(x)))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_attention_depends_on_distances_and_not_on_positions(interleaved):
+    rotary = small_llama(rope_interleaved=interleaved).blocks[0].attention.rotary
+    q, k = torch.randn(2, 1, 1, 1, 8)
+    turned_q, turned_k = (rotary(x.expand(1, 1, 40, 8))[0, 0] for x in (q, k))  # (T, K)
+    products = turned_q @ turned_k.T
+    for distance in (0, 1, 7):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(products[0, 0], products[0, 7])
+
+
+def test_a_table_made_in_inference_mode_serves_training():
+    net, tokens = small_llama(rope_base=123.0), random_tokens()
+    with torch.inference_mode():
+        net(tokens)
+    net(tokens).sum().backward()
+    assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+def test_a_net_made_on_the_meta_device_gets_the_same_weights_in_any_order():
+    for tie_head in (True, False):
+        torch.manual_seed(3)
+        expected, draw = small_llama(tie_head=tie_head).state_dict(), torch.rand(())
+        torch.manual_seed(3)
+        with torch.device("meta"):
+            net = small_llama(tie_head=tie_head)
+        assert torch.equal(draw, torch.rand(()))
+        net.to_empty(device="cpu")
+        for name, parameter in reversed(net.state_dict().items()):
+            net.init_parameter(name, parameter)
+        assert all(torch.equal(expected[name], made) for name, made in net.state_dict().items())
+        assert (net.head.weight is net.token_embedding.weight) == tie_head
+
+
+@pytest.mark.parametrize("sizes", [{"n_kv_heads": 3}, {"d_model": 36}])
+def test_sizes_that_cannot_be_built_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"n_kv_heads=3.*n_heads=4|n_heads=4: d_model=36"):
+        small_llama(**sizes)
+    with pytest.raises(ValueError, match=r"65 tokens.*max_seq_len=64"):
+        small_llama()(random_tokens(1, 65))
+
+
+def test_every_matrix_and_every_norm_has_a_role_in_the_tensor_plan():
+    modules = dict(small_llama().named_modules())
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear | nn.RMSNorm | nn.Embedding):
+            assert sum(fnmatch(name, pattern) for pattern in Llama.tensor_plan) == 1, name
+    for pattern in Llama.tensor_plan:
+        assert any(fnmatch(name, pattern) for name in modules), pattern
