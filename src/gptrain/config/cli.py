@@ -97,6 +97,9 @@ def run_command(
             cfg, found = compose_and_explain(overrides)
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             _tell(check(cfg, schema, found))
+            if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
+                job(cfg)
+                return DONE
     except (Exception, KeyboardInterrupt) as error:
         return _ending(error, "debug=true" in argv)[0]
     flags = [f"--{name}={getattr(args, name)}" for name in ("cfg", "info") if getattr(args, name)]

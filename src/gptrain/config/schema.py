@@ -305,7 +305,8 @@ class Run(Closed):
 
     Attributes:
         runs_here: False for a command that speaks of another machine (a plan): then only the
-            config itself is checked, not this machine, its folders and files.
+            config itself is checked, not this machine, its folders and files, and the command
+            gets the config as it was composed, without a folder made for it.
     """
 
     runs_here: ClassVar[bool] = True

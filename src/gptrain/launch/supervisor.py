@@ -11,10 +11,13 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -131,16 +134,33 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
         try:
             for rank in range(n_ranks):
                 place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (train, cfg, hydra, place, os.getpid())
-                ranks.append(context.Process(target=rank_process, args=arguments))
+                arguments = (portable(train), cfg, hydra, place, os.getpid())
+                process = context.Process(target=rank_process, args=arguments)
                 with hold_back():  # a signal waits until the rank can take it as a request
-                    ranks[-1].start()
+                    process.start()
+                ranks.append(process)
             watch(cfg, ranks, stop, Path(folder) / "beats")
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
     return job_code(cfg, ranks)
+
+
+def portable(train: Callable) -> Callable:
+    """The function, as a spawned rank can unpickle it.
+
+    That of a script is found by its name in `__main__`; where another program runs it (a job of
+    submitit, which got it by value), by the script's file.
+    """
+    script, name = train.__code__.co_filename, train.__name__
+    is_there = getattr(sys.modules[train.__module__], name, None) is train
+    return train if is_there else partial(run_function, script, name)
+
+
+def run_function(script: str, name: str, *arguments: object) -> object:
+    """Calls a function of a script."""
+    return runpy.run_path(script)[name](*arguments)
 
 
 def plain_hydra() -> DictConfig:

@@ -28,6 +28,7 @@ NOISE = (
     "does not have many workers",  # batches are one gather from a memory map
     "You called `self.log('step'",  # the x axis of all loggers: see callbacks.step_log
     "but loading a checkpoint outside the 'fit' stage",  # WeightAveraging: averages are loaded
+    "The `srun` command is available",  # ranks are ours on a login node, too: RankEnvironment
     "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
 )
 
