@@ -130,14 +130,15 @@ def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, 
         f"hydra.job_logging.handlers.file.filename={victim}/kept", f"output_dir={victim}",
         "+hydra.callbacks.x={_target_: os.system}", "+logger.x={_target_: os.system}",
         "profiler={_target_: os.system}", f"run_dir={victim}/x", "hydra/launcher=submitit_slurm",
-        f"+data.cache_dir={victim}/cache",
+        f"+data.cache_dir={victim}/cache", f"checkpoint.mirror={victim}/mirror",
         "hydra.mode=MULTIRUN", "seed=7",
     ])  # fmt: skip
     with in_time(RUN_S):
         run = train(word, "trainer.fast_dev_run=true")
     assert run.code == 0, run.err
     assert "PYTHONPATH" not in os.environ or str(world) not in os.environ["PYTHONPATH"]
-    assert "seed: 7" in (run.folder / ".hydra" / "config.yaml").read_text()
+    config = (run.folder / ".hydra" / "config.yaml").read_text()
+    assert "seed: 7" in config and "mirror: null" in config
 
 
 def test_an_export_takes_no_right_from_the_old_run(old, monkeypatch, capfd):

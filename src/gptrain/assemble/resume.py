@@ -22,6 +22,7 @@ from gptrain.resilience.manifest import (
     NoGoodCheckpoint,
     read_manifest,
 )
+from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 
@@ -58,6 +59,8 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
         fresh run where one has been.
     """
     store, trains = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id), cfg.task == "fit"
+    if trains and cfg.checkpoint.mirror and not cfg.trainer.fast_dev_run:
+        use_mirror(cfg, store)
     if cfg.ckpt_path is None and (trains or cfg.from_run is None):
         if trains and not cfg.trainer.fast_dev_run and (steps := store.steps()):
             wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
@@ -77,6 +80,20 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
         raise ConfigError(problems)
     log.info("%-9s from step %d: %s", "resume" if trains else cfg.task, found.step, found.path)
     return found.path
+
+
+def use_mirror(cfg: DictConfig, store: CheckpointStore) -> None:
+    """Brings the checkpoints of a run that goes on back, where its own folder has none.
+
+    Raises: ConfigError with code 73 if the mirror holds another run's.
+    """
+    mirror = Mirror(url := cfg.checkpoint.mirror)
+    if mirror.run_id() not in (None, store.run_id):
+        wrong, attempt = "holds another run", "ckpt_path=last in a new run_dir to go on with that"
+        code = FOLDER_UNUSABLE
+        raise ConfigError.of("checkpoint.mirror", url, wrong, attempt=attempt, code=code)
+    if cfg.ckpt_path == "last" and not store.steps():
+        mirror.restore(store)
 
 
 def find_trained(cfg: DictConfig) -> Checkpoint | Path:

@@ -38,6 +38,7 @@ from gptrain.parallel.fit import Unfit
 from gptrain.plan.batch import Lengths
 from gptrain.plan.dims import ANY_NET
 from gptrain.resilience.lock import read_holder
+from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
@@ -159,7 +160,8 @@ def build_checkpoints(
     )
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
-    return Checkpoints(store, facts, cfg.checkpoint, changed_options(cfg))
+    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+    return Checkpoints(store, facts, cfg.checkpoint, mirror, changed_options(cfg))
 
 
 def build_report(

@@ -26,7 +26,7 @@ from gptrain.launch.process import count_devices, listed_numbers, run_stamp, thi
 from gptrain.plan.dims import parallel_dims
 from gptrain.plan.memory import bytes_per_parameter, rank_parameters
 from gptrain.plan.shape import find_shape
-from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem
+from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 
 GIB = 2**30
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
@@ -121,6 +121,14 @@ def check_files(run: Config) -> Iterator[Problem]:
     """Data, checkpoints and old runs that are named exist; of data groups those that ship."""
     ships = run.get("data.train._target_") in DATA
     keys = ("data.path", "data.train_path", "data.val_path", "data.tokenizer") if ships else ()
+    if mirror := run.get("checkpoint.mirror"):
+        from fsspec import get_filesystem_class  # 0.2 s
+        from fsspec.core import split_protocol
+
+        try:
+            get_filesystem_class(split_protocol(mirror)[0])
+        except (ValueError, ImportError) as error:  # which says what to install
+            yield run.error("checkpoint.mirror", first_line(error))
     for key in (*keys, "ckpt_path", "init_from"):
         paths = run.get(key, [])
         for path in paths if isinstance(paths, list) else [paths]:

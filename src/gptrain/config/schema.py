@@ -293,6 +293,7 @@ class Checkpoint(Closed):
     monitor: Name  # any that is logged
     mode: Literal["min", "max"]
     background: bool
+    mirror: Name | None
 
 
 class Launcher(Closed):

@@ -28,7 +28,7 @@ HOMES = (
     r"torch\.(nn|optim|utils\.data\.dataset)|(lightning\.pytorch|pytorch_lightning)(?!\.demos)"
     r"|torchmetrics\.(aggregation|classification|regression|text\.perplexity)"
 )
-WRITTEN = {"cache_dir", "default_root_dir", "dirpath", "save_dir"}  # keys that say where to write
+WRITTEN = {"cache_dir", "default_root_dir", "dirpath", "mirror", "save_dir"}  # where to write
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",

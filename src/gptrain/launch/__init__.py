@@ -91,7 +91,12 @@ def keep_config(cfg: DictConfig) -> None:
 @contextmanager
 def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
     """The run folder, held; it is free again when the process ends, however that ends."""
-    lock = RunLock(cfg.run_dir)
+    run_id = ""
+    if cfg.checkpoint.mirror and cfg.ckpt_path == "last":  # maybe all that is left of the run
+        from gptrain.resilience.mirror import Mirror
+
+        run_id = Mirror(cfg.checkpoint.mirror).run_id() or ""
+    lock = RunLock(cfg.run_dir, run_id)
     try:
         lock.acquire()
     except (RunFolderHeld, OSError) as error:

@@ -47,14 +47,17 @@ class UnsafeFolder(OSError):
 class RunLock:
     """The right to write into a run folder; hold it as long as anything of the run lives.
 
+    Args:
+        run_id: of a run that goes on in a new folder; "": its first holder draws one.
+
     Attributes:
         run_id: identity of the run in this folder: drawn by its first holder, kept by all later
             ones. Checkpoints carry it, so one that was copied in from elsewhere is recognised.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, run_id: str = "") -> None:
         self.run_dir = Path(run_dir)
-        self.run_id = ""
+        self.run_id = run_id
         self._descriptor: int | None = None
 
     def acquire(self) -> "RunLock":
@@ -72,7 +75,8 @@ class RunLock:
         _held.add(self._descriptor)
         try:
             self._lock()
-            self.run_id = read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex
+            known = read_holder(self.run_dir).get("run_id") or self.run_id
+            self.run_id = known or uuid.uuid4().hex
             self._write_holder()
         except BaseException:
             self.release()

@@ -19,6 +19,7 @@ from gptrain.lit.callbacks.resume import (
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import ends_step, is_validated, loops_after
 from gptrain.problems import DONE, Problem
+from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.rng import capture
 from gptrain.resilience.store import CheckpointStore
 
@@ -40,6 +41,7 @@ class Checkpoints(Checkpoint):
         options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
             ones besides the best by `monitor` and `mode`; background, of a large save only the copy
             in memory stops the training.
+        mirror: to which each checkpoint is copied, too.
         changed: options of the optimizer that a resume is allowed to change, and does.
 
     Attributes:
@@ -53,9 +55,11 @@ class Checkpoints(Checkpoint):
         store: CheckpointStore,
         identity: dict[str, Any],
         options: Any,
+        mirror: Mirror | None = None,
         changed: tuple[str, ...] = (),
     ):
         self.store, self.identity, self.options = store, identity, options
+        self.mirror = mirror
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
@@ -133,6 +137,7 @@ class Checkpoints(Checkpoint):
         if trainer.global_step > self.saved[0]:
             self.save(trainer)
         self._finish(trainer)
+        self._wait_for_mirror()
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self._loaded is not None:  # no step was left: what the run had come to is its result
@@ -171,7 +176,9 @@ class Checkpoints(Checkpoint):
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
         self._is_saving, self._metrics = False, None
         if not self.store.is_unfinished:
-            self._prune(trainer)
+            self._tidy(trainer)
+        if self.stopping:
+            self._wait_for_mirror()
 
     def ranking(self) -> list[Path]:
         """The checkpoints with the monitored metric, the best first."""
@@ -184,7 +191,7 @@ class Checkpoints(Checkpoint):
         self._wait_for_writing(trainer)
         self._writing.close()
         self.store.finish()
-        self._prune(trainer)
+        self._tidy(trainer)
 
     def _wait_for_writing(self, trainer: Trainer) -> None:
         """Tells the watchers that the next sign of life may take long."""
@@ -192,9 +199,18 @@ class Checkpoints(Checkpoint):
         if self.store.progress and waits:
             self.store.progress(phase="save", allow_s=WRITING_S)
 
-    def _prune(self, trainer: Trainer) -> None:
+    def _tidy(self, trainer: Trainer) -> None:
+        """Removes old checkpoints, and has the mirror follow."""
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
+            if self.mirror is not None:
+                self.mirror.update(self.store)
+
+    def _wait_for_mirror(self) -> None:
+        if self.mirror is not None:
+            if self.store.progress:
+                self.store.progress(phase="mirror", allow_s=WRITING_S)
+            self.mirror.wait()
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether a step is saved also where it is not validated."""

@@ -1,0 +1,136 @@
+"""A copy of a run's checkpoints elsewhere: in another folder, or in an object store.
+
+    mirror = Mirror("s3://bucket/runs/a")
+    mirror.update(store)  # after each commit; copies while steps go on
+    mirror.restore(store)  # where the run folder is lost
+
+An object store has no rename. So a copy's manifest is written last, and removed first where a step
+is saved again: a folder without one is no checkpoint, and what comes back is verified.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from fsspec.core import url_to_fs
+
+from gptrain.problems import DONE, ConfigError, Problem, code_of, first_line
+from gptrain.resilience import fileops
+from gptrain.resilience.manifest import (
+    MANIFEST_NAME,
+    MAX_BYTES,
+    DamagedCheckpoint,
+    folder_name,
+    read_manifest,
+    verify,
+)
+from gptrain.resilience.store import CheckpointStore
+from gptrain.small_files import read_bytes
+
+_STEP = re.compile(r"step-\d{8,}")
+_log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """A run's checkpoints, wherever fsspec can write.
+
+    Args:
+        url: of a folder of this run alone: /path, file:///path, s3://bucket/path.
+
+    Raises: ValueError for an unknown protocol, ImportError where its package is missing.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.files, self.root = url_to_fs(url)
+        self._thread = ThreadPoolExecutor(1, "mirror")
+        self._last: Future | None = None
+
+    def update(self, store: CheckpointStore) -> None:
+        """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
+        if self._last is not None and not (self._last.running() or self._last.done()):
+            return  # the one that waits for its turn will see all
+        self._last = self._thread.submit(self._copy, store)
+        self._last.add_done_callback(self._warn)
+
+    def wait(self) -> None:
+        """Until the last update is done, or has failed."""
+        if self._last is not None:
+            self._last.exception()
+
+    def run_id(self) -> str | None:
+        """Of the run whose checkpoints are there, None where there are none.
+
+        Raises: ConfigError where nothing can be read there.
+        """
+        try:
+            for name in self._names():
+                with suppress(DamagedCheckpoint), TemporaryDirectory() as folder:
+                    return self._fetch_manifest(name, Path(folder))["run_id"]
+        except OSError as error:
+            raise ConfigError.of(
+                "checkpoint.mirror", self.url, first_line(error), code=code_of(error)
+            ) from error
+        return None
+
+    def restore(self, store: CheckpointStore) -> None:
+        """Brings every checkpoint that is whole back into the store. Raises: OSError."""
+        store.folder.mkdir(exist_ok=True)
+        for name in self._names():
+            draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
+            fileops.remove_tree(draft)
+            draft.mkdir()
+            try:
+                for file in self._fetch_manifest(name, draft)["files"]:
+                    self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+                verify(draft, run_id=store.run_id)
+            except (FileNotFoundError, DamagedCheckpoint) as error:
+                _log.warning("warning: %s/%s is left there: %s", self.url, name, first_line(error))
+                continue
+            os.rename(draft, store.folder / name)
+            fileops.sync_folder(store.folder)
+
+    def _copy(self, store: CheckpointStore) -> None:
+        kept = [folder_name(step) for step in store.steps()]
+        for name in kept:
+            with suppress(FileNotFoundError, DamagedCheckpoint):  # pruned meanwhile
+                self._put(store.folder / name)
+        for name in set(self._names()) - set(kept):
+            self.files.rm(f"{self.root}/{name}", recursive=True)
+
+    def _put(self, source: Path) -> None:
+        """Copies a checkpoint, unless it is there as it is here."""
+        target, files = f"{self.root}/{source.name}", read_manifest(source)["files"]
+        manifest = read_bytes(source / MANIFEST_NAME, MAX_BYTES)
+        with suppress(FileNotFoundError):
+            if self.files.cat_file(f"{target}/{MANIFEST_NAME}") == manifest:
+                return
+            self.files.rm(target, recursive=True)  # of this step before its validation
+        self.files.makedirs(target, exist_ok=True)
+        for file in (*files, MANIFEST_NAME):
+            self.files.put_file(str(source / file), f"{target}/{file}")
+
+    def _fetch_manifest(self, name: str, folder: Path) -> dict:
+        source = f"{self.root}/{name}/{MANIFEST_NAME}"
+        with suppress(FileNotFoundError):  # of a copy that was never finished
+            self.files.get_file(source, str(folder / MANIFEST_NAME))
+        return read_manifest(folder)
+
+    def _names(self) -> list[str]:
+        """Folders of steps that are there, complete or not, the newest first."""
+        self.files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            names = (Path(path).name for path in self.files.ls(self.root, detail=False))
+            return sorted(filter(_STEP.fullmatch, names), reverse=True)
+        return []
+
+    def _warn(self, copying: Future) -> None:
+        if (error := copying.exception()) is not None:
+            wrong = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
+            _log.warning("%s", Problem("checkpoint.mirror", self.url, wrong, code=DONE).line)

@@ -1,0 +1,145 @@
+"""checkpoint.mirror: each checkpoint is copied elsewhere, and a run goes on from there alone."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import refused
+from lightning.pytorch import Callback
+
+import gptrain
+
+SAVES = (
+    "trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=1",
+    "model.dropout=0.1", "logger=csv", "trainer.log_every_n_steps=1",
+)  # fmt: skip
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*")}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A bucket of a server in this process."""
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    server = pytest.importorskip("moto.server", reason="needs moto[server]")
+    import boto3
+
+    server = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    before = dict(os.environ)
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    boto3.client("s3").create_bucket(Bucket="runs")
+    yield "s3://runs/a"
+    os.environ.clear()
+    os.environ.update(before)
+    server.stop()
+
+
+def check_goes_on_from_the_mirror_alone(train, mirror: str, remove) -> None:
+    """The folder is lost after step 4: a run in a new one ends in the same bits."""
+    words = (*SAVES, "checkpoint.keep=9", f"checkpoint.mirror={mirror}")
+    whole = train(*words, name="whole")
+    assert whole.code == 0, whole.err
+    weights, losses = gptrain.load(whole.folder, "last").state_dict(), whole.losses()
+    shutil.rmtree(whole.folder)
+    for step in (5, 6):
+        remove(f"step-{step:08d}")
+    again = train(*words, "ckpt_path=last", name="again")
+    assert again.code == 0, again.err
+    assert "from step 4" in again.out
+    assert again.losses() == losses[4:] and len(losses) == 6
+    for name, weight in gptrain.load(again.folder, "last").state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+
+
+def test_a_run_goes_on_from_a_folder_alone(train, tmp_path):
+    mirror = tmp_path / "mirror"
+    remove = lambda name: shutil.rmtree(mirror / name)  # noqa: E731
+    check_goes_on_from_the_mirror_alone(train, f"file://{mirror}", remove)
+
+
+def test_a_run_goes_on_from_an_object_store_alone(train, s3):
+    import s3fs
+
+    remove = lambda name: s3fs.S3FileSystem().rm(f"{s3}/{name}", recursive=True)  # noqa: E731
+    check_goes_on_from_the_mirror_alone(train, s3, remove)
+
+
+def test_the_mirror_holds_what_the_run_folder_holds(train, tmp_path):
+    """Old ones go there, too; a step that is saved again after its validation is copied again."""
+    mirror = tmp_path / "mirror"
+    run = train(*SAVES, f"checkpoint.mirror={mirror}")
+    assert run.code == 0, run.err
+    checkpoints = run.folder / "checkpoints"
+    assert names(mirror) == names(checkpoints) and len(names(mirror)) <= 3
+    for path in checkpoints.rglob("*.*"):
+        if path.is_file():
+            assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
+
+
+def test_a_damaged_or_unfinished_copy_is_left_there(train, tmp_path):
+    mirror = tmp_path / "mirror"
+    words = (*SAVES, f"checkpoint.mirror={mirror}")
+    assert train(*words).code == 0
+    (mirror / "step-00000006" / "manifest.json").unlink()
+    with open(mirror / "step-00000005" / "state.ckpt", "r+b") as file:
+        file.seek(100)
+        file.write(b"X")
+    again = train(*words, "ckpt_path=last", name="again")
+    assert again.code == 0, again.err
+    assert "from step 5" not in again.out and "from step 6" not in again.out
+    assert "is left there" in again.out
+
+
+def test_the_mirror_of_another_run_is_refused(train, tmp_path):
+    mirror = f"checkpoint.mirror={tmp_path}/mirror"
+    assert train(*SAVES, mirror).code == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("mirror/**/*")}
+    other = train(*SAVES, mirror, name="other")
+    assert other.code == 73 and "holds another run" in other.err
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("mirror/**/*")}
+
+
+class Breaks(Callback):
+    """Puts a file in the place of a folder once training has begun."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer, module):
+        self.folder.write_text("no folder")
+
+
+def test_a_mirror_that_fails_on_the_way_is_a_warning(train, tmp_path):
+    """The run and its own checkpoints are whole."""
+    run = train(
+        *SAVES, f"checkpoint.mirror={tmp_path}/mirror",
+        f"+callbacks.breaks.folder={tmp_path}/mirror",
+        "+callbacks.breaks._target_=tests.test_mirror.Breaks",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert "warning: checkpoint.mirror=" in run.out and "own checkpoints are whole" in run.out
+    assert len(names(run.folder / "checkpoints")) >= 2
+
+
+def test_a_mirror_that_cannot_be_used_is_refused_at_the_start(train, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for words in ((), ("ckpt_path=last",)):
+        run = train(*SAVES, f"checkpoint.mirror={tmp_path}/file/mirror", *words)
+        assert run.code == 73 and "error: checkpoint.mirror=" in run.err
+        assert not (run.folder / "checkpoints").exists()
+
+
+def test_an_unknown_protocol_is_refused_before_the_run():
+    (line,) = refused("checkpoint.mirror=nope://bucket/a")
+    assert "checkpoint.mirror=nope://bucket/a" in line and "nope" in line
