@@ -1,0 +1,114 @@
+"""What nvidia-smi says about the links of a node, and what the planner makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gptrain.plan.topology import nvidia_smi, parse_topology, read_topology, speed
+
+FOLDER = Path(__file__).parent / "topologies"
+ALL = list(range(8))
+# File -> islands, groups for tensor parallelism, the slowest link of a ring.
+GOLDEN = {
+    # Each GPU has six links: two to two neighbours, one to two; a ring of double links exists.
+    "v100_hybrid_mesh": ([ALL], [[0, 1, 2, 3], [4, 5, 6, 7]], "NV2"),
+    "a100_nvswitch": ([ALL], [ALL], "NV12"),
+    "h100_nvswitch": ([ALL], [ALL], "NV18"),
+    "pcie_box": ([[gpu] for gpu in ALL], [[gpu] for gpu in ALL], "SYS"),
+    "pairs": ([[0, 1], [2, 3]], [[0, 1], [2, 3]], "PXB"),
+    "mig": ([[0], [1]], [[0], [1]], "NODE"),  # a GPU in slices has no NVLink
+    "no_gpu": ([], [], None),
+    "no_driver": ([], [], None),
+    "only_nics": ([], [], None),
+}
+
+
+def as_printed(text: str) -> str:
+    return text
+
+
+def with_spaces(text: str) -> str:
+    return text.expandtabs(12)
+
+
+def without_colours_and_legend(text: str) -> str:
+    return re.sub(r"\x1b\[\d+m", "", text.partition("\nLegend")[0])
+
+
+def underlined(text: str) -> str:
+    return "".join(f"\x1b[4m{line}\x1b[0m\x1b[K" for line in text.splitlines(keepends=True))
+
+
+def from_windows(text: str) -> str:
+    return "$ nvidia-smi topo -m\r\n\r\n" + text.replace("\n", "\r\n")
+
+
+WRITTEN = [as_printed, with_spaces, without_colours_and_legend, underlined, from_windows]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_matrix_is_read_however_it_was_copied(name, written):
+    topology = parse_topology(written((FOLDER / f"{name}.txt").read_text()))
+    found = topology.islands, topology.tensor_groups, topology.slowest_ring_link
+    assert found == GOLDEN[name]
+
+
+def test_every_file_is_golden():
+    assert {path.stem for path in FOLDER.iterdir()} == GOLDEN.keys()
+
+
+def test_the_json_form():
+    topology = read_topology(str(FOLDER / "pairs.txt"))
+    expected = '{"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}'
+    assert json.dumps(topology.to_json()) == expected
+    assert "inside [0, 1] [2, 3]; slowest link of a ring: PXB" in str(topology)
+
+
+def test_gpus_and_columns_may_come_in_any_order():
+    text = """
+            NIC0  GPU3  GPU1  GPU10  CPU Affinity  NUMA Affinity
+    GPU10   SYS   NV4   SYS   X      0-7           0
+    GPU1    PIX   NV4   X     SYS    0-7           0
+    GPU3    PHB   X     NV4   NV4    0-7           0
+    NIC0    X     PHB   PIX   SYS
+    """
+    topology = parse_topology(text)
+    assert topology.gpus == (1, 3, 10)
+    assert topology.links == {(1, 3): "NV4", (1, 10): "SYS", (3, 10): "NV4"}
+    assert topology.islands == [[1, 3, 10]]
+    assert topology.tensor_groups == [[1, 3], [10]]
+    assert topology.slowest_ring_link == "SYS"  # a ring of three needs all three links
+
+
+def test_one_gpu_is_an_island_without_links():
+    topology = parse_topology("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t\tN/A\n")
+    assert (topology.islands, topology.slowest_ring_link) == ([[0]], None)
+
+
+def test_a_second_matrix_does_not_count():
+    peers = "\n \tGPU0\tGPU1\n GPU0\tX\tGNS\n GPU1\tGNS\tX\n"  # of `topo -p2p rw`
+    topology = parse_topology("\tGPU0\tGPU1\nGPU0\tX\tPHB\nGPU1\tPHB\tX\n" + peers)
+    assert topology.slowest_ring_link == "PHB"
+
+
+def test_words_are_ordered_by_speed():
+    words = ["NV18", "NV12", "NV2", "NV1", "PIX", "PXB", "PHB", "NODE", "SYS"]
+    assert sorted(words, key=speed, reverse=True) == words
+    assert speed("what a later driver says") < speed("SYS")
+
+
+@pytest.mark.parametrize("text", ["loss 3.2\n", "\tGPU0\tGPU1\tGPU2\nGPU0\tX\tNV4\n"])
+def test_what_is_no_matrix_or_half_of_one_is_an_error(text):
+    with pytest.raises(ValueError, match="matrix"):
+        parse_topology(text)
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpus(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvidia_smi("topo", "-m") == ""
+    assert read_topology(None).gpus == ()
