@@ -48,22 +48,23 @@ def wandb_records(file) -> list[wandb_internal_pb2.Record]:
 def test_several_loggers_at_once_by_a_list(train):
     run = train("logger=[tensorboard,csv]", *EVERY_STEP)
     assert run.code == 0, run.err
-    assert [step for step, _ in events(run.folder, "train/loss")] == [1, 2, 3, 4]
+    assert [step for step, _ in events(run.folder, "loss/train")] == [1, 2, 3, 4]
     told = [float(row["train/loss"]) for row in rows(run.folder) if row["train/loss"]]
-    assert told == pytest.approx([value for _, value in events(run.folder, "train/loss")])
+    assert told == pytest.approx([value for _, value in events(run.folder, "loss/train")])
 
 
 def test_a_resumed_run_goes_on_in_its_curves_and_doubles_no_point(train):
     options = ("logger=[tensorboard,csv]", *EVERY_STEP, "scheduler=constant")
     run = train(*options, "trainer.max_steps=6")
     names = ("train/loss", "val/loss")
-    whole = {name: events(run.folder, name) for name in names}
-    assert [step for step, _ in whole["val/loss"]] == [2, 4, 6]
+    tags = ("loss/train", "loss/val")
+    whole = {tag: events(run.folder, tag) for tag in tags}
+    assert [step for step, _ in whole["loss/val"]] == [2, 4, 6]
     table = [(row["step"], *(row[name] for name in names)) for row in rows(run.folder)]
     run.cut_back(4)  # its curves reach past its newest checkpoint
     again = train(*options, "trainer.max_steps=6", "ckpt_path=last")
     assert again.code == 0, again.err
-    assert {name: events(run.folder, name) for name in names} == whole
+    assert {tag: events(run.folder, tag) for tag in tags} == whole
     assert [(row["step"], *(row[name] for name in names)) for row in rows(run.folder)] == table
 
 

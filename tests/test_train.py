@@ -54,15 +54,16 @@ def test_the_result_tells_the_steps_of_this_start_and_is_kept_where_none_is_left
     assert again == {name: value for name, value in metrics.items() if "perf/" not in name}
 
 
-def test_tensorboard_holds_the_names_of_the_design_and_the_hyper_parameters(train):
+def test_tensorboard_holds_all_that_is_logged_the_losses_first(train):
     run = train("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
     events = EventAccumulator(str(run.folder))
     events.Reload()
     names = set(events.Tags()["scalars"])
-    assert {"train/loss", "val/loss", "val/perplexity", "lr", "grad_norm", "tokens"} <= names
-    assert {"perf/tokens_per_s", "perf/step_s"} <= names
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
-    assert [event.step for event in events.Scalars("val/loss")] == [2, 4]
+    assert {"loss/train", "loss/val", "optim/lr", "optim/grad_norm", "val/perplexity"} <= names
+    assert {"perf/tokens", "perf/tokens_per_s", "perf/step_s"} <= names
+    assert "epoch" not in names and min(names).startswith("loss/")
+    assert [event.step for event in events.Scalars("loss/train")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("loss/val")] == [2, 4]
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 

@@ -214,7 +214,7 @@ def test_early_stopping_says_that_and_why(fit, monitor, options):
     )  # fmt: skip
     last = run.steps()[-1]
     assert last < 9 and len(run.rows) == last
-    line = next(line for line in run.out.splitlines() if "stopped " in line)
+    line = next(line for line in run.out.splitlines() if "early stop, " in line)
     assert f"step {last}" in line and monitor in line
 
 

@@ -77,6 +77,8 @@ def test_the_callback_writes_by_its_own_options(caplog):
         fast_dev_run=False,
         is_global_zero=True,
         progress_bar_callback=None,
+        global_step=0,
+        loggers=[],
     )
     caplog.set_level("INFO")
     options = {"n_tokens": 20, "temperature": 0.5, "seed": 3}

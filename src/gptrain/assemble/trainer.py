@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +23,7 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import build_target, peak_lr
 from gptrain.assemble.resume import changed_options, identity
+from gptrain.config.from_run import NOT_TAKEN
 from gptrain.launch.devices import Machine, native_precision
 from gptrain.launch.process import this_process
 from gptrain.launch.provenance import describe_run
@@ -193,5 +196,17 @@ def build_report(
         "batch": " · ".join(parts),
         "run": cfg.run_dir,
     }
-    facts = describe_run(machine) if trainer.is_global_zero else {}
-    return Report(lines, lengths.step_tokens, OmegaConf.to_container(cfg, resolve=True), facts)
+    facts = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
+    options, typed = OmegaConf.to_container(cfg, resolve=True), typed_options(cfg, facts)
+    return Report(lines, lengths.step_tokens, options, typed, facts)
+
+
+def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Key -> value, of a group its choice, of the overrides that a run in another folder takes."""
+    typed = {}
+    for line in facts["overrides"]:
+        key, _, text = line.lstrip("+").partition("=")
+        if re.split("[./]", key)[0] not in NOT_TAKEN and not key.startswith("~"):
+            value = OmegaConf.select(cfg, key)
+            typed[key] = value if isinstance(value, int | float | str) else text
+    return typed

@@ -1,4 +1,4 @@
-"""Why a training ended."""
+"""Why a training ended, and how loggers hear of it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,13 @@ def why_ended(trainer: pl.Trainer, lengths: Lengths, first_step: int | None) -> 
         if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
             return Ended("early stop", f"{stopped_by(callback, trainer)}, at step {step}")
     return Ended("stopped", f"by a callback or the module (trainer.should_stop), at step {step}")
+
+
+def log_note(trainer: pl.Trainer, name: str, text: str) -> None:
+    """Gives a text to the loggers that take any, at this step."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_note"):
+            logger.log_note(name, text, trainer.global_step)
 
 
 def stopped_by(callback: EarlyStopping, trainer: pl.Trainer) -> str:

@@ -27,6 +27,7 @@ class Report:
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
         hyper_parameters: the whole config, for the loggers.
+        typed: option -> value, of those that were typed and tell this run from another.
         facts: what else result.json keeps, of what the run was made by.
     """
 
@@ -35,10 +36,11 @@ class Report:
         lines: dict[str, str],
         step_tokens: int,
         hyper_parameters: dict[str, Any],
+        typed: dict[str, Any],
         facts: dict[str, Any],
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.facts = facts
+        self.typed, self.facts = typed, facts
         self.step_tokens, self.hyper_parameters = step_tokens, hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
@@ -51,6 +53,8 @@ class Report:
                 log.info("%-9s %s", label, line)
         for logger in trainer.loggers:
             logger.log_hyperparams(self.hyper_parameters)
+            if hasattr(logger, "log_typed"):
+                logger.log_typed(self.typed, self.hyper_parameters["objective"])
 
     def end(self, trainer: pl.Trainer) -> dict[str, float]:
         """Prints the result and what to type next, and writes result.json; returns the metrics."""

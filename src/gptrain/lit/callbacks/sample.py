@@ -9,12 +9,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.ending import log_note
 
 log = logging.getLogger(__name__)
 
 
 class SampleText(Callback):
-    """Prints a continuation of `prompt` at the end of the run, where the data has a tokenizer.
+    """A continuation of `prompt`, where the data has a tokenizer.
+
+    Printed at the end of the run; loggers that take text get one at each validation.
 
     Args:
         prompt: what is continued, of one token at least.
@@ -26,23 +29,37 @@ class SampleText(Callback):
     def __init__(self, prompt: str, n_tokens: int = 256, temperature: float = 0.7, seed: int = 0):
         self.prompt, self.n_tokens = prompt, n_tokens
         self.temperature, self.seed = temperature, seed
+        self._written: tuple[int, str | None] = -1, None  # at which step, and the text
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._write(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        text = self._write(trainer, module)
+        if text is not None and trainer.is_global_zero:
+            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+                bar.end_line()
+            log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
+
+    def _write(self, trainer: Trainer, module: LightningModule) -> str | None:
+        """What the net writes at this step, once; None where it cannot."""
+        if self._written[0] == trainer.global_step:
+            return self._written[1]
         tokenizer = getattr(trainer.datamodule.val, "tokenizer", None)
         whole = getattr(trainer.strategy, "runs_whole_net", True)  # not a stage of a pipeline
         net = getattr(module, "net", None)
         if tokenizer is None or trainer.fast_dev_run or not whole or net is None:
-            return
+            return None
         # On every rank: where the net is partitioned, its forward pass needs them all.
         device = trainer.strategy.root_device
         tokens = torch.as_tensor(tokenizer.encode(self.prompt), device=device).long()
         generator = torch.Generator(device).manual_seed(self.seed)
         written = sample(net, tokens, self.n_tokens, self.temperature, generator)
-        if trainer.is_global_zero:
-            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-                bar.end_line()
-            text = printable(tokenizer.decode(written.tolist()))
-            log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
+        text = printable(tokenizer.decode(written.tolist()))
+        self._written = trainer.global_step, text
+        log_note(trainer, "sample", text)
+        return text
 
 
 @torch.no_grad()

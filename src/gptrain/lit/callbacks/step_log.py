@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.ending import Ended, why_ended
+from gptrain.lit.ending import Ended, log_note, why_ended
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.plan.batch import Lengths
+from gptrain.problems import first_line
 
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
 
@@ -93,6 +94,11 @@ class StepLog(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.ended = why_ended(trainer, self.lengths, self.first_step)
+        if self.first_step is not None:
+            log_note(trainer, "ended", str(self.ended))
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, error: Exception) -> None:
+        log_note(trainer, "ended", f"{type(error).__name__}: {first_line(error)}")
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         self._log_evaluation(trainer, module, "val")

@@ -8,7 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
-WRITES = ("log_metrics", "log_hyperparams", "go_on_from", "save", "finalize")
+WRITES = (
+    "log_metrics",
+    "log_hyperparams",
+    "log_typed",
+    "log_note",
+    "go_on_from",
+    "save",
+    "finalize",
+)
 
 
 class SurvivesTrouble:

@@ -1,30 +1,82 @@
-"""TensorBoard events."""
+"""TensorBoard events, in the order in which a person reads them."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
 from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
+
+# Logged name -> tag. TensorBoard sorts its sections by what stands before the slash: so losses come
+# first, then the optimizer, then perf/*, then what a user's module logs. A name that is not here is
+# its own tag.
+TAGS = {
+    "train/loss": "loss/train",
+    "val/loss": "loss/val",
+    "test/loss": "loss/test",
+    "lr": "optim/lr",
+    "grad_norm": "optim/grad_norm",
+    "tokens": "perf/tokens",
+}
+LAYOUT = {  # of the tab Custom Scalars: section -> card -> its curves
+    "loss": {"training and validation": ["loss/train", "loss/val"]},
+    "optimizer": {"learning rate": ["optim/lr"], "gradient norm": ["optim/grad_norm"]},
+    "speed": {
+        "tokens per second": ["perf/tokens_per_s"],
+        "model FLOPs utilization": ["perf/mfu"],
+        "seconds of a step, and of it waiting for data": ["perf/step_s", "perf/data_wait_s"],
+        "peak GPU memory, GiB": ["perf/gpu_mem_peak_gib"],
+    },
+}
+COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # in the tab HPARAMS
+FLUSH_S = 5  # as often as TensorBoard looks for new points
 
 
 class TensorBoardLogger(SurvivesTrouble, pl_loggers.TensorBoardLogger):
     """Events in `save_dir` itself: a resumed run goes on in the same place."""
 
     def __init__(self, save_dir: str):
-        super().__init__(save_dir=save_dir, name="", version="", default_hp_metric=False)
+        super().__init__(
+            save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=FLUSH_S
+        )
+        self._config = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if step is not None:
-            super().log_metrics(metrics, step)
+            tagged = {TAGS.get(name, name): value for name, value in metrics.items()}
+            tagged.pop("epoch", None)  # a staircase over steps
+            super().log_metrics(tagged, step)
 
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Fills the HPARAMS tab at the start of a run; its metric is val/loss as logged later."""
-        super().log_hyperparams(params, {"val/loss": math.nan})  # without a step: no point
+        """Keeps the whole config for the tab Text."""
+        self._config = yaml.safe_dump(dict(params), sort_keys=False)
+
+    @rank_zero_only
+    def log_typed(self, typed: dict[str, Any], objective: str) -> None:
+        """Fills the tab HPARAMS with the options that were typed, beside what runs are compared by.
+
+        Args:
+            objective: the name of the metric that a sweep optimises.
+        """
+        names = dict.fromkeys((objective, *COMPARED))
+        metrics = {TAGS.get(name, name): math.nan for name in names}  # without a step: no point
+        super().log_hyperparams(typed, metrics)
+        cards = {
+            section: {title: ["Multiline", tags] for title, tags in charts.items()}
+            for section, charts in LAYOUT.items()
+        }
+        self.experiment.add_custom_scalars(cards)
+
+    @rank_zero_only
+    def log_note(self, name: str, text: str, step: int) -> None:
+        """A text as it stands, in the tab Text."""
+        self.experiment.add_text(name, textwrap.indent(text, "    "), step)
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
@@ -33,3 +85,9 @@ class TensorBoardLogger(SurvivesTrouble, pl_loggers.TensorBoardLogger):
 
         start = SessionLog(status=SessionLog.START)
         self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
+        self.log_note("config", self._config, step)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Writes what is still in memory, and no hparams.yaml: the config is in .hydra/."""
+        self.experiment.flush()
