@@ -5,16 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptrain.models import SimpleGPT
+from gptrain.models import Llama, SimpleGPT
 
 SIZES = {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 16}
 # Sums in another order: a few units in the last place of fp32, of logits of about 1.
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-@pytest.fixture
-def net() -> SimpleGPT:
-    net = SimpleGPT(**SIZES, dropout=0.1).eval()
+NETS = {
+    "gpt": (SimpleGPT, {"dropout": 0.1}),
+    "llama": (Llama, {"n_kv_heads": 4, "d_ff": 40, "qk_norm": True}),
+    "grouped": (Llama, {"n_kv_heads": 2, "d_ff": 40, "rope_interleaved": True}),
+}
+
+
+@pytest.fixture(params=NETS)
+def net(request) -> torch.nn.Module:
+    made, options = NETS[request.param]
+    net = made(**SIZES, **options).eval()
     for parameter in net.parameters():  # weights of a net that has learned, biases too
         torch.nn.init.normal_(parameter, std=0.2)
     return net.requires_grad_(False)

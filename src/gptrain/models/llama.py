@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptrain.models.simple_gpt import INIT_STD, make_embedding, stable_hash
+from gptrain.models.cache import LayerCache
+from gptrain.models.decoder import Decoder, make_embedding
 
 LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """Llama's architecture.
 
     Args:
@@ -66,9 +67,7 @@ class Llama(nn.Module):
         qk_norm: bool = False,
         tie_head: bool = False,
     ):
-        # The one random number drawn from the caller's generator, on the CPU on any device.
-        init_seed = int(torch.randint(2**62, (), device="cpu"))
-        super().__init__()
+        super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         if n_heads % n_kv_heads:
             raise ValueError(
                 f"n_kv_heads={n_kv_heads}: does not divide n_heads={n_heads}, each is shared by "
@@ -79,22 +78,15 @@ class Llama(nn.Module):
                 f"n_heads={n_heads}: d_model={d_model} is no multiple of 2 * n_heads, and a head's "
                 f"numbers are rotated in pairs"
             )
-        self.init_seed = init_seed
-        self.vocab_size = vocab_size
-        self.d_model = d_model
-        self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
-        self.n_layers = n_layers
         self.d_ff = d_ff
-        self.max_seq_len = max_seq_len
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
         self.rope_interleaved = rope_interleaved
         self.norm_eps = norm_eps
         self.qk_norm = qk_norm
-        self.tie_head = tie_head
 
-        with torch.device("meta"):  # the layers' own initialisation would only be overwritten
+        with torch.device("meta"):
             self.token_embedding = make_embedding(vocab_size, d_model)
             self.blocks = nn.ModuleList(Block(self) for _ in range(n_layers))
             self.norm = nn.RMSNorm(d_model, norm_eps)
@@ -102,64 +94,11 @@ class Llama(nn.Module):
             if tie_head:
                 self.head.weight = self.token_embedding.weight
 
-        device = torch.get_default_device()
-        if device.type != "meta":
-            self.to_empty(device=device)
-            for name, parameter in self.named_parameters():
-                self.init_parameter(name, parameter)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token that follows each of tokens (B, T)."""
-        return self.head(self.hidden(tokens))
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Hidden states (B, T, D) after the final norm: forward without the head."""
-        x = self.embed(tokens)
-        for block in self.blocks.children():  # a list, or a dict of the blocks that one stage holds
-            x = block(x)
-        return self.norm(x)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings (B, T, D).
-
-        Raises: ValueError if the sequence is longer than max_seq_len.
-        """
-        n_tokens = tokens.shape[-1]
-        if n_tokens > self.max_seq_len:
-            raise ValueError(
-                f"sequence of {n_tokens} tokens: longer than max_seq_len={self.max_seq_len}; "
-                f"shorten the sequence or raise max_seq_len"
-            )
-        return self.token_embedding(tokens)
-
-    @torch.no_grad()
-    def init_parameter(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place: a pure function of (init_seed, name, its shape).
-
-        As SimpleGPT's: Normal(0, 0.02), scaled by 1 / sqrt(2 * n_layers) where it writes into the
-        residual stream; norms 1.
-        """
-        module = name.rpartition(".")[0]
-        if module.rpartition(".")[2].startswith("norm"):
-            tensor.fill_(1.0)
-        else:
-            if self.tie_head and module == "head":  # one storage: either name, the same numbers
-                name = "token_embedding.weight"
-            writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
-            std = INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else INIT_STD
-            generator = torch.Generator().manual_seed(stable_hash(self.init_seed, name))
-            normal = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-            tensor.copy_(normal.normal_(0.0, std, generator=generator))
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        if self.tie_head and self.head is not None and self.token_embedding is not None:
-            self.head.weight = self.token_embedding.weight  # to_empty() makes one for each name
-        return self
+        self.fill()
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D)."""
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
 
     def __init__(self, sizes: Llama):
         super().__init__()
@@ -168,8 +107,8 @@ class Block(nn.Module):
         self.norm_2 = nn.RMSNorm(sizes.d_model, sizes.norm_eps)
         self.mlp = SwiGLU(sizes.d_model, sizes.d_ff)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.norm_1(x), cache)
         return x + self.mlp(self.norm_2(x))
 
 
@@ -191,7 +130,7 @@ class CausalSelfAttention(nn.Module):
         if sizes.qk_norm:
             self.norm_q, self.norm_k = (nn.RMSNorm(self.d_head, sizes.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         q, k, v = (
             # H, G are read off the width: this rank's heads where they are split over ranks
             projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H or G, T, K)
@@ -199,9 +138,12 @@ class CausalSelfAttention(nn.Module):
         )
         if self.norm_q is not None:
             q, k = self.norm_q(q), self.norm_k(k)
-        q, k = self.rotary(q), self.rotary(k)
-        is_grouped = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        start = 0 if cache is None else cache.length
+        q, k = self.rotary(q, start), self.rotary(k, start)
+        k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
 
 
@@ -232,19 +174,19 @@ class Rotary:
     scaling: float
     interleaved: bool
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x (B, H, T, K) turned, in fp32 or above."""
-        n_tokens = x.shape[-2]
+    def __call__(self, x: Tensor, start: int = 0) -> Tensor:
+        """x (B, H, T, K) turned, the first of T as position start; computed in fp32 or above."""
+        end = start + x.shape[-2]
         if torch.compiler.is_compiling():
-            cos, sin = self.table(n_tokens, x.device)
+            cos, sin = self.table(end, x.device)
         else:  # of lengths that grow token by token a few tables are enough
-            cos, sin = _cached_table(self, 1 << (n_tokens - 1).bit_length(), x.device)
+            cos, sin = _cached_table(self, 1 << (end - 1).bit_length(), x.device)
         swapped = (  # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
             x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
             if self.interleaved
             else x.roll(self.d_head // 2, -1)
         )
-        return torch.addcmul(x * cos[:n_tokens], swapped, sin[:n_tokens]).to(x.dtype)
+        return torch.addcmul(x * cos[start:end], swapped, sin[start:end]).to(x.dtype)
 
     def table(self, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """cos and signed sin of all angles, (T, K)."""

@@ -1,0 +1,135 @@
+"""What the nets that ship share: the order of their parts, a cache, and initial weights."""
+
+# B batch, T time, D d_model, V vocab
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from gptrain.models.cache import KVCache
+
+INIT_STD = 0.02  # GPT-2's, for every matrix and all embeddings
+
+
+class Decoder(nn.Module):
+    """Token embedding, blocks, a final norm and a head, with the whole contract of gptrain.models.
+
+    A class of it makes `token_embedding`, `blocks`, `norm` and `head` on the meta device (their own
+    initial weights would only be overwritten), then calls `fill`. In a block what writes into the
+    residual stream is called `attention.out_proj` and `mlp.down_proj`, and a norm `norm…`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_heads: int,
+        n_layers: int,
+        max_seq_len: int,
+        tie_head: bool,
+    ):
+        # The one random number drawn from the caller's generator, on the CPU on any device.
+        init_seed = int(torch.randint(2**62, (), device="cpu"))
+        super().__init__()
+        self.init_seed = init_seed
+        self.vocab_size = vocab_size
+        self.d_model = d_model
+        self.n_heads = n_heads
+        self.n_layers = n_layers
+        self.max_seq_len = max_seq_len
+        self.tie_head = tie_head
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits (B, T, V) of the token that follows each of tokens (B, T).
+
+        Args:
+            cache: of `new_cache`, of the positions before these.
+        """
+        hidden = self.hidden(tokens) if cache is None else self.hidden_after(cache, tokens)
+        return self.head(hidden)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Hidden states (B, T, D) after the final norm: forward without the head."""
+        x = self.embed(tokens)
+        for block in self.blocks.children():  # a list, or a dict of the blocks that one stage holds
+            x = block(x)
+        return self.norm(x)
+
+    def hidden_after(self, cache: KVCache, tokens: Tensor) -> Tensor:
+        """Likewise (B, T, D), of tokens that follow those of a cache, to which it adds them."""
+        x = self.embed(tokens, cache.length)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, layer)
+        return self.norm(x)
+
+    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Token embeddings (B, T, D).
+
+        Args:
+            start: position of the first token.
+        Raises: ValueError if the sequence is longer than max_seq_len.
+        """
+        n_tokens = start + tokens.shape[-1]
+        if n_tokens > self.max_seq_len:
+            raise ValueError(
+                f"sequence of {n_tokens} tokens: longer than max_seq_len={self.max_seq_len}; "
+                f"shorten the sequence or raise max_seq_len"
+            )
+        return self.token_embedding(tokens)
+
+    def new_cache(self, batch_size: int) -> KVCache:
+        """An empty one, for max_seq_len positions of as many sequences."""
+        return KVCache(self.n_layers, batch_size, self.max_seq_len)
+
+    def fill(self) -> None:
+        """Initial weights on the default device; none if that is the meta device."""
+        device = torch.get_default_device()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            for name, parameter in self.named_parameters():
+                self.init_parameter(name, parameter)
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, tensor: Tensor) -> None:
+        """Fill one whole parameter in place: a pure function of (init_seed, name, its shape).
+
+        Normal(0, 0.02); biases 0, norms 1; the two projections that write into the residual stream
+        are scaled by 1 / sqrt(2 * n_layers), the number of such writes. Numbers are drawn on the
+        CPU in fp32 whatever the tensor's device and type, so that every device gets the same.
+        """
+        module, _, kind = name.rpartition(".")
+        if kind == "bias":
+            tensor.zero_()
+        elif module.rpartition(".")[2].startswith("norm"):
+            tensor.fill_(1.0)
+        else:
+            if module == "head" and self.tie_head:  # one storage: either name, the same numbers
+                name = "token_embedding.weight"
+            writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
+            std = INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else INIT_STD
+            generator = torch.Generator().manual_seed(stable_hash(self.init_seed, name))
+            normal = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+            tensor.copy_(normal.normal_(0.0, std, generator=generator))
+
+    def _apply(self, fn, recurse=True):
+        # to_empty() makes a new parameter under each name, which would untie the head.
+        tied = self.head is not None and self.token_embedding is not None
+        tied = tied and self.head.weight is self.token_embedding.weight
+        super()._apply(fn, recurse)
+        if tied:
+            self.head.weight = self.token_embedding.weight
+        return self
+
+
+def make_embedding(n: int, d_model: int) -> nn.Embedding:
+    """A table to be filled."""
+    # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s.
+    return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
+
+
+def stable_hash(seed: int, name: str) -> int:
+    """64 bits of (seed, name), the same in every process, which hash() is not."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
