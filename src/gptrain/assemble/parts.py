@@ -216,8 +216,12 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
         options["betas"] = tuple(map(float, options["betas"]))  # torch refuses integers and lists
     with as_config_errors(cfg, "optimizer._target_"):
         if target == MUON:
-            net = module.net if isinstance(module, LanguageModel) else module
-            groups = muon_groups(net, module.parameters())
+            is_whole = isinstance(module, LanguageModel)  # else a net that is looked at
+            net = module.net if is_whole else module
+            names = module.named_net() if is_whole else dict(net.named_parameters())
+            kinds = ("embedding", "head", "vector")
+            lrs = {kind: peak_lr(cfg, batch, options.pop(f"{kind}_lr", None)) for kind in kinds}
+            groups = muon_groups(net, module.parameters(), {p: n for n, p in names.items()}, **lrs)
         else:
             beside = named_beside_net(module)  # in groups of their own: they are never sharded
             of_net = [p for name, p in module.named_parameters() if name not in beside]
@@ -225,9 +229,13 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
         return get_method(target)(groups, **options)
 
 
-def peak_lr(cfg: DictConfig, batch: BatchPlan) -> float | None:
-    """The schedule's peak, scaled to the batch; None for an optimizer without a learning rate."""
-    options, lr = cfg.optimizer, cfg.optimizer.lr
+def peak_lr(cfg: DictConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
+    """The schedule's peak, scaled to the batch; None for an optimizer without a learning rate.
+
+    Args:
+        lr: of a group of parameters; None: optimizer.lr.
+    """
+    options, lr = cfg.optimizer, lr or cfg.optimizer.lr
     if lr is None:
         taken = inspect.signature(get_method(options._target_)).parameters
         lr = taken["lr"].default if "lr" in taken else None

@@ -220,7 +220,8 @@ def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None
 
 def changed_options(cfg: DictConfig) -> tuple[str, ...]:
     """Options of the optimizer that allow_changes names: a resume gives them their new value."""
-    return tuple(key for key in cfg.optimizer if covers(cfg.allow_changes, f"optimizer.{key}"))
+    changed = (key for key in cfg.optimizer if covers(cfg.allow_changes, f"optimizer.{key}"))
+    return tuple("lr" if key.endswith("_lr") else key for key in changed)  # of a group: its lr
 
 
 def covers(names: Iterable[str], key: str) -> bool:

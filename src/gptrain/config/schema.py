@@ -111,6 +111,9 @@ class AdamW(Optimizer):
 
 class Muon(AdamW):
     momentum: BelowOne
+    embedding_lr: PositiveFloat | None = None
+    head_lr: PositiveFloat | None = None
+    vector_lr: PositiveFloat | None = None
 
 
 class Scheduler(Open):

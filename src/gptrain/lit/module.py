@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.strategies.base import NetStrategy
 from gptrain.loss import IGNORED
+from gptrain.parallel.state import WHOLE, named_parameters
 
 
 class LanguageModel(pl.LightningModule):
@@ -120,6 +121,10 @@ class LanguageModel(pl.LightningModule):
                 metric.reset()
             self.eval_sums = 0.0
         return {f"{prefix}/{name}": value for name, value in values.items()}
+
+    def named_net(self) -> dict[str, nn.Parameter]:
+        """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
+        return named_parameters(self.net, getattr(self._strategy(), "stages", WHOLE))
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer(self)

@@ -1,6 +1,6 @@
 """Which parameters decay, which Muon takes, and how the learning rate follows the batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -19,7 +19,12 @@ def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def muon_groups(net: nn.Module, parameters: Iterable[nn.Parameter] | None = None) -> list[dict]:
+def muon_groups(
+    net: nn.Module,
+    parameters: Iterable[nn.Parameter] | None = None,
+    names: Mapping[nn.Parameter, str] | None = None,
+    **lrs: float | None,
+) -> list[dict]:
     """Groups for Muon: the matrices of net.blocks flagged use_muon, the rest as in decay_groups.
 
     Embeddings, head and vectors go to AdamW: an update of equal singular values is meant for a
@@ -27,6 +32,8 @@ def muon_groups(net: nn.Module, parameters: Iterable[nn.Parameter] | None = None
 
     Args:
         parameters: all that is trained; None: the net's.
+        names: of the net's; one of `head.` alone is the head's, so that a tied one is an embedding.
+        lrs: learning rates of `embedding`, `head` and `vector`; None: the optimizer's.
 
     Raises: ValueError if the net has no attribute blocks.
     """
@@ -35,13 +42,23 @@ def muon_groups(net: nn.Module, parameters: Iterable[nn.Parameter] | None = None
             f"Muon: {type(net).__name__} has no attribute `blocks`, so that its hidden matrices "
             f"are not known; give it one (see gptrain.models) or take AdamW"
         )
-    parameters = list(net.parameters() if parameters is None else parameters)
+    names = names or {p: name for name, p in net.named_parameters()}
     hidden = {p for p in net.blocks.parameters() if p.ndim == 2}
-    groups = [
-        group | {"use_muon": True} for group in decay_groups(p for p in parameters if p in hidden)
-    ]
-    rest = decay_groups(p for p in parameters if p not in hidden)
-    return groups + [group | {"use_muon": False} for group in rest]
+    kinds: dict[str, list[nn.Parameter]] = {
+        kind: [] for kind in ("hidden", "embedding", "head", "vector", "beside")
+    }
+    for p in net.parameters() if parameters is None else parameters:
+        name = names.get(p)
+        is_head = name is not None and name.startswith("head.")
+        kind = "vector" if p.ndim < 2 else "head" if is_head else "embedding"
+        kinds["beside" if name is None else "hidden" if p in hidden else kind].append(p)
+    groups = []
+    for kind, members in kinds.items():
+        options = {"use_muon": kind == "hidden"}
+        if (lr := lrs.get(kind)) is not None:
+            options["lr"] = lr
+        groups += [group | options for group in decay_groups(members)]
+    return groups
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, reference_batch_size: int) -> float:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic with the steepest slope at 0,
 # and torch.optim.Muon's defaults.
@@ -19,19 +20,26 @@ ADAMW_RMS = 0.2  # size of AdamW's update, which Muon's is scaled to: arXiv:2502
 class Muon(torch.optim.Optimizer):
     """Muon over the groups flagged use_muon, torch.optim.AdamW over the others.
 
-    torch's own Muon takes matrices only, and a training loop, a schedule and a checkpoint want one
-    optimizer. It also works in bf16 whatever the device, which a CPU without instructions for it
-    computes 100 times slower than fp32 (0.9 against 68 GFLOP/s on an AVX2 core); so the update is
-    formed here, in bf16 only where that is native.
+    torch.optim.Muon makes the same updates (adjust_lr_fn="match_rms_adamw"), but takes matrices
+    only, and a training loop, a schedule and a checkpoint want one optimizer; it orthogonalizes one
+    matrix at a time, in bf16 on any device; of a sharded matrix every product is a collective, and
+    of a replicated one every rank computes the same. Here matrices of one shape are one batch,
+    which the ranks that share them divide.
 
-    Both halves share one learning rate: Muon's update is scaled to the size of AdamW's, so that
-    the learning rate and decay tuned for AdamW can be kept.
+    Muon's update is scaled to the size of AdamW's, so that the learning rate and decay tuned for
+    AdamW can be kept. Measured: `python -m gptrain.bench`
 
     Args:
         params: groups as muon_groups() makes them; without the flag a group is AdamW's.
         betas, eps: AdamW's.   momentum: Muon's, of Nesterov's kind.
         fused: AdamW in one kernel; false on a device that has none.
+
+    Attributes:
+        replicas: ranks that hold the same weights and gradients; None: this process alone, or
+            those of the weights' own mesh.
     """
+
+    replicas: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -80,52 +88,75 @@ class Muon(torch.optim.Optimizer):
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         """Nesterov momentum, made orthogonal, scaled; decay as AdamW's."""
+        alike: dict[tuple, list[Tensor]] = {}
         for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-            average = state["momentum_buffer"]
-            average.lerp_(parameter.grad, 1 - group["momentum"])
-            update = parameter.grad.lerp(average, group["momentum"])
-            if isinstance(update, DTensor):
-                update = orthogonalize_gathered(update)
-            else:
-                update = orthogonalize(update, native_dtype(parameter.device))
-            step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape))
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(update, alpha=-step_size)
+            if parameter.grad is not None:
+                placements = getattr(parameter, "placements", None)
+                alike.setdefault((parameter.shape, placements), []).append(parameter)
+        for (shape, _), parameters in alike.items():
+            step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(shape))
+            averages = [self._average(parameter, group["momentum"]) for parameter in parameters]
+            updates = orthogonalize_shared(averages, self.replicas)
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                local_part(parameter).add_(update, alpha=-step_size)
+
+    def _average(self, parameter: Tensor, momentum: float) -> Tensor:
+        """The gradient looked ahead by Nesterov's momentum."""
+        state, gradient = self.state[parameter], parameter.grad
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum)
 
 
-def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest matrix with all singular values about 1 (0.7 to 1.2), computed in dtype.
+def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> list[Tensor]:
+    """This rank's part of each of some matrices of one shape and sharding, made orthogonal.
 
-    Five Newton-Schulz steps, products only. Equal to torch.optim.Muon's in bfloat16.
+    Each rank gets some of the matrices whole, and sends back what it has made of them: two exchanges
+    for all. Offloaded ones are gathered on their mesh's devices.
+
+    Args:
+        replicas: over which plain tensors are the same; they divide the work likewise.
+    """
+    first = matrices[0]
+    mesh = first.device_mesh if isinstance(first, DTensor) else replicas
+    if mesh is None:
+        return list(orthogonalize(torch.stack(matrices), native_dtype(first.device)))
+    device, home = torch.device(mesh.device_type), first.device
+    dtype, whole, divided = native_dtype(device), [Replicate()] * mesh.ndim, [Shard(0)] * mesh.ndim
+    stack = torch.stack([matrix.to(device.type, dtype) for matrix in matrices])
+    if not isinstance(stack, DTensor):
+        stack = DTensor.from_local(stack, mesh, whole, run_check=False)
+    is_gloo = device.type == "cpu"  # sends no rank its part alone: there all is gathered first
+    mine = stack.redistribute(placements=whole if is_gloo else divided)
+    mine = mine.redistribute(placements=divided)
+    made, size = orthogonalize(mine.to_local(), dtype).contiguous(), mine.size()
+    made = DTensor.from_local(made, mesh, divided, shape=size, stride=mine.stride())
+    for axis in reversed(range(mesh.ndim)) if is_gloo else ():
+        made = made.redistribute(placements=[*divided[:axis], *whole[axis:]])
+    return list(made.redistribute(placements=stack.placements).to_local().to(home))
+
+
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N, rows, columns): to each the nearest with all singular values about 1 (0.7 to 1.2).
+
+    Five Newton-Schulz steps, products only, in dtype.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = matrix.to(dtype)
-    if matrix.size(0) > matrix.size(1):
-        wide = wide.T  # the smaller of the two products with itself
-    wide = wide / wide.norm().clamp(min=NORM_FLOOR)  # singular values of at most 1
+    is_tall = matrices.size(1) > matrices.size(2)
+    wide = (matrices.mT if is_tall else matrices).to(dtype)  # the smaller product with itself
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)  # none above 1
     for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if matrix.size(0) > matrix.size(1) else wide
+        gram = wide @ wide.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        wide = torch.baddbmm(wide, polynomial, wide, beta=a)
+    return wide.mT if is_tall else wide
 
 
-def orthogonalize_gathered(matrix: DTensor) -> DTensor:
-    """As orthogonalize(), of a sharded matrix; the result is sharded likewise.
-
-    One gather, then every rank computes the same: products of sharded matrices would be 11 to 16
-    collectives (CommDebugMode, four ranks). An offloaded matrix is gathered on its mesh's devices.
-    """
-    mesh, placements, home = matrix.device_mesh, matrix.placements, matrix.device
-    whole_on_all = [Replicate()] * mesh.ndim
-    dtype = native_dtype(torch.device(mesh.device_type))
-    whole = matrix.to(mesh.device_type, dtype).redistribute(placements=whole_on_all).to_local()
-    whole = DTensor.from_local(orthogonalize(whole, dtype), mesh, whole_on_all, run_check=False)
-    return whole.redistribute(placements=placements).to(home)
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def native_dtype(device: torch.device) -> torch.dtype:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
+from gptrain.optim import Muon
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.plan.dims import ParallelDims
@@ -65,12 +67,14 @@ class NetStrategy:
         check_finite: called between clipping and the optimizer's step.
         grad_norm: of all gradients before clipping, of the last step.
         micro_losses: what training_step returned in each micro-step of this step, detached.
+        replicas: ranks that hold the same weights and gradients, and divide Muon's work.
     """
 
     info: StrategyInfo
     forward_runs_backward = False
     check_finite: FiniteCheck | None = None
     grad_norm: Tensor | None = None
+    replicas: DeviceMesh | None = None
     _gradients_finished = False  # those of this step
 
     @property
@@ -125,6 +129,9 @@ class NetStrategy:
             if "multiple optimizers" not in str(error):
                 raise
             raise Unfit("module._target_", f"several optimizers: {ONE_OPTIMIZER}") from error
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.replicas = self.replicas
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Drops the last step's gradients before a new step's forward pass.

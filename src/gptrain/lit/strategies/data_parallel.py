@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.lit.strategies.base import BuildArgs, NetStrategy
 from gptrain.lit.strategies.states import NamedStates
+from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import make_net_on
 
 _SYNC_BUFFERS = (  # renamed in torch 2.13
@@ -89,4 +90,5 @@ def build_ddp(args: BuildArgs) -> tuple[nn.Module, Strategy]:
         static_graph=options.static_graph,
         find_unused_parameters=options.find_unused_parameters,
     )
+    strategy.replicas = build_mesh(args.device.type, args.dims)["data"]
     return make_net_on(args.device, args.make_net, args.finish), strategy

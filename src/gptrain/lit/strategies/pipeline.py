@@ -134,4 +134,6 @@ def build_pipeline(args: BuildArgs) -> tuple[nn.Module, Strategy]:
         made.append(PipelineStrategy(pipeline))
         args.finish(net)
 
-    return make_net_on(args.device, args.make_net, partition), made[0]
+    net = make_net_on(args.device, args.make_net, partition)
+    made[0].replicas = mesh["data"] if args.dims.data > 1 else None
+    return net, made[0]
