@@ -89,6 +89,23 @@ def test_what_lies_beside_the_net_is_trained_with_it():
     assert not any(p is frozen for p in listed)
 
 
+def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
+    lrs = {"embedding": 3.0, "head": 2.0, "vector": 0.5}
+    net = small_gpt()
+
+    def rates() -> dict[str, float]:
+        groups = Muon(muon_groups(net, **lrs), lr=1.0).param_groups
+        return {name: group["lr"] for group in groups for name in names(net, group)}
+
+    assert rates()["token_embedding.weight"] == 3.0  # and the tied head
+    net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+    kinds = {"token_embedding": 3.0, "position_embedding": 3.0, "head": 2.0}
+    for name, lr in rates().items():
+        hidden = 1.0 if name.endswith("proj.weight") else 0.5
+        assert lr == kinds.get(name.partition(".")[0], hidden), name
+    assert {group["lr"] for group in Muon(muon_groups(net), lr=1.0).param_groups} == {1.0}
+
+
 def test_muon_groups_of_a_net_without_blocks_are_refused_by_the_nets_name():
     with pytest.raises(ValueError, match=r"Linear has no attribute `blocks`"):
         muon_groups(nn.Linear(2, 2))
@@ -190,12 +207,12 @@ def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
 
 def test_an_orthogonalized_matrix_keeps_its_directions_and_evens_its_singular_values():
     for shape in ((8, 32), (32, 8)):
-        matrix = torch.randn(shape)
-        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        made = muon_file.orthogonalize(matrix, torch.float32)
+        matrices = torch.randn(2, *shape)
+        u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+        made = muon_file.orthogonalize(matrices, torch.float32)
         sizes = torch.linalg.svdvals(made)
         assert sizes.min() > 0.6 and sizes.max() < 1.3
-        assert torch.cosine_similarity(made.flatten(), (u @ v).flatten(), dim=0) > 0.95
+        assert torch.cosine_similarity(made.flatten(1), (u @ v).flatten(1)).min() > 0.95
 
 
 def test_muon_resumes_from_a_plain_file_as_if_it_had_not_stopped():

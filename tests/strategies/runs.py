@@ -290,10 +290,11 @@ def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
 
 
 def check_muon(runs: Runs, name: str) -> None:
-    """Muon, which needs whole matrices, equals one process where they are sharded."""
+    """Muon, which needs whole matrices, equals one process where ranks divide its work."""
     words = (
         "optimizer=muon", "+callbacks.fp32._target_=own_parts.MuonInFp32", "trainer.max_steps=4",
-        "optimizer.momentum=0.9", "optimizer.betas=[0.8,0.9]",
+        "optimizer.momentum=0.9", "optimizer.betas=[0.8,0.9]", "optimizer.embedding_lr=2e-3",
+        "optimizer.head_lr=5e-3", "optimizer.vector_lr=5e-4",
     )  # fmt: skip
     truth = runs(*PLACES["single"], *words)
     check_same_run(runs(*PLACES[name], *words), truth)

@@ -9,6 +9,10 @@ class TestEveryClaim(claims.FewRanks):
     name, data_ranks = "ddp", [0, 1]
 
 
+def test_muon_whose_work_ranks_divide_equals_one_process(runs):
+    claims.check_muon(runs, "ddp")
+
+
 @pytest.mark.parametrize("source", ["single", "fsdp"])
 def test_it_reads_checkpoints_of(source, runs):
     claims.check_reads_checkpoints_of(runs, "ddp", source)

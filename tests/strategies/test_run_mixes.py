@@ -39,5 +39,6 @@ def test_it_starts_from_weights_of_one_process(name, runs):
     claims.check_starts_from_weights_of(runs, name, "single")
 
 
-def test_muon_of_matrices_sharded_twice_equals_one_process(runs):
-    claims.check_muon(runs, "fsdp_tensor_parallel")
+@pytest.mark.parametrize("name", MIXES)
+def test_muon_of_matrices_sharded_or_copied_equals_one_process(name, runs):
+    claims.check_muon(runs, name)

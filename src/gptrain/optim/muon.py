@@ -91,9 +91,9 @@ class Muon(torch.optim.Optimizer):
         alike: dict[tuple, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
-                placements = getattr(parameter, "placements", None)
-                alike.setdefault((parameter.shape, placements), []).append(parameter)
-        for (shape, _), parameters in alike.items():
+                sharding = (getattr(parameter, key, None) for key in ("device_mesh", "placements"))
+                alike.setdefault((parameter.shape, *sharding), []).append(parameter)
+        for (shape, *_), parameters in alike.items():
             step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(shape))
             averages = [self._average(parameter, group["momentum"]) for parameter in parameters]
             updates = orthogonalize_shared(averages, self.replicas)
