@@ -113,8 +113,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> list[Tensor]:
     """This rank's part of each of some matrices of one shape and sharding, made orthogonal.
 
-    Each rank gets some of the matrices whole, and sends back what it has made of them: two exchanges
-    for all. Offloaded ones are gathered on their mesh's devices.
+    Each rank gets some of the matrices whole, and sends back what it has made of them: in two
+    exchanges for all. Offloaded ones are gathered on their mesh's devices.
 
     Args:
         replicas: over which plain tensors are the same; they divide the work likewise.
