@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 from dataclasses import dataclass
+from typing import NoReturn
 
 DONE = 0
 BAD_CONFIG = 2
@@ -100,6 +102,13 @@ class ConfigError(Exception):
     def of(cls, key: str, value: object, wrong: str, **more: object) -> ConfigError:
         """With one Problem."""
         return cls([Problem(key, value, wrong, **more)])
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command's words; what it cannot read is a ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError.of("", None, message, attempt=f"{self.prog} --help")
 
 
 class JobFailed(Exception):

@@ -24,16 +24,17 @@ MAY_IMPORT = {
     "plan": set(),
     "data": {"small_files"},
     "resilience": {"small_files", "problems"},
+    "runs": {"resilience", "small_files", "problems"},
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
     "parallel": {"loss", "plan"},
     "problems": set(),  # the one home of exit codes
     "launch": {"data", "parallel", "resilience", "small_files", "problems"},
     "lit": (LEAVES - {"models"}) | {"launch", "problems"},
-    "config": {"launch", "plan", "data", "resilience", "small_files", "problems"},
+    "config": {"launch", "plan", "data", "resilience", "runs", "small_files", "problems"},
     "assemble": (LEAVES - {"models"}) | {"lit", "launch", "config", "problems"},
 }
 # May import anything but each other, as do __main__.py and command.py of a room with a command.
-COMMANDS = {"bench", "export", "collectives", "generate", "runs", "adopt", "command"}
+COMMANDS = {"bench", "export", "collectives", "generate", "adopt", "command"}
 FOREIGN = {
     "lightning": {"lit", "assemble"},
     "hydra": {"config", "assemble", "launch"},

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,6 +25,7 @@ from gptrain.config.compose import CONF, compose_and_explain, compose_config, pa
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
+from gptrain.config.sweep import Sweep
 from gptrain.launch.process import calm_threads, this_process
 from gptrain.problems import (
     BAD_CONFIG,
@@ -34,6 +35,7 @@ from gptrain.problems import (
     PREEMPTED,
     ConfigError,
     JobFailed,
+    Parser,
     Problem,
     code_of,
     first_line,
@@ -44,14 +46,6 @@ LINGER_S = 10.0  # ranks start within seconds of each other
 HYDRAS_OWN = ("BasicSweeper", "BasicLauncher")  # jobs of this process, none of which is a trial
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
 Job = Callable[[DictConfig], "float | None"]
-
-
-class Ended(NamedTuple):
-    """What became of a job that was started."""
-
-    code: int
-    said: str
-    overrides: list[str]
 
 
 def main(
@@ -91,8 +85,10 @@ def run_command(
             folder = os.path.abspath(args.config_dir)
             args.overrides.insert(0, f"hydra.searchpath=['file://{folder}']")
         overrides = [*own, *expand(args.overrides)]
+        sweep = None
         if args.multirun or args.cfg or args.info:
-            check_sweep(overrides)
+            parsed, first = check_sweep(overrides)
+            sweep = Sweep.of(parsed, first) if args.multirun else None
         else:
             cfg, found = compose_and_explain(overrides)
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
@@ -104,7 +100,7 @@ def run_command(
         return _ending(error, "debug=true" in argv)[0]
     flags = [f"--{name}={getattr(args, name)}" for name in ("cfg", "info") if getattr(args, name)]
     flags += ["--multirun"] if args.multirun else []
-    return _run(job, [*flags, *overrides, *_quiet_rank()], schema, args.multirun)
+    return _run(job, [*flags, *overrides, *_quiet_rank()], schema, sweep)
 
 
 def check(cfg: DictConfig, schema: type[Run] = Run, found: Sequence[Problem] = ()) -> list[Problem]:
@@ -124,21 +120,25 @@ def check(cfg: DictConfig, schema: type[Run] = Run, found: Sequence[Problem] = (
     return problems
 
 
-def check_sweep(overrides: list[str]) -> None:
-    """Composes the first job of a sweep; each is checked as it starts. Raises: ConfigError."""
+def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
+    """Overrides, and the config of the first job; each is checked as it starts.
+
+    Raises: ConfigError.
+    """
     parsed, problems = parse(overrides)
     if this_process().launcher in ("torchrun", "slurm"):
         wrong = "a sweep cannot run inside the ranks of a launcher"
         attempt = "python train.py -m ... trainer.devices=<n>"
         problems.append(Problem("-m", None, wrong, attempt=attempt))
-    problems += compose_and_explain([_first_value(one) for one in parsed])[1]
-    if problems:
+    cfg, found = compose_and_explain([_first_value(one) for one in parsed])
+    if problems := [*problems, *found]:
         raise ConfigError(problems)
+    return parsed, cfg
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = Parser("python train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     for flag in ("--help", "-h"), ("--multirun", "-m"):
         parser.add_argument(*flag, action="store_true")
@@ -176,59 +176,52 @@ def help_text(usage: str) -> str:
   conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
 
 
-def table(jobs: list[Ended]) -> list[str]:
-    """A line per job: its number, what happened, and its overrides."""
-    lines = ["job  ended  overrides"]
-    for number, (code, said, overrides) in enumerate(jobs):
-        end = f"failed ({code}): {said}" if code else said
-        lines.append(f"{number:3}  {end}  {' '.join(overrides)}")
-    return lines
-
-
-def _run(job: Job, argv: list[str], schema: type[Run], is_sweep: bool) -> int:
-    """Lets Hydra run the job or the jobs; the code of the first that failed."""
-    jobs: list[Ended] = []
+def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> int:
+    """Lets Hydra run the job or the jobs of a sweep; the code of the first that failed."""
+    codes: list[int] = []
 
     def attempt(cfg: DictConfig) -> float | None:
         """Runs one job; a search, and the launcher of another process, is told of its failure."""
         node = HydraConfig.get()
-        overrides = list(node.overrides.task)
         try:
-            if is_sweep:
+            if sweep:
+                sweep.begin(node)
                 _tell(check(cfg, schema))
             value = job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             parts = (node.sweeper["_target_"], node.launcher["_target_"])
             is_own = list(map(str.endswith, parts, HYDRAS_OWN))
-            if isinstance(error, ConfigError) and _rank() == 0 and is_own[1]:
-                with suppress(OSError):  # somebody's files are there
-                    Path(node.runtime.output_dir).rmdir()  # made by Hydra; others log into it still
             code, said = _ending(error, bool(cfg.get("debug")))
-            jobs.append(Ended(code, said, overrides))
-            if is_sweep and code in STOPPED:
+            codes.append(code)
+            if isinstance(error, ConfigError) and _rank() == 0:
+                with suppress(OSError):  # somebody's files are there, or others log into it
+                    Path(node.runtime.output_dir).rmdir()  # made by Hydra
+                    if sweep:
+                        sweep.note_refusal(node, code, said)
+            if sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
-            if is_sweep and code and not all(is_own):
+            if sweep and code and not all(is_own):
                 raise JobFailed(code, said) from error  # ours would lose the batches to come
             return None
-        said = "done" if value is None else f"{cfg.get('objective')} {value:g}"
-        jobs.append(Ended(DONE, said, overrides))
+        codes.append(DONE)
+        if sweep:
+            sweep.end(node)
         return value
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
-    typed, sys.argv = sys.argv, [sys.argv[0], *argv]
+    typed, sys.argv = sys.argv, [sys.argv[0], *argv, *(sweep.quiet if sweep else ())]
     code = DONE
     try:
         hydra.main(CONF, "train", "1.3")(attempt)()
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        code = next((one.code for one in jobs if one.code), None) or _ending(error)[0]
-        if isinstance(error, JobFailed) and not jobs:  # it was told in another process
+        code = next(filter(None, codes), None) or _ending(error)[0]
+        if isinstance(error, JobFailed) and not codes:  # it was told in another process
             _tell([Problem("", None, first_line(error))])
     finally:
         sys.argv = typed
-    code = code or next((one.code for one in jobs if one.code), DONE)
-    if is_sweep and jobs and code:
-        print("\n".join(table(jobs)), file=sys.stderr, flush=True)
-    return code
+    if sweep:
+        sweep.report()
+    return code or next(filter(None, codes), DONE)
 
 
 def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
@@ -292,8 +285,3 @@ def _rank() -> int:
         return this_process().rank
     except (ValueError, KeyError):
         return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([Problem("", None, message, attempt="python train.py --help")])

@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 
-from gptrain.small_files import UnreadableFile, read_json
+from gptrain.small_files import UnreadableFile, open_regular, read_json
 
 LOCK_NAME = ".lock"
 # What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
@@ -127,6 +127,21 @@ def read_holder(run_dir: str | Path) -> dict:
     if not isinstance(holder, dict):
         return {}
     return {key: holder[key] for key, kind in kinds.items() if isinstance(holder.get(key), kind)}
+
+
+def is_held(run_dir: str | Path) -> bool:
+    """Whether a live process has the run folder; nothing is written. A probe holds it for no time.
+
+    A run that starts in this very moment asks twice.
+    """
+    try:
+        with open_regular(Path(run_dir) / LOCK_NAME) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, UnreadableFile):
+        return False
+    return False
 
 
 def _check_no_links(run_dir: Path) -> None:
