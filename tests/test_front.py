@@ -19,6 +19,7 @@ from gptrain.config.kinds import Count
 from gptrain.config.schema import Run
 from gptrain.problems import JobFailed, Problem
 from tests.command_line import refused
+from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[1]
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
@@ -183,11 +184,15 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
 
 def test_a_job_that_another_process_refuses_is_told_here(outputs):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    words = ["-m", "hydra/launcher=submitit_local", "seed=1", "data.num_samples=3", *NANO]
+    words = ["-m", "hydra/launcher=submitit_local", "data.num_samples=3,400", *TINY]
     command = [sys.executable, str(ROOT / "train.py"), *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     assert "error: data.num_samples=3: 3 sequences" in ended.stderr
+    table = next(outputs.rglob("results.csv")).read_text().splitlines()
+    assert len(table) == 3 and table[1].startswith("1,400,") and "steps done" in table[1]
+    assert table[2].startswith("0,3,") and "refused: data.num_samples=3: 3 seq" in table[2]
+    assert "refused: data.num_samples=3" in ended.stdout
 
 
 def test_a_stop_ends_the_sweep_and_not_one_job():

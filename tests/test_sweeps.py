@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import weakref
 
@@ -28,6 +29,22 @@ def test_every_combination_runs_in_its_own_folder(train):
     assert tried == [(1e-3, 1), (1e-3, 2), (3e-4, 1), (3e-4, 2)]
     results = [json.loads((sweep.folder / str(n) / "result.json").read_text()) for n in range(4)]
     assert len({result["metrics"]["train/loss"] for result in results}) == 4
+    lines = sweep.out.splitlines()
+    begun = [line.split()[1:] for line in lines if line.startswith("job ")]
+    assert begun == [
+        [str(n), f"optimizer.lr={lr}", f"seed={seed}"] for n, (lr, seed) in enumerate(tried)
+    ]
+    assert not [line for line in lines if line.startswith(("model ", "batch "))]  # in train.log
+    assert "batch " in (sweep.folder / "0" / "train.log").read_text()
+    head, *rows = [line.split() for line in lines[lines.index("") + 1 :][:5]]
+    assert head[:4] == ["run", "optimizer.lr", "seed", "val/loss"]
+    losses = [float(row[3]) for row in rows]
+    assert losses == sorted(losses)
+    table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
+    assert [[row["run"], row["optimizer.lr"], row["seed"]] for row in table] == [
+        row[:3] for row in rows
+    ]
+    assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
 
 
 def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):
@@ -54,6 +71,18 @@ def test_a_failing_job_is_told_and_the_others_run(train):
     )
     assert sweep.code == 79
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0}
+    last = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))[-1]
+    assert last["run"] == "1" and last["ended"].startswith("nonfinite: the loss of rank 0 at step")
+    assert last["ended"] in sweep.out and sweep.err.count("is not finite") == 1
+
+
+def test_an_early_stop_stands_in_the_table(train):
+    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 1}"
+    words = ("trainer.max_steps=20", "trainer.val_check_interval=2", f"+callbacks.stop={stop}")
+    sweep = train("-m", "optimizer.lr=0.3,0.5", *words)
+    assert sweep.code == 0, sweep.err
+    ended = [r["ended"] for r in csv.DictReader((sweep.folder / "results.csv").open(newline=""))]
+    assert all(one.startswith("early stop: val/loss=") and one in sweep.out for one in ended)
 
 
 def test_a_sweep_over_the_number_of_ranks(train):
