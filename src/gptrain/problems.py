@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import re
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -64,6 +65,13 @@ def show(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def quoted(text: str) -> str:
+    """A text in Hydra's quotes, as it is: no reference, no list, no number."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # what OmegaConf takes for a reference
+    # Hydra reads a backslash as one, but in front of a quote.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + m[2].replace("'", "\\'"), text) + "'"
 
 
 def code_of(error: OSError) -> int:

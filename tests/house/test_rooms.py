@@ -14,11 +14,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "gptrain"
 
-LEAVES = {"models", "data", "optim", "loss", "parallel", "plan", "resilience", "small_files"}
+LEAVES = {
+    "models",
+    "data",
+    "optim",
+    "loss",
+    "parallel",
+    "plan",
+    "resilience",
+    "sampling",
+    "small_files",
+}
 # Room -> rooms of gptrain that it may import.
 MAY_IMPORT = {
     "models": set(),
     "loss": set(),
+    "sampling": set(),
     "small_files": set(),
     "optim": set(),
     "plan": set(),

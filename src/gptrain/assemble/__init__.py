@@ -34,6 +34,7 @@ from gptrain.assemble.parts import (
 from gptrain.assemble.resume import check_data, find_checkpoint
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from
+from gptrain.data.tokenizers import Tokenizer
 from gptrain.launch.devices import Machine, find_machine, set_threads
 from gptrain.launch.process import Process, this_process
 from gptrain.lit import LanguageModel, TextDataModule
@@ -120,6 +121,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     start_rank(cfg, process, machine)
 
     train, val, test = prepare_data(cfg, process.rank, guard)
+    tokenizer = getattr(train, "tokenizer", None)
+    if cfg.task == "fit" and process.rank == 0 and isinstance(tokenizer, Tokenizer):
+        tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)

@@ -14,6 +14,7 @@ from gptrain.assemble.parts import build_net
 from gptrain.assemble.resume import find_weights
 from gptrain.assemble.weights import load_weights
 from gptrain.config import trust
+from gptrain.data.tokenizers import Tokenizer, load_tokenizer
 from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.resilience.safe_load import load_file
 from gptrain.small_files import read_yaml
@@ -22,18 +23,26 @@ CHOICES = ("best", "last")
 _PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
-def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str] = ()) -> nn.Module:
-    """The net of a run or of a checkpoint, on the CPU in evaluation mode.
+def load(
+    source: str | Path,
+    which: str = "best",
+    allowed_targets: Sequence[str] = (),
+    *,
+    with_tokenizer: bool = False,
+) -> nn.Module | tuple[nn.Module, Tokenizer | None]:
+    """The net of a run, a checkpoint or an export, on the CPU in evaluation mode.
 
     Of a folder only tensors and plain values are read, and the names of the net's classes, which
     must be nn.Modules of this project's own code, of torch or Lightning, or of a package allowed
     here. Neither Hydra's global state nor the random numbers are touched.
 
     Args:
-        source: a run folder, a checkpoint's folder, or a file that Lightning saved.
+        source: a run folder, a checkpoint's folder, a folder of gptrain.export, or a file that
+            Lightning saved.
         which: of a run: "best" by its checkpoint.monitor (the newest where none was measured), or
             "last".
         allowed_targets: packages from which this run may take classes.
+        with_tokenizer: returns (net, tokenizer), which is None where the run's data had none.
 
     Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint, UnreadableFile; ConfigError for
         a class that may not be imported; ValueError for weights of another net.
@@ -57,7 +66,15 @@ def load(source: str | Path, which: str = "best", allowed_targets: Sequence[str]
         wrong = f"cannot be made: {str(error).splitlines()[0]}"
         raise ConfigError.of("model", model["model"]["_target_"], wrong, code=BAD_DATA) from error
     load_weights(net, found)
-    return net.eval()
+    return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
+
+
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer that lies in a run's folder, or in an export's.   Raises: DataError."""
+    try:
+        return load_tokenizer(folder)
+    except FileNotFoundError:
+        return None
 
 
 def _read_config(source: Path) -> tuple[dict[str, Any], Path]:

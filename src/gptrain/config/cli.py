@@ -84,7 +84,7 @@ def run_command(
         if args.config_dir:
             folder = os.path.abspath(args.config_dir)
             args.overrides.insert(0, f"hydra.searchpath=['file://{folder}']")
-        overrides = [*own, *expand(args.overrides)]
+        overrides = [*own, *(expand(args.overrides) if schema.expands_run else args.overrides)]
         sweep = None
         if args.multirun or args.cfg or args.info:
             parsed, first = check_sweep(overrides)

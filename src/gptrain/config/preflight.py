@@ -118,8 +118,11 @@ def check_folder(run: Config, name: str) -> Iterator[Problem]:
 
 
 def check_files(run: Config) -> Iterator[Problem]:
-    """Data, checkpoints and old runs that are named exist; of data groups those that ship."""
-    ships = run.get("data.train._target_") in DATA
+    """Data, checkpoints and old runs that are named exist; of data groups those that ship.
+
+    A command that is no run reads none of a run's data.
+    """
+    ships = run.schema is Run and run.get("data.train._target_") in DATA
     keys = ("data.path", "data.train_path", "data.val_path", "data.tokenizer") if ships else ()
     if mirror := run.get("checkpoint.mirror"):
         from fsspec import get_filesystem_class  # 0.2 s

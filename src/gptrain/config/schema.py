@@ -308,12 +308,14 @@ class Run(Closed):
     """The whole run; a command of its own keys inherits from it.
 
     Attributes:
-        runs_here: False for a command that speaks of another machine (a plan): then only the
-            config itself is checked, not this machine, its folders and files, and the command
-            gets the config as it was composed, without a folder made for it.
+        runs_here: False for a command that speaks of another machine (a plan) or only prints: then
+            only the config itself is checked, not this machine, its folders and files, and the
+            command gets the config as it was composed, without a folder made for it.
+        expands_run: False for a command that reads the folder of from_run by itself.
     """
 
     runs_here: ClassVar[bool] = True
+    expands_run: ClassVar[bool] = True
 
     name: RunName
     task: Literal["fit", "validate", "test"]

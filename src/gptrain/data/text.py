@@ -14,13 +14,7 @@ from pathlib import Path
 
 from gptrain.data import corpus
 from gptrain.data.token_files import token_dtype
-from gptrain.data.tokenizers import (
-    FILE_NAME,
-    ByteTokenizer,
-    JsonTokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset
 from gptrain.small_files import DataError, read_json
 
@@ -126,7 +120,7 @@ def _hash_corpus(documents: Sequence[corpus.Document], cache_dir: Path) -> tuple
 def _write(
     folder: Path,
     documents: list[corpus.Document],
-    tokenizer: ByteTokenizer | JsonTokenizer | None,
+    tokenizer: Tokenizer | None,
     val_fraction: float,
     vocab_size: int | None,
 ) -> None:

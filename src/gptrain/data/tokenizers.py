@@ -130,7 +130,10 @@ def train_bpe(
     return JsonTokenizer(path)
 
 
-def load_tokenizer(spec: str | os.PathLike) -> ByteTokenizer | JsonTokenizer:
+Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     """The tokenizer of a spec: `bytes`, a tokenizer.json, or a folder that holds one."""
     if spec == "bytes":
         return ByteTokenizer()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gptrain import config
@@ -14,7 +14,9 @@ from gptrain import export as package
 from gptrain.config.kinds import LocalPath
 from gptrain.config.schema import Run
 from gptrain.problems import ConfigError
-from gptrain.small_files import DataError
+
+if TYPE_CHECKING:
+    from gptrain.data.tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def export(cfg: DictConfig) -> None:
     Raises: ConfigError with code 65 or 66 for a checkpoint that cannot be taken.
     """
     from gptrain import launch  # here, so that a wrong option is answered without torch
+    from gptrain.assemble.load import find_tokenizer
     from gptrain.assemble.parts import build_net
     from gptrain.assemble.resume import find_trained, named_source
     from gptrain.assemble.weights import load_weights
@@ -49,9 +52,11 @@ def export(cfg: DictConfig) -> None:
     net, folder = build_net(cfg), Path(cfg.run_dir)
     with named_source("from_run", cfg.from_run):
         path, _ = load_weights(net, find_trained(cfg))
+        tokenizer = find_tokenizer(Path(cfg.from_run).expanduser())
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
-    if cfg.format == "hf":
-        write_tokenizer(cfg, folder)
+    write_tokenizer(tokenizer, folder, cfg.format)
+    (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
+    OmegaConf.save(OmegaConf.masked_copy(cfg, ["model"]), folder / ".hydra" / "config.yaml")
     log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)
     log.info("%-9s python train.py init_from=%s", "next", folder)
@@ -78,20 +83,16 @@ def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
     return write_tensors(folder / "model.safetensors", tensors, name)
 
 
-def write_tokenizer(cfg: DictConfig, folder: Path) -> None:
-    """The tokenizer of the run's data, where it has one; logs a warning if the data is gone."""
-    from gptrain.assemble.parts import build_datasets
+def write_tokenizer(tokenizer: Tokenizer | None, folder: Path, form: str) -> None:
+    """The tokenizer of the run, as transformers reads it where the weights are for it."""
     from gptrain.export.files import byte_level_tokenizer, write_json
 
-    try:
-        tokenizer = getattr(build_datasets(cfg)[1], "tokenizer", None)
-    except (DataError, FileNotFoundError) as error:
-        log.warning("warning: no tokenizer is written, the data of the run is gone: %s", error)
-        return
     if tokenizer is None:
+        log.info("%-9s none in the run's folder", "tokenizer")
         return
-    if tokenizer.identity == "bytes":
+    if form == "hf" and tokenizer.identity == "bytes":
         write_json(folder / "tokenizer.json", byte_level_tokenizer())
     else:
         tokenizer.save(folder)
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    if form == "hf":
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})

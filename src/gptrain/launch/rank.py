@@ -241,7 +241,7 @@ def resume_command(cfg: DictConfig) -> str:
 def quote(value: str) -> str:
     """A value as Hydra's grammar takes it, whatever characters it has."""
     plain = value.isascii() and all(char.isalnum() or char in "/_-.:" for char in value)
-    return value if plain else "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return value if plain else problems.quoted(value)
 
 
 def ways_to_save_memory(cfg: DictConfig) -> str:

@@ -6,10 +6,10 @@ import logging
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
 
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.ending import log_note
+from gptrain.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
 
@@ -53,33 +53,11 @@ class SampleText(Callback):
             return None
         # On every rank: where the net is partitioned, its forward pass needs them all.
         device = trainer.strategy.root_device
-        tokens = torch.as_tensor(tokenizer.encode(self.prompt), device=device).long()
+        tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         generator = torch.Generator(device).manual_seed(self.seed)
-        written = sample(net, tokens, self.n_tokens, self.temperature, generator)
-        text = printable(tokenizer.decode(written.tolist()))
+        written = generate(net, [tokens], self.n_tokens, Sampling(self.temperature), generator)
+        tokens += [token for (token,) in written]
+        text = printable(tokenizer.decode(tokens))
         self._written = trainer.global_step, text
         log_note(trainer, "sample", text)
         return text
-
-
-@torch.no_grad()
-def sample(
-    net: nn.Module, tokens: Tensor, n_tokens: int, temperature: float, generator: torch.Generator
-) -> Tensor:
-    """The tokens (T,) followed by n_tokens drawn from the net's own predictions."""
-    training = net.training
-    net.eval()
-    for _ in range(n_tokens):
-        window = tokens[-getattr(net, "max_seq_len", len(tokens)) :]
-        logits = net(window[None])[0, -1]  # (V,)
-        probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-        drawn = torch.multinomial(probabilities, 1, generator=generator)  # (1,)
-        tokens = torch.cat([tokens, drawn])
-    net.train(training)
-    return tokens
-
-
-def printable(text: str) -> str:
-    """Text for a terminal: control characters, and bytes that are no text, as a middle dot."""
-    kept = (char if char.isprintable() or char in "\n\t" else "·" for char in text)
-    return "".join(kept).replace("\N{REPLACEMENT CHARACTER}", "·")

@@ -1,0 +1,5 @@
+"""python -m gptrain.generate"""
+
+from gptrain.generate.command import main
+
+main()

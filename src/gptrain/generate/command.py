@@ -1,0 +1,208 @@
+"""The command: what is continued, by which net, and how the text is shown."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from pydantic import Field, NonNegativeFloat
+
+from gptrain import config
+from gptrain import generate as package
+from gptrain.config.compose import parse
+from gptrain.config.kinds import Count, Fraction, LocalPath, Name, described, number
+from gptrain.config.schema import Run
+from gptrain.problems import DONE, ConfigError, Problem, quoted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gptrain.generate.text import Tokenizer
+
+
+Several = Field(min_length=1)
+Prompt = str | Annotated[list[int], Several] | Annotated[list[str], Several]
+
+
+class GenerateRun(Run):
+    """The command's keys among those of a run, most of which have no effect on it."""
+
+    runs_here: ClassVar[bool] = False
+    expands_run: ClassVar[bool] = False
+
+    from_run: LocalPath
+    ckpt_path: Literal["best", "last"] | None
+    prompt: described("a text, a list of texts, or one of token ids", Prompt | None)
+    n_tokens: Count
+    temperature: NonNegativeFloat
+    top_k: Count | None
+    top_p: number(gt=0, le=1) | None
+    min_p: Fraction | None
+    stop: Name | list[Name]
+    cache: bool
+    interactive: bool
+
+
+DEFAULTS = {
+    "prompt": "null",  # a new line, as stands before every text of data=text
+    "n_tokens": 256,
+    "temperature": 0.7,
+    "top_k": "null",
+    "top_p": "null",
+    "min_p": "null",
+    "stop": "[]",
+    "cache": "true",
+    "interactive": "false",
+}
+OF_A_RUN = ("from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets",
+            "debug")  # fmt: skip
+
+
+def main() -> None:
+    """The command line, in which a prompt is taken as it is typed."""
+    sys.argv[1:] = [as_typed(word) for word in sys.argv[1:]]
+    config.main(generate, GenerateRun, DEFAULTS, usage=package.__doc__)
+
+
+def as_typed(word: str) -> str:
+    """An override whose text Hydra would read as something else, quoted for it.
+
+    What begins as a list or with a quotation mark, and can be read as such, stays.
+    """
+    key, equals, value = word.partition("=")
+    is_text = equals and key in ("prompt", "stop")
+    if not is_text or (value.startswith(("[", "'", '"')) and not parse([word])[1]):
+        return word
+    return f"{key}={quoted(value)}"
+
+
+def generate(cfg: DictConfig) -> None:
+    """Writes what the net of from_run makes of each prompt.
+
+    Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.
+    """
+    check_effects(cfg)
+    from gptrain.assemble.load import load  # here, so that a wrong option is answered without torch
+    from gptrain.assemble.resume import named_source
+    from gptrain.generate.text import Numbers
+    from gptrain.launch.devices import accelerator_of, find_machine, set_threads
+
+    if accelerator_of(asked := cfg.trainer.accelerator) is None:
+        wrong = "not on this machine"
+        raise ConfigError.of("trainer.accelerator", asked, wrong, attempt="trainer=cpu")
+    set_threads(1)
+    with named_source("from_run", cfg.from_run):
+        which, allowed = cfg.ckpt_path or "best", list(cfg.allowed_targets)
+        net, tokenizer = load(cfg.from_run, which, allowed, with_tokenizer=True)
+    writer = Writer(cfg, net.to(find_machine(cfg).device(0)), tokenizer or Numbers())
+    try:
+        if cfg.prompt is not None or not cfg.interactive:
+            writer.write(as_prompts(cfg.prompt, tokenizer))
+        if cfg.interactive:
+            writer.converse()
+    except BrokenPipeError:  # a reader that has seen enough: nothing is left to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def as_prompts(given: Any, tokenizer: Tokenizer | None) -> list[str | list[int]]:
+    """The prompts of a key that may hold a text, texts, or the ids of one."""
+    if given is None:
+        return ["\n" if tokenizer else [0]]
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if is_one else list(given)
+
+
+def check_effects(cfg: DictConfig) -> None:
+    """Raises: ConfigError for what was typed and would change nothing."""
+    typed = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
+    wrong = "has no effect: the net is that of from_run, as it was trained"
+    known = {*DEFAULTS, *OF_A_RUN}
+    problems = [Problem(key, None, wrong) for key in typed if key not in known]
+    if cfg.temperature == 0:
+        limits = [key for key in ("top_k", "top_p", "min_p") if cfg[key] is not None]
+        wrong = "has no effect: temperature=0 takes the likeliest token"
+        problems += [Problem(key, cfg[key], wrong) for key in limits]
+    if problems:
+        raise ConfigError(problems)
+
+
+class Writer:
+    """Continues prompts by one net, with one series of random numbers.
+
+    Args:
+        tokenizer: of the net's tokens.
+    """
+
+    def __init__(self, cfg: DictConfig, net: nn.Module, tokenizer: Tokenizer):
+        import torch
+
+        from gptrain.sampling import Sampling
+
+        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer
+        self.stop = [cfg.stop] if isinstance(cfg.stop, str) else list(cfg.stop)
+        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        self.generator = torch.Generator(next(net.parameters()).device).manual_seed(cfg.seed)
+
+    def write(self, prompts: Sequence[str | Sequence[int]]) -> None:
+        """Prints each prompt with what follows it, and on stderr how fast it was made.
+
+        Raises: ConfigError for a prompt that the net cannot read.
+        """
+        from gptrain.generate.text import Text, in_order
+        from gptrain.sampling import generate, printable
+
+        tokens, n_tokens = [self.read(prompt) for prompt in prompts], self.cfg.n_tokens
+        texts = [Text(self.tokenizer, prompt, n_tokens, self.stop) for prompt in tokens]
+        start_s = time.perf_counter()
+        steps = generate(self.net, tokens, n_tokens, self.sampling, self.generator, self.cfg.cache)
+        for piece in in_order(texts, steps):
+            print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+        seconds, n_made = time.perf_counter() - start_s, sum(text.n_made for text in texts)
+        said = f"{n_made} tokens in {seconds:.2f} s, {n_made / seconds:.0f} tokens/s"
+        print(said, file=sys.stderr, flush=True)
+
+    def converse(self) -> None:
+        """Writes for each line that is typed, until its end (Ctrl-D); Ctrl-C ends a text."""
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                print()
+                return
+            try:
+                self.write([line])
+            except ConfigError as error:
+                print(error, file=sys.stderr)
+            except KeyboardInterrupt:
+                print()
+
+    def read(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt.   Raises: ConfigError."""
+        from gptrain.generate.text import Numbers
+
+        ids, has_tokenizer = prompt, not isinstance(self.tokenizer, Numbers)
+        if isinstance(prompt, str):
+            try:
+                ids = [int(token) for token in self.tokenizer.encode(prompt)]
+            except ValueError:
+                wrong = "not token ids, and no tokenizer lies in the run's folder"
+                raise ConfigError.of("prompt", prompt, wrong, attempt="prompt=[1,2,3]") from None
+            if (
+                has_tokenizer
+                and ids
+                and (known := self.tokenizer.decode(ids)).strip() != prompt.strip()
+            ):
+                wrong = f"the tokenizer does not know all of it and reads {known!r}"
+                print(Problem("prompt", prompt, wrong, code=DONE).line, file=sys.stderr)
+        if not ids:
+            raise ConfigError.of("prompt", prompt, "has no token for the net to go on from")
+        size = getattr(self.net, "vocab_size", max(ids) + 1)
+        if not 0 <= min(ids) <= max(ids) < size:
+            wrong = f"has tokens from {min(ids)} to {max(ids)}"
+            raise ConfigError.of("prompt", prompt, wrong, allowed=f"0 to {size - 1}, of the net")
+        return list(ids)

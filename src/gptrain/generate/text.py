@@ -1,0 +1,103 @@
+"""Tokens that come one by one, as text that can be shown at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+OPEN = "\N{REPLACEMENT CHARACTER}"  # what decodes to it may be the beginning of a character
+OPEN_MAX = 3  # of four bytes, each of which some tokenizers show as one
+SEPARATOR = "\n---\n"
+LONGEST, CONTEXT = 64, 8  # tokens that are decoded again at each step, and what is kept of them
+
+
+class Tokenizer(Protocol):
+    """What generation needs of one."""
+
+    def encode(self, text: str) -> Iterable[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class Numbers:
+    """For a run without a tokenizer: tokens are written as numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        """Raises: ValueError for anything but integers with spaces or commas between them."""
+        return [int(word) for word in text.replace(",", " ").split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(number)) for number in ids)
+
+
+class Text:
+    """One prompt and what follows it, in pieces of whole characters.
+
+    Held back until it is sure: a character whose bytes are not all there, and what may be the
+    beginning of a stop text.
+
+    Args:
+        stop: the text ends before the first of these that is made.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], n_tokens: int, stop: Sequence[str] = ()
+    ):
+        self.tokenizer, self.n_tokens, self.stop = tokenizer, n_tokens, stop
+        self.tokens, self.n_made, self.ended = list(prompt), 0, False
+        self.n_sure, self.held = 0, ""
+        self.fresh = self._decode()
+
+    def add(self, token: int) -> None:
+        """Takes the next token, unless the text has ended."""
+        if self.ended:
+            return
+        self.tokens.append(token)
+        self.n_made += 1
+        self.ended = self.n_made == self.n_tokens
+        made = self.held + self._decode()
+        sure = len(made)
+        if ends := [made.index(stop) for stop in self.stop if stop in made]:
+            self.ended, sure = True, min(ends)
+        elif not self.ended:
+            sure -= max((_overlap(made, stop) for stop in self.stop), default=0)
+        self.fresh, self.held = self.fresh + made[:sure], made[sure:]
+
+    def take(self) -> str:
+        """What has become sure since the last time."""
+        piece, self.fresh = self.fresh, ""
+        return piece
+
+    def _decode(self) -> str:
+        """The characters that the newest tokens make sure; all, at the end of the text."""
+        text = self.tokenizer.decode(self.tokens)
+        n_open = 0 if self.ended else min(OPEN_MAX, len(text) - len(text.rstrip(OPEN)))
+        n_sure = len(text) - n_open
+        fresh, self.n_sure = text[self.n_sure : n_sure], max(self.n_sure, n_sure)
+        if not n_open and len(self.tokens) > LONGEST:
+            self.tokens = self.tokens[-CONTEXT:]
+            self.n_sure = len(self.tokenizer.decode(self.tokens))
+        return fresh
+
+
+def in_order(texts: Sequence[Text], steps: Iterable[Sequence[int | None]]) -> Iterator[str]:
+    """Pieces of the first text as they are made, then what there is of the second, and so on."""
+    row = 0
+    for step in steps:
+        for text, token in zip(texts, step, strict=True):
+            if token is not None:
+                text.add(token)
+        while row < len(texts):
+            yield texts[row].take()
+            if not texts[row].ended:
+                break
+            row += 1
+            yield "\n" if row == len(texts) else SEPARATOR
+        else:
+            return
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of text with which stop begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

@@ -1,0 +1,101 @@
+"""What a net writes: token after token, each drawn from its own predictions."""
+
+# B sequences, T tokens so far, V vocab
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. Each limit is one of the tempered distribution; a token must pass all.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: only the k likeliest.
+        top_p: only the likeliest that together reach this probability (Holtzman et al. 2020,
+            arXiv:1904.09751).
+        min_p: only those of at least this fraction of the likeliest one's probability (Nguyen et
+            al. 2024, arXiv:2407.01082).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """Probabilities (B, V), up to a factor for each row, from logits (B, V)."""
+        logits = logits.float()
+        if self.temperature == 0:
+            return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        # Less the highest, or a low temperature would overflow.
+        logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        probabilities = torch.softmax(logits, -1)
+        if self.top_k is None and self.top_p is None and self.min_p is None:
+            return probabilities  # sorted, 50,000 of them take longer than a small net
+        ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        kept = torch.ones_like(ranked, dtype=torch.bool)
+        if self.top_k is not None:
+            kept[:, self.top_k :] = False
+        if self.top_p is not None:
+            kept &= ranked.cumsum(-1) - ranked < self.top_p  # what is likelier does not reach it
+        if self.min_p is not None:
+            kept &= ranked >= self.min_p * ranked[:, :1]
+        return torch.zeros_like(ranked).scatter(-1, order, ranked * kept)
+
+
+@torch.no_grad()
+def generate(
+    net: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    n_tokens: int,
+    sampling: Sampling,
+    generator: torch.Generator,
+    cache: bool = False,
+) -> Iterator[list[int | None]]:
+    """Yields the next token of each prompt, until each has n_tokens; None while one is still read.
+
+    The prompts go through the net at once, from the end of the shortest on token by token. The net
+    sees as much of a sequence as its max_seq_len, the latest. It is put into evaluation mode.
+
+    Args:
+        prompts: of one token at least.
+        generator: on the net's device.
+        cache: each position is computed once where the net offers `new_cache` (see gptrain.models),
+            while the sequence is within max_seq_len; the tokens are the same.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    given = torch.full((len(prompts), max(lengths)), -1)  # (B, longest), -1 beyond a prompt's end
+    for row, prompt in zip(given, prompts, strict=True):
+        row[: len(prompt)] = torch.as_tensor(prompt)
+    given = given.to(generator.device)
+    tokens = seen = given[:, : min(lengths)]  # (B, T)
+    limit = getattr(net, "max_seq_len", None)
+    held = net.new_cache(len(prompts)) if cache and hasattr(net, "new_cache") else None
+    was_training = net.training
+    net.eval()
+    try:
+        for place in range(min(lengths), max(lengths) + n_tokens):
+            if held is not None and (limit is None or place <= limit):
+                logits = net(seen, held)
+            else:
+                logits = net(tokens[:, -limit:] if limit else tokens)
+            drawn = torch.multinomial(sampling.weights(logits[:, -1]), 1, generator=generator)
+            if place < given.shape[1]:
+                of_prompt = given[:, place : place + 1]
+                drawn = torch.where(of_prompt < 0, drawn, of_prompt)
+            tokens, seen = torch.cat([tokens, drawn], 1), drawn  # (B, T + 1), (B, 1)
+            new = zip(drawn[:, 0].tolist(), lengths, strict=True)
+            yield [token if 0 <= place - n < n_tokens else None for token, n in new]
+    finally:
+        net.train(was_training)
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters, and bytes that are no text, as a middle dot."""
+    kept = (char if char.isprintable() or char in "\n\t" else "·" for char in text)
+    return "".join(kept).replace("\N{REPLACEMENT CHARACTER}", "·")

@@ -1,0 +1,384 @@
+"""Text out of a trained net: in whole characters, as it is made, from wherever the net lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strangers import fill, in_time
+
+import gptrain
+from gptrain.config.cli import run_command
+from gptrain.config.compose import compose_config
+from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
+from gptrain.export import command as export
+from gptrain.generate.command import DEFAULTS, GenerateRun, as_typed, generate
+from gptrain.generate.text import SEPARATOR, Numbers, Text, in_order
+
+BYTES = ByteTokenizer()
+CORPUS = "naïve café, 數據 and def f(x): return x\n" * 40
+
+
+@pytest.fixture
+def write(capfd):
+    """Runs the verb in this process; returns its exit code, the text, and what it said."""
+
+    def run(source: Path, *words: str) -> tuple[int, str, str]:
+        argv = [as_typed(word) for word in (f"from_run={source}", "n_tokens=12", *words)]
+        code = run_command(generate, argv, GenerateRun, DEFAULTS)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def speaker(train, tmp_path):
+    """A run on a text of its own, which is gone since, moved to another place."""
+    (tmp_path / "corpus.txt").write_text(CORPUS)
+    run = train(
+        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
+        "logger=none", "callbacks=none", "trainer.max_steps=2", f"output_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "corpus.txt").unlink()
+    return run.folder.rename(tmp_path / "moved")
+
+
+@pytest.fixture
+def bpe(tmp_path) -> JsonTokenizer:
+    return train_bpe([CORPUS], 270, tmp_path / "bpe.json")
+
+
+# Pieces of text
+
+
+def pieces(tokens, n_prompt=1, stop=(), tokenizer=BYTES) -> list[str]:
+    """What of tokens is shown at first, and after each one that is made."""
+    text = Text(tokenizer, tokens[:n_prompt], len(tokens) - n_prompt, stop)
+    shown = [text.take()]
+    for token in tokens[n_prompt:]:
+        text.add(token)
+        shown.append(text.take())
+    return shown
+
+
+def test_a_character_is_shown_when_its_last_byte_is_there():
+    assert pieces("aé數\U0001f600".encode()) == [
+        "a",
+        "",
+        "é",
+        "",
+        "",
+        "數",
+        "",
+        "",
+        "",
+        "\U0001f600",
+    ]
+
+
+def test_bytes_that_are_no_text_do_not_hold_back_what_follows():
+    assert "".join(pieces(b"a\xff\xffb\xe6")) == "a\ufffd\ufffdb\ufffd"
+    assert pieces(b"\xff\xff\xff\xff\xff")[3] == "\ufffd"
+
+
+@given(st.binary(min_size=1, max_size=200), st.integers(1, 100))
+def test_all_pieces_together_are_the_text_of_all_tokens(tokens, n_prompt):
+    n_prompt = min(n_prompt, len(tokens))
+    if n_prompt < len(tokens):
+        assert "".join(pieces(tokens, n_prompt)) == BYTES.decode(tokens)
+
+
+@given(st.lists(st.integers(0, 299), min_size=2, max_size=200))
+def test_so_they_are_for_learned_tokens_and_for_numbers(tmp_path_factory, tokens):
+    path = tmp_path_factory.getbasetemp() / "learned.json"
+    learned = JsonTokenizer(path) if path.exists() else train_bpe([CORPUS], 300, path)
+    for tokenizer in (learned, Numbers()):
+        assert "".join(pieces(tokens, tokenizer=tokenizer)) == tokenizer.decode(tokens)
+
+
+@given(
+    st.text("ab\n", min_size=2, max_size=60),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+)
+def test_a_text_ends_before_the_first_stop_text_that_is_made(text, stop):
+    made = text[1:]
+    ends = [made.index(one) + len(one) for one in stop if one in made]
+    shown = pieces(text.encode(), stop=stop)
+    if not ends:
+        assert "".join(shown) == text
+    else:  # of those that are complete first, the one that begins first
+        done = made[: min(ends)]
+        assert "".join(shown) == text[0] + done[: min(done.index(s) for s in stop if s in done)]
+
+
+def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not():
+    assert pieces(b"xab-abc-", stop=["abc"]) == ["x", "", "", "ab-", "", "", "", ""]
+    assert pieces(b"xab", stop=["abc"]) == ["x", "", "ab"]  # the end
+
+
+def test_several_texts_are_shown_in_order_as_early_as_they_can_be():
+    texts = [Text(BYTES, [ord(c)], 2) for c in "abc"]
+    steps = [[49, 52, None], [None, 53, None], [50, None, 54], [None, None, 55]]
+    shown = list(in_order(texts, iter(steps)))
+    assert shown[:3] == ["a1", "", "2"]
+    assert "".join(shown) == f"a12{SEPARATOR}b45{SEPARATOR}c67\n"
+    assert shown.index("b45") < shown.index("c6") < shown.index("7")
+
+
+# What is typed
+
+
+@given(st.sampled_from(["prompt", "stop"]), st.text() | st.text(r"\'${}[]a=, ?#").map(str))
+def test_a_prompt_reaches_the_net_as_it_was_typed(key, text):
+    word = as_typed(f"{key}={text}")
+    if text == "???" or word == f"{key}={text}":  # OmegaConf's word for no value; Hydra's grammar
+        assert text == "???" or text[0] in "['\""
+        return
+    assert compose_config([f"+{word}"])[key] == text
+
+
+def test_lists_and_quoted_texts_are_hydras():
+    for word in ("prompt=[1,2]", "prompt=['a b','c']", "prompt='a'", "n_tokens=3", "--help"):
+        assert as_typed(word) == word
+    assert as_typed("prompt=[not a list") == "prompt='[not a list'"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
+        (["temperature=-1"], "error: temperature=-1: must be >= 0"),
+        (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
+        (["temperature=0", "top_k=5"], "error: top_k=5: has no effect: temperature=0 takes"),
+        (["model=gpt2"], "error: model: has no effect: the net is that of from_run"),
+        (["prompt=[]"], "error: prompt=[]: must be a text, a list of texts, or one of token ids"),
+        (["stop="], "error: stop="),
+        (["n_token=3"], "error: n_token=3: unknown key, did you mean n_tokens?"),
+        (["ckpt_path=x"], "error: ckpt_path=x: unknown; allowed: best, last"),
+    ],
+    ids=str,
+)
+def test_wrong_words_are_one_line_without_torch(write, tmp_path, words, said):
+    code, out, err = write(tmp_path / "no_run", *words)
+    assert (code, out) == (2, "") and err.startswith(said) and err.count("\n") == 1
+
+
+def test_what_is_not_there_or_damaged_has_its_code(write, saved_twice, tmp_path):
+    code, _, err = write(tmp_path / "nothing")
+    said = "no run in this folder, and no model in this file"
+    assert (code, err) == (66, f"error: from_run={tmp_path}/nothing: {said}\n")
+    for path in (saved_twice.folder / "checkpoints").glob("*/state.ckpt"):
+        path.write_bytes(path.read_bytes()[:-9])
+    code, _, err = write(saved_twice.folder)
+    assert code == 65 and err.splitlines()[-1].startswith(f"error: from_run={saved_twice.folder}: ")
+
+
+# From a run, moved; its checkpoints; its exports
+
+
+def test_a_run_that_was_moved_speaks_without_its_data(write, speaker):
+    net, tokenizer = gptrain.load(speaker, with_tokenizer=True)
+    tokens = list(BYTES.encode("é x"))
+    with torch.no_grad():
+        for _ in range(12):
+            tokens.append(int(net(torch.tensor([tokens]))[0, -1].argmax()))
+    for words in ([], ["cache=false"]):
+        code, out, err = write(speaker, "prompt=é x", "temperature=0", *words)
+        assert (code, out) == (0, tokenizer.decode(tokens) + "\n")
+        assert re.fullmatch(r"12 tokens in [\d.]+ s, \d+ tokens/s\n", err)
+    checkpoint = next((speaker / "checkpoints").glob("step-*"))
+    for source in (checkpoint, checkpoint / "state.ckpt"):
+        assert write(source, "prompt=é x", "temperature=0")[1] == out
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_an_export_speaks_like_its_run_alone(write, speaker, capfd, tmp_path, form):
+    _, expected, _ = write(speaker, "prompt=def ", "seed=3")
+    words = [f"from_run={speaker}", f"format={form}", f"run_dir={tmp_path / 'export'}"]
+    assert run_command(export.export, words, export.ExportRun, export.DEFAULTS) == 0
+    capfd.readouterr()
+    shutil.rmtree(speaker)
+    exported = (tmp_path / "export").rename(tmp_path / "elsewhere")
+    code, out, err = write(exported, "prompt=def ", "seed=3")
+    assert (code, out) == (0, expected), err
+    assert str(speaker) not in (exported / ".hydra" / "config.yaml").read_text()
+
+
+def test_a_learned_tokenizer_travels_too(write, train, bpe, tmp_path):
+    (tmp_path / "corpus.txt").write_text(CORPUS)
+    run = train(
+        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
+        "model.vocab_size=290", f"data.tokenizer={tmp_path / 'bpe.json'}", "logger=none",
+        "callbacks=none", "trainer.max_steps=1", f"output_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    (tmp_path / "bpe.json").unlink()
+    tokenizer = gptrain.load(run.folder, with_tokenizer=True)[1]
+    assert tokenizer.identity == bpe.identity
+    code, out, err = write(run.folder, "prompt=naïve café")
+    assert code == 0 and out.startswith("naïve café"), err
+
+
+def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
+    assert gptrain.load(saved_twice.folder, with_tokenizer=True)[1] is None
+    code, out, _ = write(saved_twice.folder, "prompt=[5,6,7]")
+    assert code == 0 and re.fullmatch(r"5 6 7( \d+){12}\n", out)
+    assert write(saved_twice.folder, "prompt=5 6, 7")[1] == out
+    assert write(saved_twice.folder)[1].startswith("0 ")
+    last = write(saved_twice.folder, "prompt=[5,6,7]", "ckpt_path=last", "temperature=0")[1]
+    assert last != write(saved_twice.folder, "prompt=[5,6,7]", "temperature=0")[1]
+    code, out, err = write(saved_twice.folder, "prompt=hello")
+    assert (code, out) == (2, "")
+    assert err == (
+        "error: prompt=hello: not token ids, and no tokenizer lies in the run's folder; "
+        "try: prompt=[1,2,3]\n"
+    )
+    code, _, err = write(saved_twice.folder, "prompt=[5,256]")
+    assert code == 2 and "has tokens from 5 to 256; allowed: 0 to 255, of the net" in err
+
+
+def test_prompts_stop_texts_and_seeds(write, speaker):
+    _, alone, _ = write(speaker, "prompt=ab", "temperature=0")
+    code, out, err = write(speaker, 'prompt=["ab","a longer one"]', "temperature=0")
+    assert code == 0 and out.startswith(alone.rstrip("\n") + SEPARATOR + "a longer one")
+    assert err.startswith("24 tokens")
+    made = alone.removeprefix("ab").rstrip("\n")
+    stopped = write(speaker, "prompt=ab", "temperature=0", f"stop=[{made[3:5]!r},zz]")[1]
+    assert stopped == "ab" + made[: made.index(made[3:5])] + "\n"
+    texts = [write(speaker, "prompt=ab", "temperature=2", f"seed={n}")[1] for n in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert write(speaker)[1].startswith("\n")
+    assert write(speaker, "prompt=")[2] == (
+        "error: prompt=: has no token for the net to go on from\n"
+    )
+
+
+def test_what_a_tokenizer_does_not_know_is_told(write, speaker, tmp_path):
+    words = {"[UNK]": 0, "def": 1, "x": 2}
+    kind = {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"}
+    tokenizer = {"version": "1.0", "model": kind, "pre_tokenizer": {"type": "Whitespace"}}
+    (speaker / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, out, err = write(speaker, "prompt=def 數 x")
+    assert code == 0 and out.startswith("def [UNK] x")
+    assert err.startswith("warning: prompt=def 數 x: the tokenizer does not know all of it")
+    assert write(speaker, "prompt=def x")[2].startswith("12 tokens")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[" * 100_000, b'{"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}',
+     b"\xff\xfe", "pipe", "/dev/zero"],
+    ids=repr,
+)  # fmt: skip
+def test_a_strangers_tokenizer_that_is_none_is_one_line(write, speaker, content):
+    (speaker / "tokenizer.json").unlink()
+    fill(speaker, {"tokenizer.json": content})
+    with in_time():
+        code, out, err = write(speaker, "prompt=x")
+    assert (code, out, err.count("\n")) == (65, "", 1)
+    assert err.startswith(f"error: from_run={speaker}: {speaker}/tokenizer.json: ")
+
+
+# In processes of their own, as a person sees it
+
+
+@pytest.fixture
+def slow_run(tmp_path) -> Path:
+    """A run whose net takes 0.2 s a token, and says the successor of each byte."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / "slow_net.py").write_text(
+        "import time, torch\n"
+        "class Slow(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = torch.nn.Parameter(torch.zeros(1))\n"
+        "    def forward(self, tokens):\n"
+        "        time.sleep(0.2)\n"
+        "        return torch.nn.functional.one_hot((tokens + 1) % 256, 256) * 99.0\n"
+    )
+    (tmp_path / ".hydra" / "config.yaml").write_text("model: {_target_: slow_net.Slow}")
+    BYTES.save(tmp_path)
+    torch.save({"w": torch.zeros(1)}, tmp_path / "net.ckpt")
+    return tmp_path
+
+
+def words_for(slow_run: Path, *words: str) -> list[str]:
+    return [f"from_run={slow_run}/net.ckpt", "allowed_targets=[slow_net]", "n_tokens=6", *words]
+
+
+def forked(slow_run: Path, stdin: int, stdout: int, *words: str) -> int:
+    """The command in a child of this process, which has paid the imports; its number."""
+    if pid := os.fork():
+        return pid
+    for number, file in enumerate((stdin, stdout, stdout)):
+        os.dup2(file, number)
+    os.closerange(3, 1000)  # a pipe that nobody reads is known by its last reader's end
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+    code = run_command(generate, words_for(slow_run, *words), GenerateRun, DEFAULTS)
+    with suppress(BrokenPipeError):
+        sys.stdout.close()  # as an interpreter does that ends
+        os._exit(code)
+    os._exit(1)
+
+
+def read_until(file: int, mark: str, seconds: float = 60) -> list[tuple[float, str]]:
+    """What comes out of a file, with the time of each piece."""
+    found, end_s = [], time.monotonic() + seconds
+    while not "".join(piece for _, piece in found).endswith(mark):
+        assert select.select([file], [], [], max(0, end_s - time.monotonic()))[0], found
+        piece = os.read(file, 4096).decode()
+        assert piece, found
+        found.append((time.monotonic(), piece))
+    return found
+
+
+def test_text_is_shown_while_the_next_token_is_made(slow_run):
+    command = [sys.executable, "-m", "gptrain.generate", *words_for(slow_run, "prompt=a")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(slow_run)])}
+    with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1) as process:
+        came = read_until(process.stdout.fileno(), "abcdefg\n")
+        said = process.stderr.read().decode()
+    assert process.returncode == 0 and re.fullmatch(r"6 tokens in 1\.\d+ s, [45] tokens/s\n", said)
+    assert len(came) >= 5 and came[-1][0] - came[0][0] > 0.7  # five times 0.2 s, less a pause
+
+
+def test_prompts_are_read_from_a_terminal_until_its_end(slow_run, monkeypatch):
+    monkeypatch.syspath_prepend(slow_run)
+    ours, theirs = pty.openpty()
+    pid = forked(slow_run, theirs, theirs, "interactive=true")
+    os.close(theirs)
+    read_until(ours, "> ")
+    os.write(ours, b"x\n")
+    shown = "".join(piece for _, piece in read_until(ours, "> "))
+    assert re.fullmatch(r"x\r\nxyz\{\|\}~\r\n6 tokens in [\d.]+ s, \d tokens/s\r\n> ", shown)
+    os.write(ours, b"\n")
+    assert "has no token" in "".join(piece for _, piece in read_until(ours, "> "))
+    os.write(ours, b"\x04")  # Ctrl-D
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(ours)
+
+
+def test_a_reader_that_has_seen_enough_ends_it_in_silence(slow_run, monkeypatch):
+    monkeypatch.syspath_prepend(slow_run)
+    ours, theirs = os.pipe()
+    with open(os.devnull) as nothing:
+        pid = forked(slow_run, nothing.fileno(), theirs, "prompt=a")
+    os.close(theirs)
+    read_until(ours, "b")
+    os.close(ours)
+    assert os.waitpid(pid, 0)[1] == 0

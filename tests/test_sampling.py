@@ -1,0 +1,174 @@
+"""What comes next is drawn from the last position, in a window, by temperature, limits and seed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from gptrain.models import SimpleGPT
+from gptrain.sampling import Sampling, generate, printable
+
+V = 12
+SIZES = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 24}
+
+
+class Counts(nn.Module):
+    """Says the successor of the last token, as sure as `sharpness`; of the others, nonsense."""
+
+    max_seq_len = 4
+
+    def __init__(self, sharpness=50.0):
+        super().__init__()
+        self.sharpness, self.seen, self.modes = sharpness, [], []
+
+    def forward(self, tokens):
+        self.seen.append(tokens[0].tolist())
+        self.modes.append(self.training)
+        logits = torch.zeros(len(tokens), tokens.shape[1], V)
+        logits[:, :, 0] = self.sharpness
+        logits[:, -1] = self.sharpness * nn.functional.one_hot((tokens[:, -1] + 1) % V, V)
+        return logits
+
+
+class Recurrent(nn.Module):
+    """A user's net: no cache, no limit of length, no vocab_size."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(V, 8), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, V)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+def steps(net, prompts, n_tokens, seed=0, cache=False, **options):
+    generator = torch.Generator().manual_seed(seed)
+    return generate(net, prompts, n_tokens, Sampling(**options), generator, cache)
+
+
+def write(net, n_tokens, prompt=(5,), **options):
+    """The prompt and what follows it."""
+    return [*prompt, *(token for (token,) in steps(net, [prompt], n_tokens, **options))]
+
+
+def learned(**changes) -> SimpleGPT:
+    """A net with weights of a size that makes some tokens far likelier than others."""
+    net = SimpleGPT(**{**SIZES, "dropout": 0.1, **changes}).requires_grad_(False)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def test_the_last_position_says_what_comes_next():
+    assert write(Counts(), 10) == [*range(5, 12), 0, 1, 2, 3]
+
+
+def test_a_net_sees_as_much_as_it_can_and_is_in_evaluation_mode():
+    net = Counts().train()
+    write(net, 6, prompt=(1, 2))
+    assert net.seen == [[1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7]]
+    assert not any(net.modes) and net.training
+
+
+def test_a_low_temperature_takes_the_likeliest_and_a_high_one_anything():
+    net = Counts(sharpness=2.0)  # e^2 against eleven others: 40 %
+    followed = {
+        heat: sum(b == (a + 1) % V for a, b in pairwise(text)) / 400
+        for heat in (0, 0.1, 1.0, 100.0)
+        for text in [write(net, 400, temperature=heat)]
+    }
+    assert followed[0] == followed[0.1] == 1.0
+    assert followed[1.0] == pytest.approx(0.40, abs=0.1)  # four standard deviations
+    assert followed[100.0] == pytest.approx(1 / V, abs=0.06)
+
+
+def test_a_seed_decides_what_is_drawn_and_the_runs_own_numbers_stay():
+    before = torch.get_rng_state()
+    texts = [write(Counts(1.0), 20, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 9, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("length", [1, 7, 23, 24, 25, 40])
+def test_with_a_cache_the_same_tokens_come_also_beyond_max_seq_len(length, options):
+    net, prompt = learned(), torch.randint(61, (length,)).tolist()
+    plain = write(net, 30, prompt, **options)
+    assert write(net, 30, prompt, cache=True, **options) == plain
+    assert len(set(plain)) > 5
+
+
+def test_with_a_cache_each_position_goes_through_the_net_once():
+    net, widths = learned(), []
+    net.blocks[0].register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].shape[1]))
+    write(net, 16, prompt=[1] * 10, cache=True)  # the net has 24 positions
+    assert widths == [10, *[1] * 14, 24]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("net", [learned, Recurrent], ids=["gpt", "own net"])
+def test_prompts_of_several_lengths_are_continued_as_each_alone(net, cache):
+    net, prompts = net(), [torch.randint(V, (n,)).tolist() for n in (9, 3, 3, 20)]
+    found = list(prompts)
+    for step in steps(net, prompts, 8, temperature=0, cache=cache):
+        found = [[*a, b] if b is not None else a for a, b in zip(found, step, strict=True)]
+    assert found == [write(net, 8, prompt, temperature=0) for prompt in prompts]
+
+
+def test_the_same_prompt_twice_is_continued_in_two_ways():
+    first, second = zip(*steps(learned(), [[1], [1]], 20), strict=True)
+    assert first != second
+
+
+# What is left of known probabilities, by each definition.
+SHARES = torch.tensor([0.05, 0.4, 0.2, 0.25, 0.1])
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"temperature": 0}, {1}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 2, 3}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.39}, {1}),
+        ({"top_p": 0.41}, {1, 3}),  # the fewest that reach it
+        ({"top_p": 0.84}, {1, 2, 3}),
+        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.24}, {1, 2, 3, 4}),  # 0.24 * 0.4 = 0.096
+        ({"min_p": 0.26}, {1, 2, 3}),
+        ({"min_p": 1.0}, {1}),
+        ({"top_k": 4, "top_p": 0.84, "min_p": 0.6}, {1, 3}),  # all of them
+        ({"temperature": 0.5, "top_p": 0.9}, {1, 2, 3}),  # squares: .0025 .16 .04 .0625 .01
+    ],
+    ids=str,
+)
+def test_a_limit_leaves_these_and_their_ratios(options, kept):
+    weights = Sampling(**options).weights(SHARES.log()[None].repeat(2, 1))
+    assert torch.equal(weights[0], weights[1])
+    assert set(weights[0].nonzero().flatten().tolist()) == kept
+    expected = SHARES ** (1 / (options.get("temperature") or 1))
+    ratios = (weights[0] / expected)[sorted(kept)]
+    torch.testing.assert_close(ratios, ratios[:1].expand(len(kept)), rtol=1e-5, atol=0)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely():
+    drawn = write(Counts(2.0), 4000, top_k=2)[1:]  # the successor, and the first of eleven others
+    followed = sum(b == (a + 1) % V for a, b in pairwise([5, *drawn])) / 4000
+    share = 2.718281828**2 / (2.718281828**2 + 1)
+    assert followed == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
+
+
+def test_a_temperature_near_zero_is_greedy_and_no_overflow():
+    logits = torch.tensor([[1e4, 1e4 + 10, -1e4]])
+    assert Sampling(1e-30).weights(logits).tolist() == [[0, 1, 0]]
+
+
+def test_what_is_no_text_is_shown_as_a_dot():
+    assert printable("a\x1b[31m\nb\t\N{REPLACEMENT CHARACTER}\x00") == "a·[31m\nb\t··"
