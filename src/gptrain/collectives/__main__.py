@@ -1,0 +1,5 @@
+"""python -m gptrain.collectives"""
+
+from gptrain.collectives.command import main
+
+main()

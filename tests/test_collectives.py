@@ -1,0 +1,109 @@
+"""The collectives on real processes: what each rank gets, what is measured, what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from forked import forked_ranks
+
+from gptrain.collectives.command import CollectivesRun, start
+from gptrain.config.cli import run_command
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the verb on so many gloo processes; returns what rank 0 printed."""
+
+    def run(n_ranks: int, *overrides: str, bench: bool = False) -> str:
+        out = tmp_path / f"out-{n_ranks}-{bench}"
+        words = ["trainer.accelerator=cpu", f"trainer.devices={n_ranks}", "max_bytes=65536"]
+        with forked_ranks(out, tmp_path / "err"):
+            code = run_command(
+                start, [*words, *overrides], CollectivesRun, {"bench": bench, "max_bytes": 2**24}
+            )
+        assert code == 0, (tmp_path / "err").read_text()
+        return out.read_text()
+
+    return run
+
+
+def expected(name: str, given: torch.Tensor) -> list[torch.Tensor | None]:
+    """What each rank gets where rank r gives given[r] (n, n), by indexing and sums alone."""
+    n_ranks = len(given)
+    on_root = lambda rows: [rows] + [None] * (n_ranks - 1)  # noqa: E731
+    return {
+        "broadcast": [given[0]] * n_ranks,
+        "reduce": on_root(given.sum(0)),
+        "all_reduce": [given.sum(0)] * n_ranks,
+        "scatter": list(given[0].split(1)),
+        "gather": on_root(given[:, 0]),
+        "all_gather": [given[:, 0]] * n_ranks,
+        "reduce_scatter": list(given.sum(0).split(1)),
+        "all_to_all": list(given.T),
+    }[name]
+
+
+def check_pictures(text: str, n_ranks: int) -> None:
+    given = torch.tensor([[10 * rank + row for row in range(n_ranks)] for rank in range(n_ranks)])
+    found = re.findall(r"^(\w+)\n((?:  rank .*\n)+)", text, re.MULTILINE)
+    assert len(found) == 8
+    for name, lines in found:
+        after = [line.partition("->")[2].strip(" []") for line in lines.splitlines()]
+        words = ["-" if got is None else got.tolist() for got in expected(name, given)]
+        assert [a if a == "-" else list(map(int, a.split())) for a in after] == words, name
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_each_rank_gets_what_the_collective_says(run, n_ranks):
+    check_pictures(run(n_ranks), n_ranks)
+
+
+def test_under_torchrun_rank_0_alone_speaks(command, tmp_path):
+    words = ["-m", "gptrain.collectives", "--explain", "trainer.accelerator=cpu"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    done = command(*torchrun, *words, "max_bytes=65536", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    check_pictures(done.stdout, 2)
+
+
+def test_the_ring_sends_the_same_from_every_rank_and_the_center_grows_with_them(run):
+    # Of a buffer of S: (n - 1) S from rank 0 and S from each other; 2 (n - 1) / n S from each.
+    text = run(4, "max_bytes=4194304")
+    sent = {
+        name.strip(): (float(root), float(other))
+        for name, root, other in re.findall(r"^(.{21})\s*([\d.]+) MiB\s+([\d.]+) MiB", text, re.M)
+    }
+    assert sent == {"through rank 0": (12.0, 4.0), "around a ring": (6.0, 6.0)}
+
+
+FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 1.5, "all_to_all": 0.75, "gather": 0.75}
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_path):
+    for n_ranks in (2, 4):
+        text = run(n_ranks, f"output_dir={tmp_path}", bench=True)
+    tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", text, re.MULTILINE))
+    assert len(tables) == 8
+    for name, factor in FACTORS.items():
+        for row in tables[name].splitlines():
+            n_bytes, micros, algorithm, bus = map(float, row.split())
+            assert algorithm == pytest.approx(n_bytes / micros / 1e3, rel=0.01, abs=1e-3)
+            assert bus == pytest.approx(factor * algorithm, abs=2e-3)  # three decimals
+    facts = json.loads((tmp_path / "machine.json").read_text())
+    assert facts.keys() == {
+        "cores", "threads", "flops_per_s", "memory_bytes_per_s", "op_s", "links"
+    }  # fmt: skip
+    assert facts["flops_per_s"].keys() == {"float32", "bfloat16"}
+    assert 1e8 < facts["memory_bytes_per_s"] < 1e13 and 1e-8 < facts["op_s"] < 1e-2
+    assert facts["links"]["gloo"].keys() == {"2", "4"}  # the second run kept the first's
+    for link in facts["links"]["gloo"].values():
+        assert link["latency_s"] > 0 and link["bytes_per_s"] > 0
+
+
+def test_a_buffer_too_small_to_tell_anything_is_refused(capfd):
+    defaults = {"bench": True, "max_bytes": 2**24}
+    assert run_command(start, ["max_bytes=10"], CollectivesRun, defaults) == 2
+    assert "max_bytes=10" in capfd.readouterr().err
