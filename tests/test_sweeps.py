@@ -10,12 +10,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from gptrain import assemble as build
+from gptrain.config.compose import job_folder, parse
 
 
 def jobs(folder):
     """Job number -> its exit code, of the jobs that left a status."""
     return {
-        int(path.parent.name): json.loads(path.read_text())["exit_code"]
+        int(path.parent.name.partition("-")[0]): json.loads(path.read_text())["exit_code"]
         for path in folder.glob("*/status.json")
     }
 
@@ -24,10 +25,13 @@ def test_every_combination_runs_in_its_own_folder(train):
     sweep = train("-m", "optimizer.lr=1e-3,3e-4", "seed=1,2")
     assert sweep.code == 0, sweep.err
     assert jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
-    cfgs = [OmegaConf.load(sweep.folder / str(n) / ".hydra" / "config.yaml") for n in range(4)]
+    names = sorted(path.parent.name for path in sweep.folder.glob("*/result.json"))
+    lrs = [(rate, seed) for rate in ("0.001", "0.0003") for seed in (1, 2)]
+    assert names == [f"{n}-lr_{rate}-seed_{seed}" for n, (rate, seed) in enumerate(lrs)]
+    cfgs = [OmegaConf.load(sweep.folder / name / ".hydra" / "config.yaml") for name in names]
     tried = [(cfg.optimizer.lr, cfg.seed) for cfg in cfgs]
     assert tried == [(1e-3, 1), (1e-3, 2), (3e-4, 1), (3e-4, 2)]
-    results = [json.loads((sweep.folder / str(n) / "result.json").read_text()) for n in range(4)]
+    results = [json.loads((sweep.folder / name / "result.json").read_text()) for name in names]
     assert len({result["metrics"]["train/loss"] for result in results}) == 4
     lines = sweep.out.splitlines()
     begun = [line.split()[1:] for line in lines if line.startswith("job ")]
@@ -45,6 +49,21 @@ def test_every_combination_runs_in_its_own_folder(train):
         row[:3] for row in rows
     ]
     assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("varied", "name"),
+    [
+        ("", "3"),
+        ("model=gpt_nano,optimizer.lr=1.2345678e-05", "3-model_gpt_nano-lr_1.23e-05"),
+        ("+callbacks.a@b.c=x y,data.path=['/a/b','c']", "3-c_x-y-path_-a-b-c"),
+        ("x=-1," + 90 * "y", "3-x_-1-" + 73 * "y"),
+    ],
+)
+def test_a_jobs_folder_is_short_and_needs_no_quotes(varied, name):
+    assert job_folder(3, varied) == name and len(name) <= 80
+    ((one,), problems) = parse([f"from_run=outputs/sweep/{name}"])
+    assert one.value() == f"outputs/sweep/{name}" and not problems
 
 
 def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_method
 from lightning.pytorch.callbacks import (
     Checkpoint,
@@ -202,11 +203,14 @@ def build_report(
 
 
 def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """Key -> value, of a group its choice, of the overrides that a run in another folder takes."""
-    typed = {}
+    """Key -> value, of a group its choice, of the overrides that tell this run from another.
+
+    Not where it lies; and in a sweep not what is the same in all of its jobs.
+    """
+    typed, same = {}, HydraConfig.get().job.config.override_dirname.exclude_keys
     for line in facts["overrides"]:
         key, _, text = line.lstrip("+").partition("=")
-        if re.split("[./]", key)[0] not in NOT_TAKEN and not key.startswith("~"):
+        if not {re.split("[./]", key)[0], key} & {*NOT_TAKEN, *same} and key[0] != "~":
             value = OmegaConf.select(cfg, key)
             typed[key] = value if isinstance(value, int | float | str) else text
     return typed

@@ -89,6 +89,7 @@ def run_command(
         if args.multirun or args.cfg or args.info:
             parsed, first = check_sweep(overrides)
             sweep = Sweep.of(parsed, first) if args.multirun else None
+            overrides.append(leave_out_of_names(parsed))
         else:
             cfg, found = compose_and_explain(overrides)
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
@@ -134,6 +135,12 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     if problems := [*problems, *found]:
         raise ConfigError(problems)
     return parsed, cfg
+
+
+def leave_out_of_names(parsed: list[Override]) -> str:
+    """The override by which Hydra leaves out of a job's name what is the same in all jobs."""
+    same = [one.key_or_group for one in parsed if not one.is_sweep_override()]
+    return f"hydra.job.config.override_dirname.exclude_keys={same}"
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:

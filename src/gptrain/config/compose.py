@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from gptrain.problems import Problem, first_line
 
 PROJECT = Path(__file__).resolve().parents[3]
 CONF = str(PROJECT / "conf")
+LONGEST_NAME = 80  # of a job's folder
 # What Hydra raises on words that it cannot use; not all of it is wrapped.
 REFUSALS = (
     HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, KeyError,
@@ -34,6 +36,19 @@ REFUSALS = (
 def default_output_dir() -> str:
     """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever the command is typed."""
     return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(PROJECT / "outputs")
+
+
+def job_folder(number: int, varied: str) -> str:
+    """Name of a job's folder, which is its name in TensorBoard: 3-lr_0.001-seed_1.
+
+    No longer than LONGEST_NAME, of characters that neither a shell nor Hydra takes for its own.
+
+    Args:
+        varied: key=value of what the sweep varies, joined by commas.
+    """
+    name = re.sub(r"[\w./@+]*?(\w+)=", r"\1_", varied)
+    name = re.sub(r"\d*\.\d{4,}(e-?\d+)?", lambda found: f"{float(found[0]):.3g}", name)
+    return re.sub(r"[^\w.-]+", "-", f"{number}-{name}")[:LONGEST_NAME].strip("-.")
 
 
 def plus(left: Any, right: int) -> Any:
@@ -99,6 +114,7 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 def _hydra() -> Iterator[ConfigLoader]:
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("default_output_dir", default_output_dir, replace=True)
+    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
     OmegaConf.register_new_resolver("plus", plus, replace=True)
     with initialize_config_dir(CONF, job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().config_loader()

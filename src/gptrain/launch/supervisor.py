@@ -164,11 +164,14 @@ def run_function(script: str, name: str, *arguments: object) -> object:
 
 
 def plain_hydra() -> DictConfig:
-    """What a rank needs of Hydra's node: its log, and what was typed, for the resume command."""
+    """What a rank needs of Hydra's node: its log, what was typed, and what of it varies."""
     hydra = HydraConfig.get()
     logs = OmegaConf.to_container(hydra.job_logging, resolve=True)
     typed = {"task": list(hydra.overrides.task)}
-    return OmegaConf.create({"job_logging": logs, "verbose": hydra.verbose, "overrides": typed})
+    job = {"config": OmegaConf.to_container(hydra.job.config)}
+    return OmegaConf.create(
+        {"job": job, "job_logging": logs, "verbose": hydra.verbose, "overrides": typed}
+    )
 
 
 def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
