@@ -11,21 +11,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. Each limit is one of the tempered distribution; a token must pass all.
+    """How a token is drawn: each limit is of the tempered distribution; a token must pass all.
 
-    Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: only the k likeliest.
-        top_p: only the likeliest that together reach this probability (Holtzman et al. 2020,
-            arXiv:1904.09751).
-        min_p: only those of at least this fraction of the likeliest one's probability (Nguyen et
-            al. 2024, arXiv:2407.01082).
+    Sources: top_p, Holtzman et al. 2020, arXiv:1904.09751; min_p, Nguyen et al. 2024,
+    arXiv:2407.01082.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
+    temperature: float = 1.0  # divides the logits; 0: the likeliest token
+    top_k: int | None = None  # the k likeliest
+    top_p: float | None = None  # the likeliest that together reach it
+    min_p: float | None = None  # those of this fraction of the highest probability
 
     def weights(self, logits: Tensor) -> Tensor:
         """Probabilities (B, V), up to a factor for each row, from logits (B, V)."""
@@ -35,8 +30,8 @@ class Sampling:
         # Less the highest, or a low temperature would overflow.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         probabilities = torch.softmax(logits, -1)
-        if self.top_k is None and self.top_p is None and self.min_p is None:
-            return probabilities  # sorted, 50,000 of them take longer than a small net
+        if self.top_k is self.top_p is self.min_p is None:
+            return probabilities  # to sort 50,000 of them takes longer than a small net
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
         kept = torch.ones_like(ranked, dtype=torch.bool)
         if self.top_k is not None:

@@ -1,4 +1,4 @@
-"""The command: what is continued, by which net, and how the text is shown."""
+"""The command: what is continued, by which net, and where the text is shown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -19,14 +19,15 @@ from gptrain.config.kinds import Count, Fraction, LocalPath, Name, described, nu
 from gptrain.config.schema import Run
 from gptrain.problems import DONE, ConfigError, Problem, quoted
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from gptrain.generate.text import Tokenizer
-
-
 Several = Field(min_length=1)
-Prompt = str | Annotated[list[int], Several] | Annotated[list[str], Several]
+Prompt = str | Annotated[list[int], Several] | Annotated[list[str], Several] | None
+LIMITS = ("top_k", "top_p", "min_p")
+DEFAULTS = {
+    **dict.fromkeys(("prompt", *LIMITS), "null"),
+    **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "cache": "true", "interactive": "false"},
+}
+OF_A_RUN = {"from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets",
+            "debug"}  # fmt: skip
 
 
 class GenerateRun(Run):
@@ -37,7 +38,7 @@ class GenerateRun(Run):
 
     from_run: LocalPath
     ckpt_path: Literal["best", "last"] | None
-    prompt: described("a text, a list of texts, or one of token ids", Prompt | None)
+    prompt: described("a text, a list of texts, or one of token ids", Prompt)
     n_tokens: Count
     temperature: NonNegativeFloat
     top_k: Count | None
@@ -46,21 +47,6 @@ class GenerateRun(Run):
     stop: Name | list[Name]
     cache: bool
     interactive: bool
-
-
-DEFAULTS = {
-    "prompt": "null",  # a new line, as stands before every text of data=text
-    "n_tokens": 256,
-    "temperature": 0.7,
-    "top_k": "null",
-    "top_p": "null",
-    "min_p": "null",
-    "stop": "[]",
-    "cache": "true",
-    "interactive": "false",
-}
-OF_A_RUN = ("from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets",
-            "debug")  # fmt: skip
 
 
 def main() -> None:
@@ -89,7 +75,6 @@ def generate(cfg: DictConfig) -> None:
     check_effects(cfg)
     from gptrain.assemble.load import load  # here, so that a wrong option is answered without torch
     from gptrain.assemble.resume import named_source
-    from gptrain.generate.text import Numbers
     from gptrain.launch.devices import accelerator_of, find_machine, set_threads
 
     if accelerator_of(asked := cfg.trainer.accelerator) is None:
@@ -97,58 +82,47 @@ def generate(cfg: DictConfig) -> None:
         raise ConfigError.of("trainer.accelerator", asked, wrong, attempt="trainer=cpu")
     set_threads(1)
     with named_source("from_run", cfg.from_run):
-        which, allowed = cfg.ckpt_path or "best", list(cfg.allowed_targets)
+        which, allowed = cfg.ckpt_path or "best", cfg.allowed_targets
         net, tokenizer = load(cfg.from_run, which, allowed, with_tokenizer=True)
-    writer = Writer(cfg, net.to(find_machine(cfg).device(0)), tokenizer or Numbers())
+    writer = Writer(cfg, net.to(find_machine(cfg).device(0)), tokenizer)
     try:
         if cfg.prompt is not None or not cfg.interactive:
-            writer.write(as_prompts(cfg.prompt, tokenizer))
+            writer.write(cfg.prompt)
         if cfg.interactive:
             writer.converse()
     except BrokenPipeError:  # a reader that has seen enough: nothing is left to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def as_prompts(given: Any, tokenizer: Tokenizer | None) -> list[str | list[int]]:
-    """The prompts of a key that may hold a text, texts, or the ids of one."""
-    if given is None:
-        return ["\n" if tokenizer else [0]]
-    is_one = isinstance(given, str) or isinstance(given[0], int)
-    return [given] if is_one else list(given)
-
-
 def check_effects(cfg: DictConfig) -> None:
     """Raises: ConfigError for what was typed and would change nothing."""
     typed = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
     wrong = "has no effect: the net is that of from_run, as it was trained"
-    known = {*DEFAULTS, *OF_A_RUN}
-    problems = [Problem(key, None, wrong) for key in typed if key not in known]
+    problems = [Problem(key, None, wrong) for key in typed if key not in OF_A_RUN | DEFAULTS.keys()]
     if cfg.temperature == 0:
-        limits = [key for key in ("top_k", "top_p", "min_p") if cfg[key] is not None]
         wrong = "has no effect: temperature=0 takes the likeliest token"
+        limits = (key for key in LIMITS if cfg[key] is not None)
         problems += [Problem(key, cfg[key], wrong) for key in limits]
     if problems:
         raise ConfigError(problems)
 
 
 class Writer:
-    """Continues prompts by one net, with one series of random numbers.
+    """Continues prompts by one net, with one series of random numbers."""
 
-    Args:
-        tokenizer: of the net's tokens.
-    """
-
-    def __init__(self, cfg: DictConfig, net: nn.Module, tokenizer: Tokenizer):
+    def __init__(self, cfg: DictConfig, net: Any, tokenizer: Any):
         import torch
 
+        from gptrain.generate.text import Numbers
         from gptrain.sampling import Sampling
 
-        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer
-        self.stop = [cfg.stop] if isinstance(cfg.stop, str) else list(cfg.stop)
-        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer or Numbers()
+        self.start, self.is_text = "\n" if tokenizer else [0], tokenizer is not None
+        self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
+        self.sampling = Sampling(cfg.temperature, *(cfg[key] for key in LIMITS))
         self.generator = torch.Generator(next(net.parameters()).device).manual_seed(cfg.seed)
 
-    def write(self, prompts: Sequence[str | Sequence[int]]) -> None:
+    def write(self, prompt: str | Sequence | None) -> None:
         """Prints each prompt with what follows it, and on stderr how fast it was made.
 
         Raises: ConfigError for a prompt that the net cannot read.
@@ -156,18 +130,19 @@ class Writer:
         from gptrain.generate.text import Text, in_order
         from gptrain.sampling import generate, printable
 
-        tokens, n_tokens = [self.read(prompt) for prompt in prompts], self.cfg.n_tokens
-        texts = [Text(self.tokenizer, prompt, n_tokens, self.stop) for prompt in tokens]
-        start_s = time.perf_counter()
-        steps = generate(self.net, tokens, n_tokens, self.sampling, self.generator, self.cfg.cache)
-        for piece in in_order(texts, steps):
+        cfg, given = self.cfg, self.start if prompt is None else prompt
+        several = not isinstance(given, str) and isinstance(given[0], str)
+        prompts = [self.read(one) for one in (given if several else [given])]
+        texts = [Text(self.tokenizer, ids, cfg.n_tokens, self.stop) for ids in prompts]
+        start_s, options = time.perf_counter(), (self.sampling, self.generator, cfg.cache)
+        for piece in in_order(texts, generate(self.net, prompts, cfg.n_tokens, *options)):
             print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         seconds, n_made = time.perf_counter() - start_s, sum(text.n_made for text in texts)
         said = f"{n_made} tokens in {seconds:.2f} s, {n_made / seconds:.0f} tokens/s"
         print(said, file=sys.stderr, flush=True)
 
     def converse(self) -> None:
-        """Writes for each line that is typed, until its end (Ctrl-D); Ctrl-C ends a text."""
+        """Writes for each line that is typed, until Ctrl-D; Ctrl-C ends a text."""
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "")
@@ -175,7 +150,7 @@ class Writer:
                 print()
                 return
             try:
-                self.write([line])
+                self.write(line)
             except ConfigError as error:
                 print(error, file=sys.stderr)
             except KeyboardInterrupt:
@@ -183,26 +158,20 @@ class Writer:
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt.   Raises: ConfigError."""
-        from gptrain.generate.text import Numbers
-
-        ids, has_tokenizer = prompt, not isinstance(self.tokenizer, Numbers)
-        if isinstance(prompt, str):
-            try:
-                ids = [int(token) for token in self.tokenizer.encode(prompt)]
-            except ValueError:
-                wrong = "not token ids, and no tokenizer lies in the run's folder"
-                raise ConfigError.of("prompt", prompt, wrong, attempt="prompt=[1,2,3]") from None
-            if (
-                has_tokenizer
-                and ids
-                and (known := self.tokenizer.decode(ids)).strip() != prompt.strip()
-            ):
-                wrong = f"the tokenizer does not know all of it and reads {known!r}"
-                print(Problem("prompt", prompt, wrong, code=DONE).line, file=sys.stderr)
+        typed = isinstance(prompt, str)
+        try:
+            ids = [int(token) for token in (self.tokenizer.encode(prompt) if typed else prompt)]
+        except ValueError:
+            wrong = "not token ids, and no tokenizer lies in the run's folder"
+            raise ConfigError.of("prompt", prompt, wrong, attempt="prompt=[1,2,3]") from None
         if not ids:
             raise ConfigError.of("prompt", prompt, "has no token for the net to go on from")
         size = getattr(self.net, "vocab_size", max(ids) + 1)
         if not 0 <= min(ids) <= max(ids) < size:
             wrong = f"has tokens from {min(ids)} to {max(ids)}"
             raise ConfigError.of("prompt", prompt, wrong, allowed=f"0 to {size - 1}, of the net")
-        return list(ids)
+        known = self.tokenizer.decode(ids)
+        if self.is_text and typed and known.strip() != prompt.strip():
+            wrong = f"the tokenizer does not know all of it and reads {known!r}"
+            print(Problem("prompt", prompt, wrong, code=DONE).line, file=sys.stderr)
+        return ids

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+
+from gptrain.data.tokenizers import Tokenizer
 
 OPEN = "\N{REPLACEMENT CHARACTER}"  # what decodes to it may be the beginning of a character
 OPEN_MAX = 3  # of four bytes, each of which some tokenizers show as one
 SEPARATOR = "\n---\n"
 LONGEST, CONTEXT = 64, 8  # tokens that are decoded again at each step, and what is kept of them
-
-
-class Tokenizer(Protocol):
-    """What generation needs of one."""
-
-    def encode(self, text: str) -> Iterable[int]: ...
-
-    def decode(self, ids: Iterable[int]) -> str: ...
 
 
 class Numbers:
@@ -41,7 +34,11 @@ class Text:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], n_tokens: int, stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer | Numbers,
+        prompt: Sequence[int],
+        n_tokens: int,
+        stop: Sequence[str] = (),
     ):
         self.tokenizer, self.n_tokens, self.stop = tokenizer, n_tokens, stop
         self.tokens, self.n_made, self.ended = list(prompt), 0, False

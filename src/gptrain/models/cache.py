@@ -14,11 +14,7 @@ class KVCache:
         net(next_token, cache)  # logits (1, 1, V): those of the whole sequence's last position
 
     They equal the logits without a cache but for the order of sums, within max_seq_len positions.
-    Beyond them a net is given a window that slides by one token at a time: then all positions in it
-    are others than before, and no key or value can be used again.
-
-    Attributes:
-        layers: one for the attention of each block.
+    Beyond them a window slides over the tokens, all positions change, and none can be used again.
     """
 
     def __init__(self, n_layers: int, batch_size: int, max_seq_len: int):
