@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +121,34 @@ def test_the_tokenizer_of_the_data_goes_along(train, export_run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer(text)["input_ids"] == ByteTokenizer().encode(text).tolist(), said
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_an_export_speaks_like_its_run_alone(train, export_run, capfd, tmp_path, form):
+    """Both moved, the run and its data gone."""
+    command = pytest.importorskip("gptrain.generate.command")
+
+    def spoken(source: Path) -> str:
+        words = [f"from_run={source}", "prompt='def é'", "n_tokens=12"]
+        code = run_command(command.generate, words, command.GenerateRun, command.DEFAULTS)
+        out, err = capfd.readouterr()
+        assert code == 0, err
+        return out
+
+    (tmp_path / "corpus.txt").write_text("naïve café, 數據 and def f(x): return x\n" * 40)
+    run = train(
+        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
+        "logger=none", "callbacks=none", "trainer.max_steps=2",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    (tmp_path / "corpus.txt").unlink()
+    moved = run.folder.rename(tmp_path / "moved")
+    expected = spoken(moved)
+    _, folder, _ = export_run(f"from_run={moved}", f"format={form}")
+    shutil.rmtree(moved)
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    assert spoken(elsewhere) == expected and expected.startswith("def é")
+    assert str(tmp_path) not in (elsewhere / ".hydra" / "config.yaml").read_text()
 
 
 def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):

@@ -24,7 +24,6 @@ import gptrain
 from gptrain.config.cli import run_command
 from gptrain.config.compose import compose_config
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
-from gptrain.export import command as export
 from gptrain.generate.command import DEFAULTS, GenerateRun, as_typed, generate
 from gptrain.generate.text import SEPARATOR, Numbers, Text, in_order
 
@@ -204,19 +203,6 @@ def test_a_run_that_was_moved_speaks_without_its_data(write, speaker):
     checkpoint = next((speaker / "checkpoints").glob("step-*"))
     for source in (checkpoint, checkpoint / "state.ckpt"):
         assert write(source, "prompt=é x", "temperature=0")[1] == out
-
-
-@pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_an_export_speaks_like_its_run_alone(write, speaker, capfd, tmp_path, form):
-    _, expected, _ = write(speaker, "prompt=def ", "seed=3")
-    words = [f"from_run={speaker}", f"format={form}", f"run_dir={tmp_path / 'export'}"]
-    assert run_command(export.export, words, export.ExportRun, export.DEFAULTS) == 0
-    capfd.readouterr()
-    shutil.rmtree(speaker)
-    exported = (tmp_path / "export").rename(tmp_path / "elsewhere")
-    code, out, err = write(exported, "prompt=def ", "seed=3")
-    assert (code, out) == (0, expected), err
-    assert str(speaker) not in (exported / ".hydra" / "config.yaml").read_text()
 
 
 def test_a_learned_tokenizer_travels_too(write, train, bpe, tmp_path):
