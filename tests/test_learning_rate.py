@@ -6,6 +6,7 @@ import csv
 import math
 
 import pytest
+import torch
 
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
@@ -66,3 +67,61 @@ def test_going_on_to_another_end_says_where_it_bends_the_schedule(train, length,
     assert again.code == 0, again.err
     said = "resumed with another schedule: after step 4 the learning rate was to be 3e-05 and is"
     assert (said in again.out + again.err) == bends
+
+
+STEP_TOKENS = 4 * 16  # of TINY: sequences x positions
+
+
+def test_phases_in_tokens_are_those_in_steps(train):
+    schedule = ("scheduler=warmup_stable_decay", "logger=csv", "trainer.log_every_n_steps=1")
+    steps = train("scheduler.warmup_steps=2", "scheduler.decay_steps=3", "scheduler.total_steps=7",
+                  "trainer.max_steps=7", *schedule, name="steps")  # fmt: skip
+    # What is no whole step is left off, as of max_tokens.
+    lengths = {"warmup": 2 * STEP_TOKENS + 1, "decay": 3 * STEP_TOKENS, "total": 7.5 * STEP_TOKENS}
+    tokens = (f"scheduler.{phase}_tokens={count}" for phase, count in lengths.items())
+    run = train(*tokens, f"max_tokens={7 * STEP_TOKENS}", "trainer.max_steps=-1", *schedule)
+    assert run.code == 0, run.err
+    rates = learning_rates(run.folder)
+    assert rates == learning_rates(steps.folder) and len(set(rates)) == 6
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("scheduler.warmup_tokens=9 scheduler.warmup_steps=1",
+         "scheduler.warmup_tokens=9: excludes scheduler.warmup_steps=1: they say the same; "
+         "try: scheduler.warmup_steps=null"),
+        ("scheduler.warmup_tokens=9 scheduler.total_tokens=8",
+         "scheduler.warmup_tokens=9: must be <= scheduler.total_tokens=8"),
+        ("scheduler.warmup_tokens=9", "scheduler.warmup_tokens=9: less than the 64 tokens of"),
+        ("scheduler=decay_from_here",
+         "scheduler=decay_from_here: the cool-down of an existing run; try: from_run=<run folder>"),
+    ],
+)  # fmt: skip
+def test_lengths_that_do_not_go_together_are_one_line(train, words, said):
+    run = train("logger=none", *words.split())
+    assert run.code == 2
+    assert run.err.startswith(f"error: {said}") and run.err.count("\n") == 1
+
+
+def test_a_cool_down_of_a_run_is_bit_for_bit_the_run_that_was_to_decay_there(train):
+    """Also where the cool-down is itself interrupted; the run it came from stays as it was."""
+    options = ("optimizer=muon", "model.dropout=0.1", "data.num_samples=14", "logger=csv",
+               "trainer.log_every_n_steps=1", "scheduler.warmup_steps=2")  # fmt: skip
+    whole = train("scheduler=warmup_stable_decay", "scheduler.decay_steps=3", "trainer.max_steps=8",
+                  *options, name="whole")  # fmt: skip
+    stable = train("scheduler=warmup_constant", "trainer.max_steps=5", *options, name="stable")
+    assert stable.code == 0, stable.err
+    here = (f"from_run={stable.folder}", "scheduler=decay_from_here", "scheduler.decay_steps=3",
+            "logger=csv")  # fmt: skip
+    run = train(*here, "trainer.val_check_interval=1", tiny=False)
+    assert run.code == 0, run.err
+    run.cut_back(6)
+    again = train(*here, "ckpt_path=last", tiny=False)
+    assert again.code == 0, again.err
+    assert "from step 6 to 8" in again.out
+    assert learning_rates(run.folder) == learning_rates(whole.folder)[5:]
+    ours, theirs = again.state(8), whole.state(8)
+    for part in ("state_dict", "optimizer_states", "rng"):
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
+    assert not list(stable.folder.glob("checkpoints/step-*[6-8]"))

@@ -3,6 +3,7 @@
 import inspect
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gptrain.models import SimpleGPT
 from gptrain.optim import (
     Muon,
     constant,
+    decay_from_here,
     decay_groups,
     muon_groups,
     scaled_lr,
@@ -119,6 +121,7 @@ def test_learning_rate_follows_the_batch_by_the_rule(rule, factor):
 
 # Schedules
 
+STABLE_DECAY = partial(warmup_stable_decay, decay_steps=20)
 RUN = {"warmup_steps": 10, "total_steps": 101, "start_factor": 0.1, "min_factor": 0.2}
 STEPS = (0, 1, 9, 10, 55, 100, 101, 10_000)  # first, warm-up's last, middle, the last, past it
 
@@ -128,7 +131,7 @@ STEPS = (0, 1, 9, 10, 55, 100, 101, 10_000)  # first, warm-up's last, middle, th
     [
         (warmup_cosine, (0.1, 0.19, 0.91, 1.0, 0.6, 0.2, 0.2, 0.2)),
         (warmup_linear, (0.1, 0.19, 0.91, 1.0, 0.6, 0.2, 0.2, 0.2)),
-        (warmup_stable_decay, (0.1, 0.19, 0.91, 1.0, 1.0, 0.2, 0.2, 0.2)),
+        (STABLE_DECAY, (0.1, 0.19, 0.91, 1.0, 1.0, 0.2, 0.2, 0.2)),
         (warmup_constant, (0.1, 0.19, 0.91, 1.0, 1.0, 1.0, 1.0, 1.0)),
         (constant, (1.0,) * 8),
     ],
@@ -146,16 +149,20 @@ def test_cosine_and_line_differ_between_their_common_points():
 
 
 def test_stable_decay_falls_over_its_fraction_of_the_run():
-    run = {**RUN, "total_steps": 100}
+    run = {**RUN, "total_steps": 100, "decay_steps": 20}
     factors = [warmup_stable_decay(step, **run) for step in range(100)]
     assert factors[10:80] == [1.0] * 70
     assert factors[89] == pytest.approx(0.6)
     assert factors[99] == pytest.approx(0.2)
-    assert warmup_stable_decay(49, **run, decay_fraction=0.5) == 1.0
-    assert warmup_stable_decay(50, **run, decay_fraction=0.5) < 1.0
+    half = {**run, "decay_steps": 50}
+    assert warmup_stable_decay(49, **half) == 1.0 > warmup_stable_decay(50, **half)
+    here = {"from_step": 80, "total_steps": 100, "min_factor": 0.2}
+    assert [decay_from_here(step, **here) for step in range(80, 101)] == [
+        warmup_stable_decay(step, **run) for step in range(80, 101)
+    ]
 
 
-@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_stable_decay])
+@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, STABLE_DECAY])
 def test_runs_too_short_for_their_shape_have_one(schedule):
     no_warmup = {**RUN, "warmup_steps": 0}
     assert schedule(0, **no_warmup) == 1.0
@@ -168,7 +175,7 @@ def test_runs_too_short_for_their_shape_have_one(schedule):
     assert schedule(0, **one_step) == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, warmup_stable_decay])
+@pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, STABLE_DECAY])
 def test_the_factor_rises_once_and_falls_once(schedule):
     factors = [schedule(step, **RUN) for step in range(120)]
     assert factors[:11] == sorted(factors[:11])

@@ -31,7 +31,7 @@ from gptrain.assemble.parts import (
     module_class,
     plan_lengths,
 )
-from gptrain.assemble.resume import check_data, find_checkpoint
+from gptrain.assemble.resume import check_data, find_checkpoint, set_from_step
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from
 from gptrain.data.tokenizers import Tokenizer
@@ -46,6 +46,7 @@ from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.plan.batch import BatchPlan
 from gptrain.plan.dims import ANY_NET, parallel_dims, strategy_name
+from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.watchdog import Guard
 
 __all__ = ["Run", "build", "check", "find_checkpoint"]
@@ -126,10 +127,11 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
-    lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)
-
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
     checkpoint = None if start is None else Path(start)
+    if checkpoint is not None:
+        set_from_step(cfg, read_manifest(checkpoint))
+    lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):

@@ -33,7 +33,8 @@ from gptrain.problems import BAD_DATA, ConfigError
 MODEL_KEYS = {"compile", "activation_checkpointing"}
 MODULE_KEYS = {"_target_", "loss", "metrics"}
 OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
-SCHEDULER_KEYS = {"warmup_steps", "total_steps", "start_factor", "min_factor"}
+PHASES = ("warmup", "decay", "total")
+SCHEDULER_KEYS = {f"{phase}_steps" for phase in PHASES} | {"start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
 
 
@@ -129,6 +130,10 @@ def plan_lengths(
     step_tokens = batch.global_batch_size * sample_tokens
     if trainer.fast_dev_run:
         n_steps, limit = int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
+    elif cfg.scheduler._target_ == plan.DECAY_FROM_HERE:
+        asked = asked_steps(cfg, "decay", step_tokens) or plan.DEFAULT_DECAY
+        n_steps = plan.cooled_down_steps(cfg.scheduler.from_step, asked)
+        limit = "scheduler=decay_from_here"
     elif cfg.max_tokens is not None:
         with as_config_errors(cfg, "max_tokens"):
             n_steps = plan.token_steps(cfg.max_tokens, step_tokens)
@@ -245,6 +250,15 @@ def peak_lr(cfg: DictConfig, batch: BatchPlan, lr: float | None = None) -> float
     return scaled_lr(float(lr), options.lr_scaling, size, reference)
 
 
+def asked_steps(cfg: DictConfig, phase: str, step_tokens: int) -> float | None:
+    """What the scheduler group says of one of PHASES, in steps or as a fraction of the run."""
+    tokens = cfg.scheduler.get(f"{phase}_tokens")
+    if tokens is None:
+        return cfg.scheduler.get(f"{phase}_steps")
+    with as_config_errors(cfg, f"scheduler.{phase}_tokens"):
+        return plan.token_steps(tokens, step_tokens)
+
+
 def build_schedule(
     cfg: DictConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
@@ -255,10 +269,17 @@ def build_schedule(
     """
     options = OmegaConf.to_container(cfg.scheduler, resolve=True)
     schedule = get_method(options.pop("_target_"))
-    options["total_steps"] = total_steps = options["total_steps"] or lengths.n_steps
+    warmup, decay, total = (asked_steps(cfg, phase, lengths.step_tokens) for phase in PHASES)
+    options["total_steps"] = total_steps = total or lengths.n_steps
     with as_config_errors(cfg, "scheduler.warmup_steps"):
-        options["warmup_steps"] = plan.warmup_steps(options["warmup_steps"], total_steps)
+        options["warmup_steps"] = plan.warmup_steps(warmup, total_steps)
     named = inspect.signature(schedule).parameters
+    if "decay_steps" in named:
+        with as_config_errors(cfg, "scheduler.decay_steps"):
+            asked = plan.DEFAULT_DECAY if decay is None else decay
+            options["decay_steps"] = plan.phase_steps(asked, total_steps)
+    for phase in PHASES:
+        options.pop(f"{phase}_tokens", None)
     options = {k: v for k, v in options.items() if k in named or k not in SCHEDULER_KEYS}
     if not inspect.isclass(schedule):
         return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}

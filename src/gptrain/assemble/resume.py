@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.parts import batch_of
 from gptrain.lit.checkpointing import STATE_NAME
+from gptrain.plan.batch import DECAY_FROM_HERE
 from gptrain.plan.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.resilience.manifest import (
@@ -59,6 +60,7 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
         fresh run where one has been.
     """
     store, trains = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id), cfg.task == "fit"
+    cools_down = trains and cfg.scheduler._target_ == DECAY_FROM_HERE
     if trains and cfg.checkpoint.mirror and not cfg.trainer.fast_dev_run:
         use_mirror(cfg, store)
     if cfg.ckpt_path is None and (trains or cfg.from_run is None):
@@ -67,14 +69,19 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
             attempt = "ckpt_path=last to go on with it, or another run_dir"
             code = FOLDER_UNUSABLE
             raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=code)
-        return None
-    found = _find_own(cfg, store) if trains else find_trained(cfg)
+        if not cools_down:
+            return None
+    found = (_find_own(cfg, store) if cfg.ckpt_path else None) if trains else find_trained(cfg)
+    if found is None and cools_down:
+        with named_source("from_run", cfg.from_run):
+            found = find_weights(cfg.from_run, "last")
     if found is None:
         log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
         return None
     if isinstance(found, Path):
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
+    set_from_step(cfg, found.manifest)
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
     if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
@@ -94,6 +101,13 @@ def use_mirror(cfg: DictConfig, store: CheckpointStore) -> None:
         raise ConfigError.of("checkpoint.mirror", url, wrong, attempt=attempt, code=code)
     if cfg.ckpt_path == "last" and not store.steps():
         mirror.restore(store)
+
+
+def set_from_step(cfg: DictConfig, manifest: Mapping[str, Any]) -> None:
+    """Where the cool-down that goes on from this checkpoint began; of another schedule nothing."""
+    if cfg.task == "fit" and cfg.scheduler._target_ == DECAY_FROM_HERE:
+        begun = manifest["config"].get("scheduler.from_step")
+        cfg.scheduler.from_step = manifest["step"] if begun is None else begun
 
 
 def find_trained(cfg: DictConfig) -> Checkpoint | Path:
@@ -198,6 +212,8 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
     """
     now = identity(cfg, global_batch_size)
     part, typed = "" if cfg.task == "fit" else "model.", _typed_keys()
+    begins_decay = cfg.scheduler._target_ == DECAY_FROM_HERE and "scheduler.from_step" not in saved
+    allowed = [*cfg.allow_changes, "scheduler"] if begins_decay else cfg.allow_changes
     return [
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(saved.keys() | now.keys())
@@ -205,7 +221,7 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
         and key != "data"  # see check_data
         and saved.get(key) != now.get(key)
         and (key in saved or covers(typed, key))
-        and not covers(cfg.allow_changes, key)
+        and not covers(allowed, key)
     ]
 
 

@@ -19,7 +19,7 @@ from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, NETS, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
 from gptrain.launch.process import count_devices, this_process
-from gptrain.plan.batch import effective_max_epochs, plan_batch, run_steps
+from gptrain.plan.batch import DECAY_FROM_HERE, effective_max_epochs, plan_batch, run_steps
 from gptrain.plan.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
 
@@ -132,10 +132,17 @@ def check_sizes(run: Config) -> Iterator[Problem]:
 
 def check_length(run: Config) -> Iterator[Problem]:
     """What ends the run, and a schedule that needs to know when."""
-    warmup, total = run.get("scheduler.warmup_steps"), run.get("scheduler.total_steps")
-    if warmup and total and warmup > total:
-        wrong = f"must be <= scheduler.total_steps={total}"
-        yield run.error("scheduler.warmup_steps", wrong, f"scheduler.warmup_steps={total // 10}")
+    for phase in ("warmup", "decay", "total"):
+        key, asked = f"scheduler.{phase}_steps", run.get(f"scheduler.{phase}_steps")
+        if asked is not None and run.get(f"scheduler.{phase}_tokens"):
+            wrong = f"excludes {key}={asked}: they say the same"
+            yield run.error(f"scheduler.{phase}_tokens", wrong, f"{key}=null")
+    for unit in ("steps", "tokens"):
+        key, total = f"scheduler.warmup_{unit}", run.get(f"scheduler.total_{unit}")
+        if total and run.get(key, 0) > total:
+            wrong = f"must be <= scheduler.total_{unit}={total}"
+            yield run.error(key, wrong, f"{key}={int(total // 10)}")
+    total = run.get("scheduler.total_steps") or run.get("scheduler.total_tokens")
     steps, tokens = run.get("trainer.max_steps", -1), run.get("max_tokens")
     if tokens and steps != -1:
         wrong = f"excludes trainer.max_steps={steps}: both end the run"
@@ -186,6 +193,10 @@ def check_cpu(run: Config) -> Iterator[Problem]:
 
 def check_start(run: Config) -> Iterator[Problem]:
     """Where the run starts from."""
+    is_cool_down = run.get("scheduler._target_") == DECAY_FROM_HERE
+    if is_cool_down and run.schema is Run and not run.get("ckpt_path") and not run.get("from_run"):
+        wrong = "the cool-down of an existing run"
+        yield Problem("scheduler", "decay_from_here", wrong, attempt="from_run=<run folder>")
     if run.get("ckpt_path") and run.get("init_from"):
         wrong = "excludes ckpt_path: fresh weights or an exact resume, not both"
         yield run.error("init_from", wrong)

@@ -89,4 +89,5 @@ Limit = described("a fraction in [0, 1], an integer >= 0, or null", integer(0) |
 Interval = described(
     "a fraction of an epoch in (0, 1], or optimizer steps >= 1", Count | number(gt=0, le=1)
 )
+TokenCount = number(ge=1, le=2**63)
 Warmup = Annotated[number(ge=0, le=INT32_MAX), AfterValidator(_steps)]

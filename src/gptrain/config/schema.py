@@ -28,11 +28,13 @@ from gptrain.config.kinds import (
     Name,
     Positive,
     RunName,
+    TokenCount,
     Warmup,
     described,
     integer,
     number,
 )
+from gptrain.plan.batch import DECAY_FROM_HERE
 from gptrain.plan.dims import STRATEGIES as STRATEGY_NAMES
 
 DUMMY = "gptrain.data.DummyTextDataset"
@@ -118,7 +120,9 @@ class Muon(AdamW):
 
 class Scheduler(Open):
     warmup_steps: Warmup | None
+    warmup_tokens: TokenCount | None
     total_steps: Count | None
+    total_tokens: TokenCount | None
     start_factor: Fraction
     min_factor: Fraction
 
@@ -128,7 +132,12 @@ class Schedule(Scheduler, extra="forbid"):
 
 
 class StableDecay(Schedule):
-    decay_fraction: number(gt=0, le=1)
+    decay_steps: Warmup | None
+    decay_tokens: TokenCount | None
+
+
+class DecayFromHere(StableDecay):
+    from_step: Count | None
 
 
 class SampleText(Closed):
@@ -193,6 +202,7 @@ KNOWN: dict[str, type[BaseModel]] = {
     **{f"gptrain.optim.warmup_{name}": Schedule for name in ("constant", "cosine", "linear")},
     "gptrain.optim.constant": Schedule,
     "gptrain.optim.warmup_stable_decay": StableDecay,
+    DECAY_FROM_HERE: DecayFromHere,
     "gptrain.lit.callbacks.SampleText": SampleText,
     "lightning.pytorch.Trainer": LightningTrainer,
 }
@@ -320,7 +330,7 @@ class Run(Closed):
     name: RunName
     task: Literal["fit", "validate", "test"]
     seed: integer(0, SEED_MAX)
-    max_tokens: number(ge=1, le=2**63) | None
+    max_tokens: TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
     objective: Name
     output_dir: LocalPath

@@ -38,17 +38,22 @@ def warmup_stable_decay(
     total_steps: int,
     start_factor: float,
     min_factor: float,
-    decay_fraction: float = 0.2,
+    decay_steps: int,
 ) -> float:
-    """Warm-up, 1, then a straight line to min_factor over the run's last decay_fraction.
+    """Warm-up, 1, then a straight line to min_factor over the run's last decay_steps.
 
     A run can be made longer from any checkpoint before the decay. Source: arXiv:2405.18392, where
     a decay over a fifth of the run matches a cosine of the same length.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
-    decay_start = max(warmup_steps, total_steps - 1 - round(decay_fraction * total_steps))
+    decay_start = max(warmup_steps, total_steps - 1 - decay_steps)
     return 1 - (1 - min_factor) * _fraction_done(step, decay_start, total_steps - 1)
+
+
+def decay_from_here(step: int, *, from_step: int, total_steps: int, min_factor: float) -> float:
+    """The decay of warmup_stable_decay alone, of a run that has taken from_step steps."""
+    return 1 - (1 - min_factor) * _fraction_done(step, from_step - 1, total_steps - 1)
 
 
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:

@@ -122,12 +122,20 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
             tenth of the run, whichever is less.
         total_steps: None where only a time ends the run.
 
-    Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
+    Raises: ValueError as phase_steps.
     """
     if asked is None and total_steps is None:
         return DEFAULT_WARMUP_STEPS
     if asked is None:
         return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
+    return phase_steps(asked, total_steps)
+
+
+def phase_steps(asked: float, total_steps: int | None) -> int:
+    """Steps of a part of the run: an integer number of them, or below 1 a fraction of it.
+
+    Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
+    """
     if asked < 0 or (asked > 1 and asked != int(asked)):
         raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
     if not 0 < asked < 1:
@@ -135,6 +143,19 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
     if total_steps is None:
         raise ValueError("a fraction of a run of unknown length")
     return round(asked * total_steps)
+
+
+DECAY_FROM_HERE = "gptrain.optim.decay_from_here"
+DEFAULT_DECAY = 0.2  # of the run: arXiv:2405.18392
+
+
+def cooled_down_steps(from_step: int, asked: float) -> int:
+    """Steps of a run whose learning rate falls from from_step on, for `asked` as in phase_steps.
+
+    As a fraction it is one of the whole run, as if that had been planned from its beginning.
+    """
+    total = from_step / (1 - asked) if 0 < asked < 1 else from_step + asked
+    return max(from_step + 1, round(total))
 
 
 DEFAULT_MAX_EPOCHS = 3
