@@ -163,7 +163,7 @@ def test_lists_and_quoted_texts_are_hydras():
         (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
         (["temperature=-1"], "error: temperature=-1: must be >= 0"),
         (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
-        (["temperature=0", "top_k=5"], "error: top_k=5: has no effect: temperature=0 takes"),
+        (["temperature=0", "top_k=5"], "error: top_k=5: has no effect: temperature=0 is greedy"),
         (["model=gpt2"], "error: model: has no effect: the net is that of from_run"),
         (["prompt=[]"], "error: prompt=[]: must be a text, a list of texts, or one of token ids"),
         (["stop="], "error: stop="),
@@ -234,7 +234,7 @@ def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
         "try: prompt=[1,2,3]\n"
     )
     code, _, err = write(saved_twice.folder, "prompt=[5,256]")
-    assert code == 2 and "has tokens from 5 to 256; allowed: 0 to 255, of the net" in err
+    assert code == 2 and "has tokens from 5 to 256, the net has 0 to 255" in err
 
 
 def test_prompts_stop_texts_and_seeds(write, speaker):

@@ -54,12 +54,10 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yields the next token of each prompt, until each has n_tokens; None while one is still read.
 
-    The prompts go through the net at once, from the end of the shortest on token by token. The net
-    sees as much of a sequence as its max_seq_len, the latest. It is put into evaluation mode.
+    All go through the net at once, from the end of the shortest on token by token. It sees the
+    latest max_seq_len tokens, in evaluation mode.
 
     Args:
-        prompts: of one token at least.
-        generator: on the net's device.
         cache: each position is computed once where the net offers `new_cache` (see gptrain.models),
             while the sequence is within max_seq_len; the tokens are the same.
     """

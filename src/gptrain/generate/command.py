@@ -56,10 +56,7 @@ def main() -> None:
 
 
 def as_typed(word: str) -> str:
-    """An override whose text Hydra would read as something else, quoted for it.
-
-    What begins as a list or with a quotation mark, and can be read as such, stays.
-    """
+    """An override whose text is quoted for Hydra, unless it is a list or in quotes already."""
     key, equals, value = word.partition("=")
     is_text = equals and key in ("prompt", "stop")
     if not is_text or (value.startswith(("[", "'", '"')) and not parse([word])[1]):
@@ -68,7 +65,7 @@ def as_typed(word: str) -> str:
 
 
 def generate(cfg: DictConfig) -> None:
-    """Writes what the net of from_run makes of each prompt.
+    """Writes what the net of from_run makes of each prompt, and on stderr how fast.
 
     Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.
     """
@@ -78,8 +75,7 @@ def generate(cfg: DictConfig) -> None:
     from gptrain.launch.devices import accelerator_of, find_machine, set_threads
 
     if accelerator_of(asked := cfg.trainer.accelerator) is None:
-        wrong = "not on this machine"
-        raise ConfigError.of("trainer.accelerator", asked, wrong, attempt="trainer=cpu")
+        raise ConfigError.of("trainer.accelerator", asked, "not on this machine")
     set_threads(1)
     with named_source("from_run", cfg.from_run):
         which, allowed = cfg.ckpt_path or "best", cfg.allowed_targets
@@ -88,8 +84,10 @@ def generate(cfg: DictConfig) -> None:
     try:
         if cfg.prompt is not None or not cfg.interactive:
             writer.write(cfg.prompt)
-        if cfg.interactive:
-            writer.converse()
+        while cfg.interactive:
+            writer.answer(input("> " if sys.stdin.isatty() else ""))
+    except EOFError:
+        print()
     except BrokenPipeError:  # a reader that has seen enough: nothing is left to be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -97,12 +95,11 @@ def generate(cfg: DictConfig) -> None:
 def check_effects(cfg: DictConfig) -> None:
     """Raises: ConfigError for what was typed and would change nothing."""
     typed = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
-    wrong = "has no effect: the net is that of from_run, as it was trained"
-    problems = [Problem(key, None, wrong) for key in typed if key not in OF_A_RUN | DEFAULTS.keys()]
-    if cfg.temperature == 0:
-        wrong = "has no effect: temperature=0 takes the likeliest token"
-        limits = (key for key in LIMITS if cfg[key] is not None)
-        problems += [Problem(key, cfg[key], wrong) for key in limits]
+    limits = [key for key in LIMITS if cfg[key] is not None and cfg.temperature == 0]
+    idle = [key for key in typed if key not in OF_A_RUN | DEFAULTS.keys()]
+    of_net, of_zero = "the net is that of from_run, as it was trained", "temperature=0 is greedy"
+    problems = [Problem(key, None, f"has no effect: {of_net}") for key in idle]
+    problems += [Problem(key, cfg[key], f"has no effect: {of_zero}") for key in limits]
     if problems:
         raise ConfigError(problems)
 
@@ -123,10 +120,7 @@ class Writer:
         self.generator = torch.Generator(next(net.parameters()).device).manual_seed(cfg.seed)
 
     def write(self, prompt: str | Sequence | None) -> None:
-        """Prints each prompt with what follows it, and on stderr how fast it was made.
-
-        Raises: ConfigError for a prompt that the net cannot read.
-        """
+        """Prints a prompt, or each of several.   Raises: ConfigError for what is none."""
         from gptrain.generate.text import Text, in_order
         from gptrain.sampling import generate, printable
 
@@ -141,35 +135,30 @@ class Writer:
         said = f"{n_made} tokens in {seconds:.2f} s, {n_made / seconds:.0f} tokens/s"
         print(said, file=sys.stderr, flush=True)
 
-    def converse(self) -> None:
-        """Writes for each line that is typed, until Ctrl-D; Ctrl-C ends a text."""
-        while True:
-            try:
-                line = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
-                print()
-                return
-            try:
-                self.write(line)
-            except ConfigError as error:
-                print(error, file=sys.stderr)
-            except KeyboardInterrupt:
-                print()
+    def answer(self, line: str) -> None:
+        """Writes for a line that was typed, until Ctrl-C."""
+        try:
+            self.write(line)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+        except KeyboardInterrupt:
+            print()
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt.   Raises: ConfigError."""
-        typed = isinstance(prompt, str)
+        typed, wrong = isinstance(prompt, str), ""
         try:
             ids = [int(token) for token in (self.tokenizer.encode(prompt) if typed else prompt)]
         except ValueError:
-            wrong = "not token ids, and no tokenizer lies in the run's folder"
-            raise ConfigError.of("prompt", prompt, wrong, attempt="prompt=[1,2,3]") from None
+            ids, wrong = [0], "not token ids, and no tokenizer lies in the run's folder"
+        last = getattr(self.net, "vocab_size", max(ids, default=0) + 1) - 1
         if not ids:
-            raise ConfigError.of("prompt", prompt, "has no token for the net to go on from")
-        size = getattr(self.net, "vocab_size", max(ids) + 1)
-        if not 0 <= min(ids) <= max(ids) < size:
-            wrong = f"has tokens from {min(ids)} to {max(ids)}"
-            raise ConfigError.of("prompt", prompt, wrong, allowed=f"0 to {size - 1}, of the net")
+            wrong = "has no token for the net to go on from"
+        elif not 0 <= min(ids) <= max(ids) <= last:
+            wrong = f"has tokens from {min(ids)} to {max(ids)}, the net has 0 to {last}"
+        if wrong:
+            attempt = "" if self.is_text else "prompt=[1,2,3]"
+            raise ConfigError.of("prompt", prompt, wrong, attempt=attempt)
         known = self.tokenizer.decode(ids)
         if self.is_text and typed and known.strip() != prompt.strip():
             wrong = f"the tokenizer does not know all of it and reads {known!r}"

@@ -6,39 +6,30 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gptrain.data.tokenizers import Tokenizer
 
+SEPARATOR = "\n---\n"
 OPEN = "\N{REPLACEMENT CHARACTER}"  # what decodes to it may be the beginning of a character
 OPEN_MAX = 3  # of four bytes, each of which some tokenizers show as one
-SEPARATOR = "\n---\n"
 LONGEST, CONTEXT = 64, 8  # tokens that are decoded again at each step, and what is kept of them
 
 
 class Numbers:
-    """For a run without a tokenizer: tokens are written as numbers."""
+    """For a run without a tokenizer: token ids with spaces, or commas, between them."""
 
     def encode(self, text: str) -> list[int]:
-        """Raises: ValueError for anything but integers with spaces or commas between them."""
         return [int(word) for word in text.replace(",", " ").split()]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(str(int(number)) for number in ids)
+        return " ".join(map(str, ids))
 
 
 class Text:
-    """One prompt and what follows it, in pieces of whole characters.
+    """One prompt and what follows it, up to n_tokens or the first stop text, in sure pieces.
 
-    Held back until it is sure: a character whose bytes are not all there, and what may be the
-    beginning of a stop text.
-
-    Args:
-        stop: the text ends before the first of these that is made.
+    Not sure is a character whose bytes are not all there, and what may begin a stop text.
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | Numbers,
-        prompt: Sequence[int],
-        n_tokens: int,
-        stop: Sequence[str] = (),
+        self, tokenizer: Tokenizer | Numbers, prompt: Sequence[int], n_tokens: int, stop=()
     ):
         self.tokenizer, self.n_tokens, self.stop = tokenizer, n_tokens, stop
         self.tokens, self.n_made, self.ended = list(prompt), 0, False
@@ -57,7 +48,8 @@ class Text:
         if ends := [made.index(stop) for stop in self.stop if stop in made]:
             self.ended, sure = True, min(ends)
         elif not self.ended:
-            sure -= max((_overlap(made, stop) for stop in self.stop), default=0)
+            begun = (n for stop in self.stop for n in range(len(stop)) if made.endswith(stop[:n]))
+            sure -= max(begun, default=0)
         self.fresh, self.held = self.fresh + made[:sure], made[sure:]
 
     def take(self) -> str:
@@ -92,9 +84,3 @@ def in_order(texts: Sequence[Text], steps: Iterable[Sequence[int | None]]) -> It
             yield "\n" if row == len(texts) else SEPARATOR
         else:
             return
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of text with which stop begins."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
