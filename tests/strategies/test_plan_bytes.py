@@ -8,38 +8,44 @@ from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, traini
 from ranks import on_ranks
 
 from gptrain.parallel.activation import apply_activation_checkpointing
+from gptrain.plan.communication import sent_bytes
 from gptrain.plan.dims import ParallelDims
-from gptrain.plan.memory import bytes_per_parameter, rank_parameters
+from gptrain.plan.memory import estimate_states
 from gptrain.plan.shape import gpt_shape
-from tests.communication import step_bytes
+from gptrain.plan.work import Work
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
 
-def check_sent(name, kind, dims, *, recomputes="none", **where):
+def check_sent(name, kind, dims, *, recomputes="none", **more):
     """Bytes counted over one step agree with the planner's formula."""
     kind.step(0)  # what is sent once, at a first step, is not a step's
     with CountBytes() as counted:
         kind.step(1)
-    expected = step_bytes(
-        name,
-        SHAPE,
-        dims,
-        batch_size=BATCH // dims.data,
-        seq_len=T,
-        accumulate=ACCUMULATE,
-        activation_checkpointing=recomputes,
-        **where,
-    )
+    expected = sent_bytes(make_work(name, dims, checkpointing=recomputes, **more))
     assert abs(counted.total / expected - 1) < 0.01, (name, counted.sent, expected)
 
 
-def check_held(name, kind, dims, **where):
+def check_held(name, kind, dims, **more):
     kind.step(0)
     kind.optimizer.step()
-    expected = rank_parameters(name, SHAPE, dims, **where)
-    expected *= bytes_per_parameter("32-true", "torch.optim.AdamW")
+    expected = sum(estimate_states(make_work(name, dims, **more)).values())
     assert abs(training_bytes(kind) / expected - 1) < 0.05, name
+
+
+def make_work(name, dims, *, rank=0, checkpointing="none", **options):
+    """What these ranks do in a step."""
+    return Work(
+        SHAPE,
+        name,
+        dims,
+        BATCH // dims.data,
+        T,
+        accumulate=ACCUMULATE,
+        checkpointing=checkpointing,
+        rank=rank,
+        options=options,
+    )
 
 
 @on_ranks(2)
@@ -55,9 +61,9 @@ def test_bytes_sent_are_those_of_the_plan():
         check_sent("tensor_parallel", again, tensor, recomputes=mode)
     stages = ParallelDims(pipeline=2)
     rank = dist.get_rank()
-    check_sent("pipeline", Piped(), stages, pipeline_rank=rank)
+    check_sent("pipeline", Piped(), stages, rank=rank)
     interleaved = Piped("interleaved_1f1b")
-    check_sent("pipeline", interleaved, stages, pipeline_rank=rank, stages_per_rank=2)
+    check_sent("pipeline", interleaved, stages, rank=rank, schedule="interleaved_1f1b")
     check_sent("ddp", Replicated(), data)
 
 
@@ -65,8 +71,8 @@ def test_bytes_sent_are_those_of_the_plan():
 def test_bytes_held_are_those_of_the_plan():
     check_held("fsdp", Sharded(data=2), ParallelDims(data=2))
     check_held("tensor_parallel", Sharded(tensor=2), ParallelDims(tensor=2))
-    for n_stages_here, schedule in ((1, "1f1b"), (2, "interleaved_1f1b")):
-        where = {"pipeline_rank": dist.get_rank(), "stages_per_rank": n_stages_here}
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        where = {"rank": dist.get_rank(), "schedule": schedule}
         check_held("pipeline", Piped(schedule), ParallelDims(pipeline=2), **where)
 
 
@@ -74,5 +80,5 @@ def test_bytes_held_are_those_of_the_plan():
 def test_bytes_of_the_mixes_are_those_of_the_plan():
     check_sent("fsdp_tensor_parallel", Sharded(data=2, tensor=2), ParallelDims(data=2, tensor=2))
     rank = dist.get_rank() // 2
-    check_sent("ddp_pipeline", Piped(data=2), ParallelDims(data=2, pipeline=2), pipeline_rank=rank)
+    check_sent("ddp_pipeline", Piped(data=2), ParallelDims(data=2, pipeline=2), rank=rank)
     check_held("fsdp_tensor_parallel", Sharded(data=2, tensor=2), ParallelDims(data=2, tensor=2))

@@ -9,6 +9,7 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from gptrain.config.check import (
     check_cpu,
     check_world,
     find_world_size,
-    stages_per_rank,
 )
 from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.launch.process import count_devices, listed_numbers, run_stamp, this_process
-from gptrain.plan.dims import parallel_dims
-from gptrain.plan.memory import bytes_per_parameter, rank_parameters
-from gptrain.plan.shape import find_shape
+from gptrain.plan.dims import strategy_name
+from gptrain.plan.memory import estimate_states
+from gptrain.plan.work import find_work
 from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 
 GIB = 2**30
@@ -205,16 +205,17 @@ def _check_keywords(
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
-    shape, name = find_shape(run.values["model"]), run.get("strategy.name")
-    if shape is None or run.get("task") != "fit":
+    if run.get("task") != "fit":
+        return
+    name = strategy_name(run.get("strategy.name"), world_size)
+    try:
+        work = find_work(run.values, name, run.values["strategy"], world_size, kind == "cpu")
+    except ValueError:
+        return  # told elsewhere
+    if work is None:
         return  # its size is not known without making it
-    dims = parallel_dims(run.values["strategy"], world_size)
-    held = max(
-        rank_parameters(name, shape, dims, pipeline_rank=end, stages_per_rank=stages_per_rank(run))
-        for end in {0, dims.pipeline - 1}
-    )
-    facts = (run.get(key) for key in ("trainer.precision", "optimizer._target_"))
-    need = held * bytes_per_parameter(*facts, run.get("optimizer.momentum", 0.0))
+    ends = (replace(work, rank=rank) for rank in {0, work.dims.pipeline - 1})
+    need = max(sum(estimate_states(end).values()) for end in ends)
     if kind == "cpu" or run.get("strategy.cpu_offload"):
         need, where = need * n_local, "this machine"
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

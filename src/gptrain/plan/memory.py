@@ -1,46 +1,96 @@
-"""Parameters of a decoder that a rank holds, by strategy, and what each takes for its states."""
+"""Memory of a rank: its parameters with their states, and what a step adds to them."""
+
+# D d_model, F d_ff, V vocab, C rows of the loss's chunk
 
 from __future__ import annotations
 
-from gptrain.plan.dims import ParallelDims
-from gptrain.plan.shape import DecoderShape
+from gptrain.plan.work import Work
 
-# States per parameter of torch's optimizers and of our Muon; of all others two, as Adam has.
-_STATES = {"SGD": 0, "Adafactor": 0, "Muon": 1, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
+# States per parameter of torch's optimizers; of all others two, as Adam has.
+_STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
+CHUNK_TOKENS, MANY_TOKENS = 256, 4096  # rows of the loss's chunk on a CPU and elsewhere
 
 
-def bytes_per_parameter(precision: str, optimizer_target: str, momentum: float = 0.0) -> int:
-    """Bytes of a weight, its gradient and its optimizer states: 4 + 4 + 2 x 4 for AdamW in fp32.
+def estimate_states(work: Work) -> dict[str, float]:
+    """Bytes of a rank's weights, gradients and optimizer states.
 
-    Mixed precision keeps fp32 weights: its 16-bit copies live as long as one operation. Muon
-    counts with the one state of its hidden matrices; its AdamW on the rest has two.
-
-    Args:
-        precision: Lightning's name.
-        optimizer_target: the `_target_` of the optimizer.
-        momentum: of SGD, which has a state only with it.
+    Mixed precision keeps fp32 weights. Exact where sizes divide; else off by less than a row of a
+    matrix per parameter. Uneven stages: ask for the first rank and the last.
     """
-    name = optimizer_target.rpartition(".")[2]
-    n_states = 1 if name == "SGD" and momentum else _STATES.get(name, 2)
-    weight_bytes = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(str(precision), 4)
-    return (1 + 1 + n_states) * weight_bytes
+    name = work.optimizer.rpartition(".")[2]
+    shards = work.dims.data / work.dims.replicas if "fsdp" in work.strategy else 1
+    held = work.held()
+    states = held * (1 if name == "SGD" and work.momentum else _STATES.get(name, 2))
+    if name == "Muon":  # one of hidden matrices, AdamW's two of the rest
+        states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
+    sizes = {"weights": held, "gradients": held, "optimizer": states}
+    return {key: n * work.weight_bytes / shards for key, n in sizes.items()}
 
 
-def rank_parameters(
-    name: str,
-    shape: DecoderShape,
-    dims: ParallelDims,
-    *,
-    pipeline_rank: int = 0,
-    stages_per_rank: int = 1,
-) -> float:
-    """Parameters that one rank holds under a strategy.
+def estimate_memory(work: Work) -> dict[str, float]:
+    """Bytes of a rank: weights, gradients, optimizer, activations, logits, buffers, total.
 
-    Exact where sizes divide; else off by less than a row of a matrix per parameter. Uneven stages:
-    ask for the largest, rank 0 or the last.
+    The total is the peak of a step and less than their sum: gradients are formed while activations
+    are freed. It is the most of four moments: the loss, the backward pass of the last block and of
+    the first, and that of the token table, whose gradient is whole before it is added. Tensors
+    alone: no process, no context of a GPU, nothing that an allocator wastes.
     """
-    if "pipeline" in name:
-        n_stages = dims.pipeline * stages_per_rank
-        return shape.stage_parameters(range(pipeline_rank, n_stages, dims.pipeline), n_stages)
-    held = sum(shape.tensor_parallel_parameters(dims.tensor))
-    return held * dims.replicas / dims.data if "fsdp" in name else held
+    shape, states, n = work.shape, estimate_states(work), work.dims.tensor
+    options, n_micro, (n_blocks, is_first, is_last) = work.options, work.microbatches, work.part
+    tokens, gradients = work.tokens / n_micro, states["gradients"]
+    alive = work.stages_per_rank * work.dims.pipeline - work.rank  # microbatches under 1F1B
+    alive = n_micro if options.get("schedule") == "gpipe" else min(n_micro, alive)
+    kept, again = block_activations(work)
+    row = shape.d_model * max(work.product_bytes, work.weight_bytes) / n  # of the residual stream
+    activations = tokens * (n_blocks * kept * alive + is_last * 2 * row)
+    table = shape.table / n
+    # The head's 16-bit copy and its gradient; a CPU adds that in fp32.
+    casts = work.is_mixed * table * (8 if work.is_cpu else 4)
+    rows = min(CHUNK_TOKENS if work.is_cpu else MANY_TOKENS, tokens)
+    logits = is_last * (rows * shape.vocab_size / n * (4 + 2 * work.is_mixed) + casts)
+    once = row + (shape.d_ff + shape.d_model * work.is_mixed) / n * work.product_bytes
+    once = tokens * (again + once)  # in the backward pass of one block
+
+    blocks, root = work.held(root=False), work.held(blocks=False)
+    copies = 0.0  # weights gathered, or in 16 bit until the backward pass; buckets
+    if "fsdp" in work.strategy:
+        whole = min(1, 2 / n_blocks) if options.get("reshard_after_forward", True) else 1
+        copies = (root + whole * blocks) * work.product_bytes
+        copies += (root + blocks / n_blocks) * work.weight_bytes  # gradients, before they are cut
+    elif work.is_mixed and work.checkpointing != "full":
+        copies = 2 * n_blocks * shape.block_matrices / n
+    if work.strategy == "ddp" and not options.get("gradient_as_bucket_view", True):
+        copies += gradients
+    table *= work.weight_bytes
+    stay = work.accumulate > 1 or n_micro > 1 or work.strategy == "ddp"  # during a forward pass
+    early, head = stay * gradients, is_last * table
+    peaks = (
+        early + activations + is_last * tokens * row + head + logits,
+        early + activations + head + once,
+        gradients + tokens * kept + once,
+        gradients + is_first * (1 + stay) * table,
+    )
+    total = states["weights"] + states["optimizer"] + copies + max(peaks)
+    parts = {"activations": activations, "logits": logits, "buffers": copies + once}
+    return states | parts | {"total": total}
+
+
+def block_activations(work: Work) -> tuple[float, float]:
+    """Bytes per token that a block keeps for its backward pass, and that it then computes again.
+
+    The inputs of both norms; what q, k, v and the MLP multiply; q, k, v and the attention's output;
+    the MLP's inner values; the statistics of norms and softmax. Under autocast each matrix has a
+    16-bit copy of its input to itself.
+    """
+    shape, n, each = work.shape, work.dims.tensor, work.product_bytes
+    row = shape.d_model * max(each, work.weight_bytes) / n
+    normed = (4 + shape.is_gated if work.is_mixed else 2) * shape.d_model * each
+    attended = (2 * shape.d_model + 2 * shape.d_kv) / n * each + 4 * shape.n_heads / n
+    inner, out = shape.d_ff / n * each, shape.d_model / n * each
+    # torch's fused attention for CPUs knows no dropout, whose masks are numbers there.
+    scores = bool(work.dropout and work.is_cpu) * 3 * work.seq_len * shape.n_heads / n * each
+    masks = bool(work.dropout) * 2 * shape.d_model / n * (each if work.is_cpu else 1)
+    whole = 2 * row + 16 + normed + attended + (2 + 2 * shape.is_gated) * inner + scores + masks
+    outputs = attended + (1 + shape.is_gated) * inner + 2 * out
+    kept = {"none": whole, "selective": row + outputs, "full": row}[work.checkpointing]
+    return kept, max(0.0, whole - kept + 2 * out * (work.checkpointing == "selective"))

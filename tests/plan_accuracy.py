@@ -1,0 +1,218 @@
+"""The planner against real runs of train.py on this machine's CPU: bytes, FLOPs, traffic, time.
+
+python -m gptrain.collectives --bench      first, for the time of a step: it measures the machine
+python -m tests.plan_accuracy              all configs, a table of predicted and measured
+python -m tests.plan_accuracy gpt_nano ddp those whose name has one of these words
+
+Each config is run twice: once as it is, for the time of a step, and once with a Meter, which counts
+what torch allocates, multiplies and sends in a step. It needs a quiet machine for the times alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from gptrain.plan.choice import compare
+from gptrain.plan.speed import this_machine
+from tests.strategies.count_bytes import CountBytes
+
+ROOT = Path(__file__).parents[1]
+NANO = "model=gpt_nano data.seq_len=129 data.batch_size=8"
+CONFIGS = {
+    "gpt_nano": NANO,
+    "gpt_nano dropout": f"{NANO} model.dropout=0.1",
+    "gpt_nano accumulate": f"{NANO} trainer.accumulate_grad_batches=4",
+    "gpt_nano full": f"{NANO} model.activation_checkpointing=full",
+    "gpt_nano selective": f"{NANO} model.activation_checkpointing=selective",
+    "gpt_nano bf16": f"{NANO} trainer.precision=bf16-mixed",
+    "gpt_nano sgd": f"{NANO} ~optimizer.betas ~optimizer.eps ~optimizer.fused "
+    "optimizer._target_=torch.optim.SGD",
+    "gpt_nano muon": f"{NANO} optimizer=muon",
+    "wide vocabulary": f"{NANO} model.vocab_size=20000 model.n_layers=2 data.batch_size=4",
+    "long": "model=gpt_nano model.max_seq_len=1024 data.seq_len=1025 data.batch_size=1",
+    "larger": "model=gpt_nano model.d_model=384 model.n_heads=6 model.n_layers=6 data.batch_size=8",
+    "llama_nano": "model=llama_nano data.seq_len=129 data.batch_size=8",
+    "llama_nano full": "model=llama_nano data.seq_len=129 model.activation_checkpointing=full",
+    "ddp": f"{NANO} trainer.devices=2",
+    "ddp bf16 hook": f"{NANO} trainer.devices=2 strategy=ddp strategy.comm_hook=bf16",
+    "fsdp": f"{NANO} trainer.devices=2 strategy=fsdp",
+    "fsdp kept": f"{NANO} trainer.devices=2 strategy=fsdp strategy.reshard_after_forward=false",
+    "tensor_parallel": f"{NANO} trainer.devices=2 strategy=tensor_parallel",
+    "pipeline": f"{NANO} trainer.devices=2 strategy=pipeline",
+}
+QUIET = ["checkpoint=none", "logger=none", "callbacks=none", "trainer.enable_progress_bar=false"]
+QUIET += ["trainer.limit_val_batches=0", "trainer.accelerator=cpu"]
+
+
+class Meter(pl.Callback):
+    """Writes what a rank allocates in its third step, multiplies in its fourth, sends in its fifth.
+
+    Bytes are those of tensors: parameters, gradients and states before the step, and the highest
+    sum of what is allocated and freed in it.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        step, first = divmod(batch_idx, trainer.accumulate_grad_batches)
+        if first != 0 or step not in (2, 3, 4):
+            return
+        if step == 2:
+            self.found |= held_bytes(module, trainer.optimizers[0])
+        self.mode = (
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True),
+            FlopCounterMode(display=False, custom_mapping=UNKNOWN),
+            CountBytes(),
+        )[step - 2]
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        step, last = divmod(batch_idx + 1, trainer.accumulate_grad_batches)
+        if last != 0 or step not in (3, 4, 5):
+            return
+        self.mode.__exit__(None, None, None)
+        if step == 3:
+            self.found["peak"] = self.found["alive"] + highest(self.mode)
+        elif step == 4:
+            self.found["flops"] = self.mode.get_total_flops()
+        else:
+            self.found["wire"] = self.mode.total
+        folder = Path(trainer.default_root_dir)
+        (folder / f"meter-{trainer.global_rank}.json").write_text(json.dumps(self.found))
+
+
+def held_bytes(module: Any, optimizer: Any) -> dict[str, float]:
+    """Bytes of parameters, gradients and states of this rank, and of all that they lie in."""
+
+    def local(tensor: Any) -> Any:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    weights = [local(p.data) for p in module.net.parameters()]
+    gradients = [local(p.grad) for p in module.net.parameters() if p.grad is not None]
+    states = [local(t) for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    states = [tensor for tensor in states if tensor.numel() > 1]
+    # Gradients are freed as a step begins, which the profiler does not see; DDP's buckets stay.
+    stay = gradients if isinstance(module.trainer.strategy, DDPStrategy) else []
+    stay = stay if any(g._base is not None for g in gradients) else []
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*weights, *stay, *states)
+    }
+    parts = {"weights": weights, "gradients": gradients, "optimizer": states}
+    sums = {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
+    return sums | {"alive": sum(storages.values())}
+
+
+def highest(profiled: profile) -> float:
+    """Bytes that were allocated at most beyond what there was at the beginning."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiled.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    found = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+    now = most = 0
+    for _, n_bytes in found:
+        now += n_bytes
+        most = max(most, now)
+    return most
+
+
+def _product(total, left, right, *_, **__) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _attention(q, k, v, *_, **__) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _attention_backward(grad, q, k, v, *_, **__) -> int:
+    return 2 * sdpa_flop_count(q, k, v)  # the model's: without what the kernel computes again
+
+
+# What the counter does not know: the chunked loss adds products in place; the CPU's kernel.
+UNKNOWN = {
+    torch.ops.aten.addmm_: _product,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def run(words: list[str], folder: Path, *more: str) -> dict[str, Any]:
+    """result.json of a run of train.py."""
+    command = [sys.executable, "train.py", *words, *QUIET, *more, f"run_dir={folder}"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads((folder / "result.json").read_text())
+
+
+def measure(words: list[str], folder: Path, times: bool = True) -> dict[str, Any]:
+    """What a run of these words holds, computes and sends; of the rank with most of each."""
+    run(words, folder / "metered", "trainer.max_steps=6",
+        "+callbacks.meter={_target_: tests.plan_accuracy.Meter}",
+        "allowed_targets=[tests]")  # fmt: skip
+    ranks = [json.loads(file.read_text()) for file in (folder / "metered").glob("meter-*.json")]
+    found = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    found["flops"] = sum(rank["flops"] for rank in ranks) / len(ranks)
+    if times:
+        more = ("trainer.max_steps=60", "trainer.log_every_n_steps=20")
+        runs = [run(words, folder / f"timed-{i}", *more) for i in range(3)]
+        found["step_s"] = median(one["metrics"]["perf/step_s"] for one in runs)
+    return found
+
+
+def predict(words: list[str]) -> dict[str, Any]:
+    """The planner's estimate of the strategy that these words run."""
+    from gptrain.config.cli import compose_command
+    from gptrain.config.compose import plain
+    from gptrain.plan.dims import strategy_name
+
+    values = plain(compose_command([*words, *QUIET]), resolve=True)
+    n_ranks = values["trainer"]["devices"]
+    machine = this_machine(Path(values["output_dir"]) / "machine.json", n_ranks)
+    name = strategy_name(values["strategy"]["name"], n_ranks)
+    return compare(values, machine, 1)["strategies"][name]
+
+
+def main(wanted: list[str]) -> None:
+    """Prints the table."""
+    print(
+        f"{'predicted/measured':21} {'states':>8} {'peak':>7} {'FLOPs':>7} {'wire':>7} {'time':>7}"
+    )
+    for name, line in CONFIGS.items():
+        if wanted and not any(word in name for word in wanted):
+            continue
+        words = line.split()
+        with tempfile.TemporaryDirectory() as folder:
+            real = measure(words, Path(folder), times="NO_TIMES" not in os.environ)
+        plan = predict(words)
+        held = plan["bytes_per_device"]
+        states = ("weights", "gradients", "optimizer")
+        ratios = [
+            sum(held[key] for key in states) / sum(real[key] for key in states),
+            held["total"] / real["peak"],
+            (plan["flops"] + plan["recomputed_flops"]) / real["flops"],
+            plan["wire_bytes_per_step"] / real["wire"] if real["wire"] else 1.0,
+            plan["step_s"] / real["step_s"] if "step_s" in real else float("nan"),
+        ]
+        shown = " ".join(f"{ratio:7.3f}" for ratio in ratios)
+        print(f"{name:21}  {shown}   {real.get('step_s', 0) * 1e3:8.2f} ms"
+              f" {real['peak'] / 2**20:8.1f} MiB", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
