@@ -37,6 +37,7 @@ from gptrain.lit.callbacks import (
 )
 from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
+from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
 from gptrain.parallel.fit import Unfit
 from gptrain.plan.batch import Lengths
@@ -171,7 +172,7 @@ def build_checkpoints(
 def build_report(
     cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer
 ) -> Report:
-    """The run in four lines: model, strategy, batch, folder."""
+    """The run in five lines: model, strategy, batch, plan, folder."""
     batch, info = lengths.batch, trainer.strategy.info
     n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
     sizes = (f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model)
@@ -195,11 +196,17 @@ def build_report(
         "model": " · ".join([info.net_name, n_parameters, *sizes]),
         "strategy": " · ".join(strategy),
         "batch": " · ".join(parts),
-        "run": cfg.run_dir,
     }
     facts = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
     options, typed = OmegaConf.to_container(cfg, resolve=True), typed_options(cfg, facts)
-    return Report(lines, lengths.step_tokens, options, typed, facts)
+    planned = None
+    if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
+        precise = options["trainer"] | {"precision": trainer.precision}
+        planned = plan_run(options | {"trainer": precise}, machine, lengths)
+    if planned is not None:
+        lines["plan"] = str(planned)
+    lines["run"] = cfg.run_dir
+    return Report(lines, lengths.step_tokens, options, typed, facts, planned)
 
 
 def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:

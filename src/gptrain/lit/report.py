@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.step_log import STEP, StepLog
 from gptrain.lit.ending import Ended
+from gptrain.lit.planned import Planned
 from gptrain.resilience.status import result_path, write_result
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Report:
         hyper_parameters: the whole config, for the loggers.
         typed: option -> value, of those that were typed and tell this run from another.
         facts: what else result.json keeps, of what the run was made by.
+        planned: what the planner says of it.
     """
 
     def __init__(
@@ -38,9 +40,10 @@ class Report:
         hyper_parameters: dict[str, Any],
         typed: dict[str, Any],
         facts: dict[str, Any],
+        planned: Planned | None = None,
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.typed, self.facts = typed, facts
+        self.typed, self.facts, self.planned = typed, facts, planned
         self.step_tokens, self.hyper_parameters = step_tokens, hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
@@ -51,6 +54,8 @@ class Report:
                 log.info(OmegaConf.to_yaml(self.hyper_parameters))
             for label, line in self.lines.items():
                 log.info("%-9s %s", label, line)
+            if self.planned is not None:
+                self.planned.keep(self.run_dir)
         for logger in trainer.loggers:
             logger.log_hyperparams(self.hyper_parameters)
             if hasattr(logger, "log_typed"):
@@ -92,6 +97,8 @@ class Report:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps_log.speed.peak}")
         parts.insert(len(parts) if is_new else 0, str(ended))
         log.info("%-9s %s", "result", " · ".join(parts))
+        if self.planned is not None and (compared := self.planned.compare(metrics)):
+            log.info("%-9s %s", "planned", compared)
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
 

@@ -1,19 +1,24 @@
-"""What a run will take, before it starts: memory, time and traffic under every strategy.
+"""What a run will take before it starts: memory, time and traffic under every strategy.
 
-python -m gptrain.plan model=gpt2 trainer.devices=8 hardware=h100_sxm
-python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 hardware=a100_sxm_80gb
+    python -m gptrain.plan model=gpt2 trainer.devices=8 hardware=h100_sxm
+    python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 max_tokens=1e11 \\
+        hardware=h100_sxm hardware.link=nvlink4 hardware.network=infiniband_ndr
 
-hardware          a device of gptrain.plan.hardware; null: this machine
-hardware.link     within a node; null: the device's own
-hardware.network  between nodes
-topology          a file with what `nvidia-smi topo -m` prints, or - for a pipe
---json            everything, for programs
+    hardware         a device of gptrain.plan.hardware; null: this machine
+    hardware.link    within a node; null: the device's own
+    topology         a file with what `nvidia-smi topo -m` prints, or - for a pipe
+    --json           everything, for programs
+    --sweep devices=1,2,4,8,64,512
+                     what gradient synchronisation takes of a step under ddp; a table and a plot
+    --scale          the same formulas beside published speeds of Llama 3 on 8 to 16,384 GPUs
+    --doctor         what is wrong with this machine
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +29,13 @@ from gptrain.config.compose import plain
 from gptrain.config.schema import Closed, Run
 from gptrain.launch.process import count_devices
 from gptrain.plan.choice import command_line, compare
-from gptrain.plan.hardware import find_device, find_link
+from gptrain.plan.hardware import device_of, find_device, find_link
+from gptrain.plan.scale import scale_table, sweep_table
 from gptrain.plan.speed import Machine, machine_of, this_machine
-from gptrain.problems import ConfigError
+from gptrain.plan.topology import Topology, nvidia_smi, read_topology, speed
+from gptrain.problems import INPUT_NOT_FOUND, ConfigError
 
+FLAGS = ("--json", "--sweep", "--scale", "--doctor")
 GIB = 2**30
 
 
@@ -50,49 +58,102 @@ DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topolog
 
 def main() -> None:
     """The command line, in which hardware=… stands for hardware.name."""
-    flags = {word for word in sys.argv[1:] if word == "--json"}
-    words = [word for word in sys.argv[1:] if word not in flags]
-    words = [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
+    flags, words, counts = [word for word in sys.argv[1:] if word in FLAGS], [], []
+    for word in sys.argv[1:]:
+        key, _, value = word.partition("=")
+        if "--sweep" in flags and key == "devices":
+            counts = value.split(",")
+        elif word not in FLAGS:
+            words.append(f"hardware.name={value}" if key == "hardware" else word)
     sys.argv[1:] = words
-    config.main(lambda cfg: plan(cfg, words, "--json" in flags), PlanRun, DEFAULTS, usage=__doc__)
+    config.main(lambda cfg: plan(cfg, words, flags, counts), PlanRun, DEFAULTS, usage=__doc__)
 
 
-def plan(cfg: DictConfig, words: list[str], as_json: bool) -> None:
-    """Prints the plan of a config."""
+def plan(cfg: DictConfig, words: list[str], flags: list[str], counts: list[str]) -> None:
+    """Prints what the flags ask for.   Raises: ConfigError."""
+    if "--scale" in flags:
+        print(scale_table())
+        return
     values = plain(cfg, resolve=True)
-    machine, n_nodes = find_machine(values), values["trainer"]["num_nodes"]
-    found = compare(values, machine, n_nodes)
+    machine, topology = find_machine(values)
+    found = compare(values, machine, values["trainer"]["num_nodes"])
     if not found["strategies"]:
-        wrong = "has no sizes that the planner knows; only SimpleGPT and Llama have"
+        wrong = "its sizes are not known; only those of SimpleGPT and Llama are, on tokens"
         raise ConfigError.of("model._target_", values["model"]["_target_"], wrong)
-    own = ("hardware", "topology")
-    typed = [word for word in words if not word.startswith(own)]
-    found["command"] = command_line(typed, found["command"])
+    if "--sweep" in flags:
+        if not counts or not all(map(str.isdigit, counts)) or "0" in counts:
+            wrong = "not a list of numbers of devices"
+            raise ConfigError.of("devices", ",".join(counts), wrong, attempt="devices=1,2,4,8,64")
+        path = Path(values["output_dir"]) / "gradient-synchronisation.svg"
+        print(sweep_table(values, machine, [int(count) for count in counts], path))
+        return
+    typed = [word for word in words if not word.startswith(("hardware", "topology"))]
+    changes = found.pop("changes")
+    found["command"] = None if changes is None else command_line(typed, changes)
     found["machine"] = {"name": machine.name, "source": machine.source}
-    print(json.dumps(found, indent=1) if as_json else table(found, machine), flush=True)
+    if topology is not None:
+        found["topology"] = topology.to_json()
+    print(json.dumps(found, indent=1) if "--json" in flags else table(found), flush=True)
 
 
-def find_machine(values: dict[str, Any]) -> Machine:
-    """The machine that a config names, or this one.   Raises: ConfigError."""
-    hardware, n_local = values["hardware"], count_devices(values["trainer"]["devices"])
-    if hardware["name"] is None:
-        return this_machine(Path(values["output_dir"]) / "machine.json", n_local or 1)
+def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
+    """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
+    hardware, trainer, topology = values["hardware"], values["trainer"], None
+    n_local, on_gpu = count_devices(trainer["devices"]), trainer["accelerator"] != "cpu"
+    here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines() if on_gpu else []
     try:
-        key, device = "hardware", find_device(hardware["name"])
-        key, link = "hardware.link", find_link(hardware["link"] or device.link)
-        key, network = "hardware.network", find_link(hardware["network"])
-    except ValueError as error:
-        raise ConfigError.of(key, None, str(error)) from error
-    if n_local is None:
-        wrong = "devices of another machine cannot be counted"
-        raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
-    return machine_of(device, n_local, link, network)
+        key, device = "hardware", hardware["name"] and find_device(hardware["name"])
+        if device is None and here:
+            device, n_local = device_of(here[0]), n_local or len(here)
+        if device is None:
+            measured = Path(values["output_dir"]) / "machine.json"
+            machine = this_machine(measured, n_local or 1)
+        elif n_local is None:
+            wrong = "devices of another machine cannot be counted"
+            raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
+        else:
+            key, link = "hardware.link", find_link(hardware["link"] or device.link)
+            key, network = "hardware.network", find_link(hardware["network"])
+            machine = machine_of(device, n_local, link, network)
+        if values["topology"] or (here and not hardware["name"]):
+            key, topology = "topology", read_topology(values["topology"])
+    except (ValueError, OSError) as error:
+        code = {"code": INPUT_NOT_FOUND} if isinstance(error, OSError) else {}
+        raise ConfigError.of(
+            key, values["topology"] if code else None, str(error), **code
+        ) from None
+    slowest = topology and topology.slowest_ring_link
+    if slowest and speed(slowest) < 0 and not machine.is_cpu:
+        island = max(map(len, topology.tensor_groups))
+        machine = replace(machine, island=island, host=find_link("pcie4"))
+    if trainer["precision"] == "auto":
+        has_bf16 = machine.flops_per_s.get("bfloat16", 0) > machine.flops_per_s["float32"]
+        trainer["precision"] = "bf16-mixed" if has_bf16 else "32-true"
+    return machine, topology
 
 
-def table(found: dict[str, Any], machine: Machine) -> str:
-    """For people."""
-    lines = []
+def table(found: dict[str, Any]) -> str:
+    """For people: GiB of a device, and what a step takes."""
+    machine = found["machine"]
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
+    lines = [
+        f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']} ({machine['source']})"
+    ]
+    lines.append(f"{'GiB of a device':22}{'  '.join(parts)}  fits")
     for name, row in found["strategies"].items():
-        parts = " ".join(f"{n_bytes / GIB:8.2f}" for n_bytes in row["bytes_per_device"].values())
-        lines.append(f"{name:21}{parts} {row['step_s'] * 1e3:9.4g} ms {row['tokens_per_s']:12,.0f}")
-    return "\n".join(lines)
+        held = (f"{row['bytes_per_device'][part] / GIB:{len(part)}.2f}" for part in parts)
+        lines.append(f"{name:22}{'  '.join(held)}  {'yes' if row['fits'] else 'no'}")
+    lines.append(f"{'a step':22}   seconds   tokens/s    MFU  GiB sent  hidden s  shown s  scaling")
+    for name, row in found["strategies"].items():
+        hidden_s = row["overlapped_s"]
+        lines.append(
+            f"{name:22}{row['step_s']:10.4g} {row['tokens_per_s']:10,.0f} {row['mfu']:6.1%}"
+            f" {row['wire_bytes_per_step'] / GIB:9.3f} {hidden_s:9.3g}"
+            f" {row['communication_s'] - hidden_s:8.3g} {row['scaling_efficiency']:8.1%}"
+        )
+        if "hours" in row:
+            lines[-1] += f"  {row['hours']:,.1f} h, {row['device_hours']:,.1f} device hours"
+    if "topology" in found:
+        lines.append(f"topology  {json.dumps(found['topology'])}")
+    lines.append(f"best      {found['best'] or 'nothing fits: more devices, or a smaller model'}")
+    return "\n".join(lines + ([f"command   {found['command']}"] if found["command"] else []))

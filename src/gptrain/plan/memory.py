@@ -38,7 +38,8 @@ def estimate_memory(work: Work) -> dict[str, float]:
     shape, states, n = work.shape, estimate_states(work), work.dims.tensor
     options, n_micro, (n_blocks, is_first, is_last) = work.options, work.microbatches, work.part
     tokens, gradients = work.tokens / n_micro, states["gradients"]
-    alive = work.stages_per_rank * work.dims.pipeline - work.rank  # microbatches under 1F1B
+    alive, each = work.dims.pipeline - work.rank, work.stages_per_rank  # microbatches, under 1F1B
+    alive += (each > 1) * (work.dims.pipeline - 1) / each
     alive = n_micro if options.get("schedule") == "gpipe" else min(n_micro, alive)
     kept, again = block_activations(work)
     row = shape.d_model * max(work.product_bytes, work.weight_bytes) / n  # of the residual stream
@@ -48,7 +49,8 @@ def estimate_memory(work: Work) -> dict[str, float]:
     casts = work.is_mixed * table * (8 if work.is_cpu else 4)
     rows = min(CHUNK_TOKENS if work.is_cpu else MANY_TOKENS, tokens)
     logits = is_last * (rows * shape.vocab_size / n * (4 + 2 * work.is_mixed) + casts)
-    once = row + (shape.d_ff + shape.d_model * work.is_mixed) / n * work.product_bytes
+    inner = (1 + shape.is_gated) * shape.d_ff + work.is_mixed * shape.d_model
+    once = row + inner / n * work.product_bytes
     once = tokens * (again + once)  # in the backward pass of one block
 
     blocks, root = work.held(root=False), work.held(blocks=False)
@@ -80,17 +82,20 @@ def block_activations(work: Work) -> tuple[float, float]:
 
     The inputs of both norms; what q, k, v and the MLP multiply; q, k, v and the attention's output;
     the MLP's inner values; the statistics of norms and softmax. Under autocast each matrix has a
-    16-bit copy of its input to itself.
+    16-bit copy of its input to itself. A CPU's RMSNorm keeps what it multiplies by its weight, too.
     """
     shape, n, each = work.shape, work.dims.tensor, work.product_bytes
     row = shape.d_model * max(each, work.weight_bytes) / n
     normed = (4 + shape.is_gated if work.is_mixed else 2) * shape.d_model * each
+    n_norms = 1 + (work.is_cpu and not shape.has_biases)  # numbers that a norm keeps
     attended = (2 * shape.d_model + 2 * shape.d_kv) / n * each + 4 * shape.n_heads / n
     inner, out = shape.d_ff / n * each, shape.d_model / n * each
     # torch's fused attention for CPUs knows no dropout, whose masks are numbers there.
     scores = bool(work.dropout and work.is_cpu) * 3 * work.seq_len * shape.n_heads / n * each
     masks = bool(work.dropout) * 2 * shape.d_model / n * (each if work.is_cpu else 1)
-    whole = 2 * row + 16 + normed + attended + (2 + 2 * shape.is_gated) * inner + scores + masks
+    heads = shape.has_qk_norm * n_norms * (shape.d_model + shape.d_kv) / n * each
+    whole = 2 * n_norms * row + 16 + normed + attended + (2 + 2 * shape.is_gated) * inner
+    whole += heads + scores + masks
     outputs = attended + (1 + shape.is_gated) * inner + 2 * out
     kept = {"none": whole, "selective": row + outputs, "full": row}[work.checkpointing]
     return kept, max(0.0, whole - kept + 2 * out * (work.checkpointing == "selective"))

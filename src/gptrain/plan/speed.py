@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,10 +19,10 @@ from gptrain.plan.memory import block_activations, estimate_memory
 from gptrain.plan.work import Work
 
 # What training reaches of a data sheet's figures, fitted to the rows of gptrain.plan.scale.
-PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.62, 0.8, 5e-6
+PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
 # What a step does besides its products, counted in both nets: writings and readings of an
 # activation, plain and compiled, of a logit, of a parameter; calls of torch for a block and a step.
-PASSES, FUSED_PASSES, LOSS_PASSES, UPDATE_PASSES, BLOCK_CALLS, STEP_CALLS = 6, 3, 10, 10, 60, 150
+PASSES, FUSED_PASSES, LOSS_PASSES, UPDATE_PASSES, BLOCK_CALLS, STEP_CALLS = 8, 4, 10, 10, 60, 150
 # One slow core of 2020.
 GUESS = {
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1e10,
@@ -35,9 +36,10 @@ class Machine:
 
     Attributes:
         memory_bytes: of a device; of the node where is_cpu, for all its ranks.
-        flops_per_s: of products in training; peak: this over what MFU is measured against.
+        flops_per_s: of products in training, by torch's name of their type.
         link: within a node.   network: between nodes, of each device.
         op_s: of a call of torch; a GPU computes meanwhile.
+        island: devices that `link` joins, where it is not the node's; host: of rings beyond it.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Machine:
     op_s: float
     source: str
     is_cpu: bool = False
+    island: int | None = None
+    host: Link | None = None
 
 
 def machine_of(device: Device, n_local: int, link: Link, network: Link) -> Machine:
@@ -140,12 +144,16 @@ def seconds(traffic: Traffic, dims: Any, machine: Machine) -> float:
     """Time of a step's traffic, alone.
 
     A ring over nodes leaves each by the network cards of all its ranks there: of a tensor group
-    all that are in the node, of a data group those that are left.
+    all that are in the node, of a data group those that are left. Messages follow each other as in
+    a tree over the nodes, which NCCL takes where latency counts.
     """
     apart = {TENSOR: 1, PIPELINE: dims.data * dims.tensor}.get(traffic.axis, dims.tensor)
     size, link = getattr(dims, traffic.axis), machine.link
     n_here = max(1, machine.n_local // apart)
+    if machine.island and apart * min(n_here, size) > machine.island:
+        link = machine.host
     if n_here < size:
         bandwidth = min(link.bytes_per_s, n_here * machine.network.bytes_per_s)
-        link = replace(machine.network, bytes_per_s=bandwidth)
+        hops = machine.network.latency_s * math.log2(size / n_here) + link.latency_s * n_here
+        link = replace(link, bytes_per_s=bandwidth, latency_s=hops / size)
     return traffic.rounds * link.latency_s + traffic.n_bytes / link.bytes_per_s
