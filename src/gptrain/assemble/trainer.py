@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from gptrain.lit.callbacks import (
 )
 from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
-from gptrain.lit.planned import plan_run
+from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
 from gptrain.parallel.fit import Unfit
 from gptrain.plan.batch import Lengths
@@ -202,9 +203,10 @@ def build_report(
     planned = None
     if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         precise = options["trainer"] | {"precision": trainer.precision}
-        planned = plan_run(options | {"trainer": precise}, machine, lengths)
-    if planned is not None:
-        lines["plan"] = str(planned)
+        with suppress(ValueError):  # of such a net or machine nothing is known
+            config = options | {"trainer": precise}
+            planned = Planned(config, info.name, lengths.sample_tokens, machine)
+            lines["plan"] = str(planned)
     lines["run"] = cfg.run_dir
     return Report(lines, lengths.step_tokens, options, typed, facts, planned)
 

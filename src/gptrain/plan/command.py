@@ -10,8 +10,6 @@
     --json           everything, for programs
     --sweep devices=1,2,4,8,64,512
                      what gradient synchronisation takes of a step under ddp; a table and a plot
-    --scale          the same formulas beside published speeds of Llama 3 on 8 to 16,384 GPUs
-    --doctor         what is wrong with this machine
 """
 
 from __future__ import annotations
@@ -28,15 +26,16 @@ from gptrain import config
 from gptrain.config.compose import plain
 from gptrain.config.schema import Closed, Run
 from gptrain.launch.process import count_devices
+from gptrain.plan import sweep
 from gptrain.plan.choice import command_line, compare
 from gptrain.plan.hardware import device_of, find_device, find_link
-from gptrain.plan.scale import scale_table, sweep_table
 from gptrain.plan.speed import Machine, machine_of, this_machine
 from gptrain.plan.topology import Topology, nvidia_smi, read_topology, speed
+from gptrain.plan.work import find_work
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError
 
-FLAGS = ("--json", "--sweep", "--scale", "--doctor")
-GIB = 2**30
+FLAGS, GIB = ("--json", "--sweep"), 2**30
+DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 
 
 class Hardware(Closed):
@@ -53,27 +52,19 @@ class PlanRun(Run):
     topology: str | None
 
 
-DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
-
-
 def main() -> None:
     """The command line, in which hardware=… stands for hardware.name."""
-    flags, words, counts = [word for word in sys.argv[1:] if word in FLAGS], [], []
-    for word in sys.argv[1:]:
-        key, _, value = word.partition("=")
-        if "--sweep" in flags and key == "devices":
-            counts = value.split(",")
-        elif word not in FLAGS:
-            words.append(f"hardware.name={value}" if key == "hardware" else word)
+    flags, counts = set(FLAGS) & set(sys.argv), ""
+    if "--sweep" in flags:
+        counts = next((word for word in sys.argv if word.startswith("devices=")), "")
+    words = [word for word in sys.argv[1:] if word not in (*FLAGS, counts)]
+    words = [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
     sys.argv[1:] = words
-    config.main(lambda cfg: plan(cfg, words, flags, counts), PlanRun, DEFAULTS, usage=__doc__)
+    config.main(lambda cfg: plan(cfg, words, flags, counts[8:]), PlanRun, DEFAULTS, usage=__doc__)
 
 
-def plan(cfg: DictConfig, words: list[str], flags: list[str], counts: list[str]) -> None:
+def plan(cfg: DictConfig, words: list[str], flags: set[str], counts: str) -> None:
     """Prints what the flags ask for.   Raises: ConfigError."""
-    if "--scale" in flags:
-        print(scale_table())
-        return
     values = plain(cfg, resolve=True)
     machine, topology = find_machine(values)
     found = compare(values, machine, values["trainer"]["num_nodes"])
@@ -81,15 +72,20 @@ def plan(cfg: DictConfig, words: list[str], flags: list[str], counts: list[str])
         wrong = "its sizes are not known; only those of SimpleGPT and Llama are, on tokens"
         raise ConfigError.of("model._target_", values["model"]["_target_"], wrong)
     if "--sweep" in flags:
-        if not counts or not all(map(str.isdigit, counts)) or "0" in counts:
+        numbers = [int(n) if n.isdigit() else 0 for n in counts.split(",")]
+        if 0 in numbers:
             wrong = "not a list of numbers of devices"
-            raise ConfigError.of("devices", ",".join(counts), wrong, attempt="devices=1,2,4,8,64")
+            raise ConfigError.of("devices", counts, wrong, attempt="devices=1,2,4,8,64,512")
+        work = find_work(values, "ddp", values["strategy"], 1, machine.is_cpu)
+        shares = sweep.sweep(work, machine, numbers)
         path = Path(values["output_dir"]) / "gradient-synchronisation.svg"
-        print(sweep_table(values, machine, [int(count) for count in counts], path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(sweep.plot(numbers, shares))
+        print(f"{sweep.table(numbers, shares)}\nplot: {path}")
         return
-    typed = [word for word in words if not word.startswith(("hardware", "topology"))]
     changes = found.pop("changes")
-    found["command"] = None if changes is None else command_line(typed, changes)
+    typed = [word for word in words if not word.startswith(("hardware", "topology"))]
+    found["command"] = changes and command_line(typed, changes)
     found["machine"] = {"name": machine.name, "source": machine.source}
     if topology is not None:
         found["topology"] = topology.to_json()
@@ -100,30 +96,31 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
     hardware, trainer, topology = values["hardware"], values["trainer"], None
     n_local, on_gpu = count_devices(trainer["devices"]), trainer["accelerator"] != "cpu"
-    here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines() if on_gpu else []
+    here = []
+    if on_gpu and not hardware["name"]:
+        here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        n_local = n_local or len(here) or 1
     try:
         key, device = "hardware", hardware["name"] and find_device(hardware["name"])
-        if device is None and here:
-            device, n_local = device_of(here[0]), n_local or len(here)
+        device = device_of(here[0]) if here else device
         if device is None:
-            measured = Path(values["output_dir"]) / "machine.json"
-            machine = this_machine(measured, n_local or 1)
+            machine = this_machine(Path(values["output_dir"]) / "machine.json", n_local or 1)
         elif n_local is None:
-            wrong = "devices of another machine cannot be counted"
-            raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
+            key = "trainer.devices"
+            raise ValueError("devices of another machine cannot be counted; try: trainer.devices=8")
         else:
             key, link = "hardware.link", find_link(hardware["link"] or device.link)
             key, network = "hardware.network", find_link(hardware["network"])
             machine = machine_of(device, n_local, link, network)
-        if values["topology"] or (here and not hardware["name"]):
+        if values["topology"] or here:
             key, topology = "topology", read_topology(values["topology"])
-    except (ValueError, OSError) as error:
-        code = {"code": INPUT_NOT_FOUND} if isinstance(error, OSError) else {}
-        raise ConfigError.of(
-            key, values["topology"] if code else None, str(error), **code
-        ) from None
+    except ValueError as error:
+        raise ConfigError.of(key, None, str(error)) from error
+    except OSError as error:
+        wrong = error.strerror or str(error)
+        raise ConfigError.of(key, values[key], wrong, code=INPUT_NOT_FOUND) from error
     slowest = topology and topology.slowest_ring_link
-    if slowest and speed(slowest) < 0 and not machine.is_cpu:
+    if slowest and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=find_link("pcie4"))
     if trainer["precision"] == "auto":
@@ -134,26 +131,25 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
 
 def table(found: dict[str, Any]) -> str:
     """For people: GiB of a device, and what a step takes."""
-    machine = found["machine"]
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-    lines = [
-        f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']} ({machine['source']})"
-    ]
+    machine, rows = found["machine"], found["strategies"].items()
+    lines = [f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"]
+    lines[0] += f" ({machine['source']})"
     lines.append(f"{'GiB of a device':22}{'  '.join(parts)}  fits")
-    for name, row in found["strategies"].items():
+    for name, row in rows:
         held = (f"{row['bytes_per_device'][part] / GIB:{len(part)}.2f}" for part in parts)
         lines.append(f"{name:22}{'  '.join(held)}  {'yes' if row['fits'] else 'no'}")
     lines.append(f"{'a step':22}   seconds   tokens/s    MFU  GiB sent  hidden s  shown s  scaling")
-    for name, row in found["strategies"].items():
-        hidden_s = row["overlapped_s"]
+    for name, row in rows:
+        hidden_s, sent = row["overlapped_s"], row["wire_bytes_per_step"] / GIB
         lines.append(
             f"{name:22}{row['step_s']:10.4g} {row['tokens_per_s']:10,.0f} {row['mfu']:6.1%}"
-            f" {row['wire_bytes_per_step'] / GIB:9.3f} {hidden_s:9.3g}"
-            f" {row['communication_s'] - hidden_s:8.3g} {row['scaling_efficiency']:8.1%}"
+            f" {sent:9.3f} {hidden_s:9.3g} {row['communication_s'] - hidden_s:8.3g}"
+            f" {row['scaling_efficiency']:8.1%}"
         )
         if "hours" in row:
             lines[-1] += f"  {row['hours']:,.1f} h, {row['device_hours']:,.1f} device hours"
     if "topology" in found:
         lines.append(f"topology  {json.dumps(found['topology'])}")
     lines.append(f"best      {found['best'] or 'nothing fits: more devices, or a smaller model'}")
-    return "\n".join(lines + ([f"command   {found['command']}"] if found["command"] else []))
+    return "\n".join(lines + [f"command   {found['command']}"] * bool(found["command"]))

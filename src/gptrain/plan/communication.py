@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step, over which axis, and how long that takes.
+"""What a rank sends in an optimizer step, over which axis, and how long a collective takes.
 
 Collectives are taken as rings, whose traffic is the least possible (Patarasuk & Yuan 2009,
 doi:10.1016/j.jpdc.2008.09.002): of b bytes that each of n ranks holds, or will hold, whole, a rank
@@ -9,23 +9,20 @@ clipping and the vote on stopping send some hundred bytes and are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gptrain.plan.dims import DATA, PIPELINE, TENSOR
 from gptrain.plan.hardware import Link
 from gptrain.plan.work import Work
 
-HOOK_BYTES = {"bf16": 2, "fp16": 2}  # of a gradient; powersgd sends it whole for 1000 steps
 
-
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What a rank sends of one kind in a step.
 
     Attributes:
         axis: of the mesh, over which.   rounds: messages that follow each other.
         exposed: fraction that is sent when nothing is left to compute beside it.
-        beside: "backward" of the last micro-step, "all" computation, or "" nothing hides the rest.
+        room: fraction of the step's computation that the rest is sent beside.
     """
 
     what: str
@@ -33,7 +30,7 @@ class Traffic:
     n_bytes: float
     rounds: float
     exposed: float = 1.0
-    beside: str = ""
+    room: float = 0.0
 
 
 def gather_bytes(n_bytes: float, n_ranks: int) -> float:
@@ -60,12 +57,11 @@ def all_reduce_seconds(n_bytes: float, n_ranks: int, link: Link) -> float:
     Args:
         n_bytes: tensor on each rank, bytes.   link: slowest of the ring; bytes/s one way, s.
     Raises: ValueError if n_ranks < 1.
-    Source: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002
     """
     if n_ranks < 1:
         raise ValueError(f"n_ranks={n_ranks}: need at least 1")
-    rounds = 2 * (n_ranks - 1)
-    return rounds * link.latency_s + all_reduce_bytes(n_bytes, n_ranks) / link.bytes_per_s
+    sent = all_reduce_bytes(n_bytes, n_ranks)
+    return 2 * (n_ranks - 1) * link.latency_s + sent / link.bytes_per_s
 
 
 def find_traffic(work: Work) -> list[Traffic]:
@@ -81,18 +77,18 @@ def sent_bytes(work: Work) -> float:
 
 
 def _ddp(work: Work) -> Iterator[Traffic]:
-    """One all-reduce of all gradients, bucket by bucket, beside the last micro-step's backward.
+    """One all-reduce of all gradients, by buckets, beside the last micro-step's backward pass.
 
     A bucket waits for its last gradient, and that of a tied table is the last of all. Pipelines
-    average when all is computed.
+    average when all is computed. PowerSGD sends gradients whole for its first 1000 steps.
     """
-    n, held = work.dims.data, work.held()
-    each = HOOK_BYTES.get(work.options.get("comm_hook", ""), work.weight_bytes)
+    n, held = work.dims.data, sum(work.held)
+    each = 2 if work.options.get("comm_hook") in ("bf16", "fp16") else work.weight_bytes
     bucket = work.options.get("bucket_cap_mb", 25.0) * 2**20 / work.weight_bytes  # parameters
     last = max(bucket, work.shape.is_tied * work.shape.table)
     exposed = min(1.0, last / held) if work.dims.pipeline == 1 else 1.0
     sent, rounds = all_reduce_bytes(held * each, n), 2 * (n - 1) * -(-held // bucket)
-    yield Traffic("gradients", DATA, sent, rounds, exposed, "backward")
+    yield Traffic("gradients", DATA, sent, rounds, exposed, 2 / 3 / work.accumulate)
 
 
 def _fsdp(work: Work) -> Iterator[Traffic]:
@@ -102,20 +98,19 @@ def _fsdp(work: Work) -> Iterator[Traffic]:
     backward, a block's only without resharding. Copies of the shards all-reduce their gradients.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
     """
-    blocks, root = work.held(root=False), work.held(blocks=False)
-    copies, n_units = work.dims.replicas, work.part[0] + 1
-    n, whole = work.dims.data // copies, blocks + root
-    passes = 2 if work.options.get("reshard_after_forward", True) else 1
+    (blocks, root), copies, n_blocks = work.held, work.dims.replicas, work.part[0]
+    n, whole, each = work.dims.data // copies, blocks + root, work.weight_bytes
+    passes = work.accumulate * (2 if work.options.get("reshard_after_forward", True) else 1)
+    gathered = passes * blocks + work.accumulate * root
+    sent, rounds = gather_bytes(gathered * work.product_bytes, n), passes * n_blocks + 1
+    exposed = work.accumulate * root / gathered
+    yield Traffic("weights", DATA, sent, rounds * (n - 1), exposed, 1.0)
     times = work.accumulate if work.options.get("accumulate_shards") else 1
-    gathered = passes * blocks + root
-    sent = work.accumulate * gather_bytes(gathered * work.product_bytes, n)
-    rounds = work.accumulate * (passes * (n_units - 1) + 1) * (n - 1)
-    yield Traffic("weights", DATA, sent, rounds, root / gathered, "all")
-    sent = times * gather_bytes(whole * work.weight_bytes, n)
-    yield Traffic("gradients", DATA, sent, times * n_units * (n - 1), root / whole, "all")
-    sent = times * all_reduce_bytes(whole / n * work.weight_bytes, copies)
-    rounds = 2 * times * n_units * (copies - 1)
-    yield Traffic("gradients of copies", DATA, sent, rounds, root / whole, "all")
+    rounds = times * (n_blocks + 1)
+    sent = times * gather_bytes(whole * each, n)
+    yield Traffic("gradients", DATA, sent, rounds * (n - 1), root / whole, 1.0)
+    sent, rounds = times * all_reduce_bytes(whole / n * each, copies), 2 * rounds * (copies - 1)
+    yield Traffic("gradients of copies", DATA, sent, rounds, root / whole, 1.0)
 
 
 def _tensor_parallel(work: Work) -> Iterator[Traffic]:
@@ -126,19 +121,17 @@ def _tensor_parallel(work: Work) -> Iterator[Traffic]:
     biases of row-split layers, the position table.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
-    n, accumulate, (n_blocks, is_first, is_last) = work.dims.tensor, work.accumulate, work.part
+    shape, n, (n_blocks, is_first, is_last) = work.shape, work.dims.tensor, work.part
     padded = -(-work.seq_len // n) * n
-    activation = work.batch_size * padded * work.shape.d_model * work.product_bytes
-    times = 2 * (4 * n_blocks + is_first + is_last)
-    times += 3 * n_blocks * (work.checkpointing != "none")
-    sent = accumulate * times * gather_bytes(activation, n)
-    yield Traffic("activations", TENSOR, sent, accumulate * times * (n - 1) * work.microbatches)
-    sent = is_last * accumulate * all_reduce_bytes(3 * 4 * work.tokens, n)  # fp32
-    yield Traffic("loss", TENSOR, sent, 2 * accumulate * (n - 1))
-    tables = (is_first + (is_last and not (is_first and work.shape.is_tied))) * work.shape.table
-    whole = work.held(blocks=False) - tables / n + n_blocks * work.shape.block_replicated
-    shards = work.dims.data // work.dims.replicas
-    sent = all_reduce_bytes(whole / shards * work.weight_bytes, n)
+    times = 2 * (4 * n_blocks + is_first + is_last) + 3 * n_blocks * (work.checkpointing != "none")
+    times *= work.accumulate
+    sent = times * gather_bytes(work.batch_size * padded * shape.d_model * work.product_bytes, n)
+    yield Traffic("activations", TENSOR, sent, times * (n - 1) * work.microbatches)
+    sent = is_last * work.accumulate * all_reduce_bytes(3 * 4 * work.tokens, n)  # fp32
+    yield Traffic("loss", TENSOR, sent, 2 * work.accumulate * (n - 1))
+    # What the same rank would hold of an endless group.
+    whole = shape.parameters(n_blocks, is_first, is_last, 2**62)
+    sent = all_reduce_bytes(whole * work.weight_bytes * work.dims.replicas / work.dims.data, n)
     yield Traffic("gradients of norms", TENSOR, sent, 2 * (n - 1))
 
 
@@ -147,13 +140,10 @@ def _pipeline(work: Work) -> Iterator[Traffic]:
 
     The two ends all-reduce the gradient of the weight that they share, once a step.
     """
-    n, (_, is_first, is_last) = work.dims.pipeline, work.part
-    if n == 1:
-        return
-    boundaries = 2 * work.stages_per_rank - is_first - is_last
-    row = work.shape.d_model * max(work.product_bytes, work.weight_bytes)
-    sent = work.accumulate * boundaries * work.tokens * row / work.dims.tensor
-    yield Traffic("activations passed on", PIPELINE, sent, work.accumulate * boundaries)
-    if work.shape.is_tied and (is_first or is_last):
-        sent = all_reduce_bytes(work.shape.table / work.dims.tensor * work.weight_bytes, 2)
-        yield Traffic("the tied gradient", PIPELINE, sent, 2)
+    n, (_, is_first, is_last), n_tensor = work.dims.pipeline, work.part, work.dims.tensor
+    boundaries = work.accumulate * (2 * work.stages_per_rank - is_first - is_last)
+    row = work.shape.d_model * max(work.product_bytes, work.weight_bytes) / n_tensor
+    yield Traffic("passed on", PIPELINE, boundaries * work.tokens * row, boundaries)
+    shared = (n > 1 and work.shape.is_tied and (is_first or is_last)) * work.shape.table
+    sent = all_reduce_bytes(shared / n_tensor * work.weight_bytes, 2)
+    yield Traffic("the tied gradient", PIPELINE, sent, 2)

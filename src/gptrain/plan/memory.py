@@ -19,7 +19,7 @@ def estimate_states(work: Work) -> dict[str, float]:
     """
     name = work.optimizer.rpartition(".")[2]
     shards = work.dims.data / work.dims.replicas if "fsdp" in work.strategy else 1
-    held = work.held()
+    held = sum(work.held)
     states = held * (1 if name == "SGD" and work.momentum else _STATES.get(name, 2))
     if name == "Muon":  # one of hidden matrices, AdamW's two of the rest
         states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
@@ -53,7 +53,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     once = row + inner / n * work.product_bytes
     once = tokens * (again + once)  # in the backward pass of one block
 
-    blocks, root = work.held(root=False), work.held(blocks=False)
+    blocks, root = work.held
     copies = 0.0  # weights gathered, or in 16 bit until the backward pass; buckets
     if "fsdp" in work.strategy:
         whole = min(1, 2 / n_blocks) if options.get("reshard_after_forward", True) else 1

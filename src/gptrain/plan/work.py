@@ -16,18 +16,14 @@ from gptrain.plan.dims import (
 )
 from gptrain.plan.shape import DecoderShape, find_shape
 
-WEIGHT_BYTES = {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}  # else fp32
-
 
 @dataclass(frozen=True)
 class Work:
-    """A step of one rank.
+    """A step of one rank; names and values as in the config.
 
     Attributes:
         batch_size: sequences per data rank and micro-step.
-        precision: Lightning's name.   optimizer: its `_target_`.   momentum: SGD's.
-        options: the `strategy` group.
-        is_cpu: kernels and chunks of the loss differ there.
+        options: the `strategy` group.   momentum: SGD's.
         rank: its place in the pipeline.
     """
 
@@ -50,7 +46,7 @@ class Work:
     @property
     def weight_bytes(self) -> int:
         """Of a parameter; mixed precision keeps fp32 weights."""
-        return WEIGHT_BYTES.get(self.precision, 4)
+        return {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(self.precision, 4)
 
     @property
     def is_mixed(self) -> bool:
@@ -61,12 +57,6 @@ class Work:
     def product_bytes(self) -> int:
         """Of a number that a matrix multiplies."""
         return 2 if self.is_mixed else self.weight_bytes
-
-    @property
-    def product_type(self) -> str:
-        """torch's name of such a number's type."""
-        half = "bfloat16" if "bf16" in self.precision else "float16"
-        return half if self.product_bytes == 2 else "float32"
 
     @property
     def tokens(self) -> int:
@@ -96,15 +86,12 @@ class Work:
         blocks = (stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
         return sum(map(len, blocks)), 0 in stages, n_stages - 1 in stages
 
-    def held(self, *, blocks: bool = True, root: bool = True) -> float:
-        """Parameters of the rank before FSDP shards them: of its blocks, of what is around them."""
-        n_blocks, is_first, is_last = self.part
-        return self.shape.parameters(
-            n_blocks * blocks,
-            is_first=is_first and root,
-            is_last=is_last and root,
-            n_tensor=self.dims.tensor,
-        )
+    @property
+    def held(self) -> tuple[float, float]:
+        """Parameters of its blocks, and of what is around them, before FSDP shards them."""
+        n_blocks, *ends = self.part
+        tensor, shape = self.dims.tensor, self.shape
+        return shape.parameters(n_blocks, False, False, tensor), shape.parameters(0, *ends, tensor)
 
 
 def find_work(
@@ -120,25 +107,15 @@ def find_work(
     dims = parallel_dims({**options, "name": name}, world_size)
     accumulate, total = trainer["accumulate_grad_batches"], data["global_batch_size"]
     batch = plan_batch(data["batch_size"], total, accumulate, dims.data)
+    seq_len = data["seq_len"] - ("num_samples" in data)  # the last of dummy text is a target
     work = Work(
-        shape=shape,
-        strategy=name,
-        dims=dims,
-        batch_size=batch.batch_size,
-        seq_len=data["seq_len"] - ("num_samples" in data),  # the last of dummy text is a target
-        accumulate=batch.accumulate,
-        precision=str(trainer["precision"]),
-        optimizer=config["optimizer"]["_target_"],
-        momentum=config["optimizer"].get("momentum") or 0.0,
-        checkpointing=model["activation_checkpointing"],
-        dropout=model.get("dropout", 0.0),
-        compile=model["compile"],
-        is_cpu=is_cpu,
+        shape, name, dims, batch.batch_size, seq_len, batch.accumulate, str(trainer["precision"]),
+        config["optimizer"]["_target_"], config["optimizer"].get("momentum") or 0.0,
+        model["activation_checkpointing"], model.get("dropout", 0.0), model["compile"], is_cpu,
         options=options,
-    )
-    divides = shape.n_heads % dims.tensor == shape.n_kv_heads % dims.tensor == 0
-    if not divides or dims.pipeline * work.stages_per_rank > shape.n_layers:
-        raise ValueError(f"{dims}: does not divide heads or layers")
-    if batch.batch_size % work.microbatches:
-        raise ValueError(f"{work.microbatches} microbatches: do not divide data.batch_size")
+    )  # fmt: skip
+    sizes = [(shape.n_kv_heads, dims.tensor), (batch.batch_size, work.microbatches)]
+    n_stages = dims.pipeline * work.stages_per_rank
+    if any(number % size for number, size in sizes) or n_stages > shape.n_layers:
+        raise ValueError(f"{dims}: does not divide heads, layers or batch")
     return work
