@@ -19,12 +19,16 @@ from gptrain.models import SimpleGPT
 from gptrain.resilience import fileops
 
 
-def test_a_run_prints_four_lines_at_the_start_and_two_at_the_end(train):
+def test_a_run_prints_five_lines_at_the_start_and_three_at_the_end(train):
     run = train()
     assert run.code == 0, run.err
     labels = [line.split()[0] for line in run.out.splitlines()]
-    assert labels == ["model", "strategy", "batch", "run", "result", "next"]
+    assert labels == ["model", "strategy", "batch", "plan", "run", "result", "planned", "next"]
     assert str(run.folder) in run.out
+    plan = json.loads((run.folder / "plan.json").read_text())
+    assert plan["strategies"]["single"]["flops"] > 0 and plan["best"] == "single"
+    said = plan["strategies"]["single"]["step_s"]
+    assert f"planned {1e3 * said:,.4g} (" in run.out
 
 
 def test_result_and_status_say_that_the_run_is_done(train):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,25 +101,19 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     if on_gpu and not hardware["name"]:
         here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
         n_local = n_local or len(here) or 1
-    try:
-        key, device = "hardware", hardware["name"] and find_device(hardware["name"])
-        device = device_of(here[0]) if here else device
-        if device is None:
-            machine = this_machine(Path(values["output_dir"]) / "machine.json", n_local or 1)
-        elif n_local is None:
-            key = "trainer.devices"
-            raise ValueError("devices of another machine cannot be counted; try: trainer.devices=8")
-        else:
-            key, link = "hardware.link", find_link(hardware["link"] or device.link)
-            key, network = "hardware.network", find_link(hardware["network"])
-            machine = machine_of(device, n_local, link, network)
-        if values["topology"] or here:
-            key, topology = "topology", read_topology(values["topology"])
-    except ValueError as error:
-        raise ConfigError.of(key, None, str(error)) from error
-    except OSError as error:
-        wrong = error.strerror or str(error)
-        raise ConfigError.of(key, values[key], wrong, code=INPUT_NOT_FOUND) from error
+    device = hardware["name"] and _find("hardware", hardware["name"], find_device)
+    device = device_of(here[0]) if here else device
+    if device is None:
+        machine = this_machine(Path(values["output_dir"]) / "machine.json", n_local or 1)
+    elif n_local is None:
+        wrong = "devices of another machine cannot be counted"
+        raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
+    else:
+        link = _find("hardware.link", hardware["link"] or device.link, find_link)
+        network = _find("hardware.network", hardware["network"], find_link)
+        machine = machine_of(device, n_local, link, network)
+    if values["topology"] or here:
+        topology = _find("topology", values["topology"], read_topology)
     slowest = topology and topology.slowest_ring_link
     if slowest and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
@@ -127,6 +122,16 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
         has_bf16 = machine.flops_per_s.get("bfloat16", 0) > machine.flops_per_s["float32"]
         trainer["precision"] = "bf16-mixed" if has_bf16 else "32-true"
     return machine, topology
+
+
+def _find(key: str, value: str | None, find: Callable[[str | None], Any]) -> Any:
+    """What a word stands for.   Raises: ConfigError."""
+    try:
+        return find(value)
+    except ValueError as error:
+        raise ConfigError.of(key, value, str(error)) from error
+    except OSError as error:
+        raise ConfigError.of(key, value, str(error.strerror), code=INPUT_NOT_FOUND) from error
 
 
 def table(found: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ def estimate_states(work: Work) -> dict[str, float]:
 def estimate_memory(work: Work) -> dict[str, float]:
     """Bytes of a rank: weights, gradients, optimizer, activations, logits, buffers, total.
 
-    The total is the peak of a step and less than their sum: gradients are formed while activations
+    The total is the peak of a step and at most their sum: gradients are formed while activations
     are freed. It is the most of four moments: the loss, the backward pass of the last block and of
     the first, and that of the token table, whose gradient is whole before it is added. Tensors
     alone: no process, no context of a GPU, nothing that an allocator wastes.
@@ -72,9 +72,9 @@ def estimate_memory(work: Work) -> dict[str, float]:
         gradients + tokens * kept + once,
         gradients + is_first * (1 + stay) * table,
     )
-    total = states["weights"] + states["optimizer"] + copies + max(peaks)
+    once = max(once, max(peaks) - gradients - activations - logits)
     parts = {"activations": activations, "logits": logits, "buffers": copies + once}
-    return states | parts | {"total": total}
+    return states | parts | {"total": states["weights"] + states["optimizer"] + copies + max(peaks)}
 
 
 def block_activations(work: Work) -> tuple[float, float]:

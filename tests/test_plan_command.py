@@ -1,0 +1,152 @@
+"""python -m gptrain.plan: what it prints, for a cluster that is not there; what train.py keeps."""
+
+import json
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+SEVEN = ["model=gpt_7b", "data.seq_len=2048", "data.batch_size=2", "trainer.devices=8"]
+H100 = ["hardware=h100_sxm", "hardware.link=nvlink4"]
+PAIRS = """
+\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
+GPU0\t X \tNV12\tPXB\tPXB\t0-31
+GPU1\tNV12\t X \tPXB\tPXB\t0-31
+GPU2\tPXB\tPXB\t X \tNV12\t0-31
+GPU3\tPXB\tPXB\tNV12\t X \t0-31
+"""
+
+
+@pytest.fixture
+def plan(monkeypatch, capfd, tmp_path):
+    """Runs the command in this process: exit code, stdout, stderr."""
+
+    def run(*words):
+        argv = ["gptrain.plan", f"output_dir={tmp_path}", *words]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module("gptrain.plan", run_name="__main__")
+        return left.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def answer(plan, *words):
+    code, out, err = plan(*words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_the_sums_of_seven_billion_parameters(plan):
+    """28 GB of weights, 28 of gradients, 56 of Adam in fp32, 130 and more with activations."""
+    found = answer(plan, *SEVEN, *H100)
+    held = found["strategies"]["ddp"]["bytes_per_device"]
+    for part, gb in (("weights", 28), ("gradients", 28), ("optimizer", 56)):
+        assert held[part] / 1e9 == pytest.approx(gb, rel=0.06)  # 6.66 B parameters
+    assert held["total"] > 130e9
+    assert not found["strategies"]["ddp"]["fits"]
+    assert found["strategies"]["fsdp"]["fits"] and found["best"] == "fsdp"
+    assert found["command"].endswith("strategy=fsdp")
+
+
+def test_every_strategy_has_its_bytes_time_and_traffic(plan):
+    found = answer(plan, "model=gpt2", "trainer.devices=4", "data.batch_size=8", *H100)
+    assert found["parameters"] == 124_439_808
+    rows = found["strategies"]
+    assert rows.keys() == {"single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel",
+                           "pipeline", "ddp_pipeline"}  # fmt: skip
+    for name, row in rows.items():
+        held = row["bytes_per_device"]
+        states = held["weights"] + held["gradients"] + held["optimizer"]
+        assert states <= held["total"] <= sum(held.values()) - held["total"] + 9
+        assert row["step_s"] > 0 and 0 < row["mfu"] < 1 and 0 < row["scaling_efficiency"] <= 1
+        assert 0 <= row["overlapped_s"] <= row["communication_s"]
+        assert (row["wire_bytes_per_step"] > 0) == (name != "single")
+    assert rows["ddp"]["wire_bytes_per_step"] == pytest.approx(1.5 * 4 * 124_439_808, abs=1)
+
+
+def test_what_does_not_fit_gets_a_command_that_does(plan):
+    """A wider batch than a V100 can hold: its blocks are computed again."""
+    words = ["model=gpt2_xl", "data.seq_len=512", "data.batch_size=16", "trainer.devices=1"]
+    found = answer(plan, *words, "hardware=v100_sxm2_32gb")
+    assert not any(row["fits"] for row in found["strategies"].values())
+    typed = found["command"].split()
+    assert "model.activation_checkpointing=full" in typed
+    again = answer(plan, *typed[2:], "hardware=v100_sxm2_32gb")
+    assert again["strategies"][again["best"]]["fits"]
+
+
+def test_hours_are_those_of_the_tokens(plan):
+    found = answer(plan, "model=gpt2", "trainer.devices=8", "max_tokens=1e10", *H100)
+    row = found["strategies"]["ddp"]
+    assert row["hours"] == pytest.approx(1e10 / row["tokens_per_s"] / 3600)
+    assert row["device_hours"] == pytest.approx(8 * row["hours"])
+
+
+def test_more_nodes_cost_more_communication_for_each_device(plan):
+    one = answer(plan, "model=gpt2", "trainer.devices=8", *H100)["strategies"]["ddp"]
+    many = answer(plan, "model=gpt2", "trainer.devices=8", "trainer.num_nodes=64",
+                  "data.num_samples=1000000", *H100)  # fmt: skip
+    many = many["strategies"]["ddp"]
+    assert many["scaling_efficiency"] < one["scaling_efficiency"]
+    assert many["tokens_per_s"] > 30 * one["tokens_per_s"]
+
+
+def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path):
+    (tmp_path / "topo").write_text(PAIRS)
+    words = ["model=gpt2", "trainer.devices=4", "hardware=a100_sxm_40gb"]
+    found = answer(plan, *words, f"topology={tmp_path / 'topo'}")
+    assert found["topology"] == {"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}
+    plain = answer(plan, *words)["strategies"]
+    for name in ("ddp", "tensor_parallel"):  # over PCIe now
+        assert found["strategies"][name]["communication_s"] > 5 * plain[name]["communication_s"]
+    inside = {one: found["strategies"]["fsdp_tensor_parallel"]["wire"][one]
+              for one in found["strategies"]["fsdp_tensor_parallel"]["wire"]}  # fmt: skip
+    assert any("tensor axis" in name for name in inside)
+
+
+def test_the_sweep_is_a_table_and_a_plot(plan, tmp_path):
+    code, out, _ = plan("model=gpt2", "trainer.devices=8", *H100, "--sweep", "devices=1,2,8,64")
+    rows = {line[:15].strip(): line[15:].split() for line in out.splitlines()}
+    assert code == 0 and rows["devices"] == ["1", "2", "8", "64"]
+    shares = {name: [float(s.rstrip("%")) for s in row] for name, row in rows.items()
+              if row and row[0].endswith("%")}  # fmt: skip
+    assert shares["as given"][0] == 0 and shares["as given"] == sorted(shares["as given"])
+    for name in ("accumulate x 4", "batch x 4", "bf16 hook"):
+        assert shares[name][-1] < shares["as given"][-1]
+    plot = (tmp_path / "gradient-synchronisation.svg").read_text()
+    assert plot.startswith("<svg") and plot.count("<polyline") == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["hardware=h1000"], "error: hardware=h1000: no such device"),
+        (["hardware=h100_sxm", "hardware.link=rope"], "error: hardware.link=rope: no such link"),
+        (["hardware=h100_sxm", "trainer.devices=auto"], "error: trainer.devices=auto: devices of"),
+        (["topology=nowhere"], "error: topology=nowhere: No such file"),
+        (["--sweep", "devices=1,x"], "error: devices=1,x: not a list of numbers of devices"),
+        (["model.n_heads=7"], "error: model.d_model=512: not divisible by model.n_heads=7"),
+    ],
+)
+def test_a_wrong_word_is_one_line(plan, words, line):
+    code, out, err = plan(*words)
+    assert code in (2, 66) and not out
+    assert err.startswith(line) and err.count("\n") == 1
+
+
+def test_the_planner_needs_no_torch():
+    """Nor Lightning, nor numpy: Hydra and pydantic alone."""
+    words = ["model=gpt2", "trainer.devices=8", "hardware=h100_sxm", "--json"]
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'lightning', 'numpy'): sys.modules[name] = None\n"
+        f"sys.argv[1:] = {words}\n"
+        "from gptrain.plan.command import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["best"]
