@@ -241,7 +241,7 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
 
 def test_a_net_that_is_no_gpt2_says_which_format_works(tmp_path):
     net = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"no `to_gpt2`.*try: format=safetensors"):
+    with pytest.raises(ConfigError, match=r"no `to_hugging_face`.*try: format=safetensors"):
         write_net(net, tmp_path, "hf", "fp32")
     write_net(net, tmp_path, "safetensors", "fp32")
     assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}

@@ -12,6 +12,7 @@ from gptrain.assemble.parts import build_net
 from gptrain.config import compose_command
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama
+from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan.shape import find_shape
 
 SMALL = {
@@ -65,22 +66,32 @@ def test_forward_is_head_of_norm_of_blocks_of_embed():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_attention_depends_on_distances_and_not_on_positions(interleaved):
-    rotary = small_llama(rope_interleaved=interleaved).blocks[0].attention.rotary
-    q, k = torch.randn(2, 1, 1, 1, 8)
-    turned_q, turned_k = (rotary(x.expand(1, 1, 40, 8))[0, 0] for x in (q, k))  # (T, K)
-    products = turned_q @ turned_k.T
+    attention = small_llama(rope_interleaved=interleaved).blocks[0].attention
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 40, 8)
+    turned_q, turned_k = attention.rotate(q, k)
+    products = (turned_q @ turned_k.mT)[0, 0]  # (T, T)
     for distance in (0, 1, 7):
         along = products.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(products[0, 0], products[0, 7])
 
 
-def test_a_table_made_in_inference_mode_serves_training():
-    net, tokens = small_llama(rope_base=123.0), random_tokens()
-    with torch.inference_mode():
-        net(tokens)
-    net(tokens).sum().backward()
-    assert all(parameter.grad is not None for parameter in net.parameters())
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_activations_are_the_same(mode):
+    gradients = []
+    for recomputes in ("none", mode):
+        torch.manual_seed(0)
+        net = small_llama()
+        apply_activation_checkpointing(net, recomputes)
+        net(random_tokens()).square().sum().backward()
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_bf16_products_are_taken_without_a_warning():
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = small_llama()(random_tokens())
+    assert logits.dtype == torch.bfloat16
 
 
 def test_a_net_made_on_the_meta_device_gets_the_same_weights_in_any_order():

@@ -34,6 +34,7 @@ from gptrain.assemble.parts import (
 from gptrain.assemble.resume import check_data, find_checkpoint, set_from_step
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from
+from gptrain.config.schema import KNOWN, NETS
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.launch.devices import Machine, find_machine, set_threads
 from gptrain.launch.process import Process, this_process
@@ -98,9 +99,12 @@ def check(cfg: DictConfig) -> None:
     with as_config_errors(cfg):
         made = module_class(cfg, name)
         check_callbacks(cfg, name)
-        if name in ANY_NET and not by_block and cfg.optimizer._target_ == "torch.optim.AdamW":
+        is_read = model._target_ in KNOWN.keys() - NETS.keys()  # its sizes are in a folder, say
+        is_plain = name in ANY_NET and cfg.optimizer._target_ == "torch.optim.AdamW"
+        if is_plain and not by_block and not is_read:
             return
-        net = make_to_look_at(partial(build_net, cfg))
+        with as_config_errors(cfg, "model._target_"):
+            net = make_to_look_at(partial(build_net, cfg))
         check_fit(
             net,
             cfg.strategy,

@@ -1,4 +1,4 @@
-"""Weights of a run, a checkpoint, a GPT-2 folder or a file, into a net."""
+"""Weights of a run, a checkpoint, a folder of transformers or a file, into a net."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def load_weights(
 
     Args:
         source: a run folder (its best checkpoint by val/loss), a checkpoint's folder or file, a
-            file that Lightning saved, a folder in the layout of Hugging Face's GPT-2 (in one file
-            or several), or a safetensors file of the net's own names.
+            file that Lightning saved, a folder of transformers (in one file or several), or a
+            safetensors file of the net's own names.
         strict: false takes what fits by name and shape.
         stages: over which a pipeline partitions the net.
 
@@ -90,15 +90,15 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     tensors, config = read_safetensors(path), path.parent / "config.json"
     if path.name not in (SAFETENSORS, INDEX) or not config.exists():
         return tensors
-    if not hasattr(net, "from_gpt2"):
+    if not hasattr(net, "from_hugging_face"):
         raise ValueError(
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
-            f"`from_gpt2` that reads it (see gptrain.models)"
+            f"`from_hugging_face` that reads it (see gptrain.models)"
         )
     content = read_json(config)
     if not isinstance(content, dict):
         raise DamagedCheckpoint(config, "not a mapping")
-    return net.from_gpt2(content, tensors)
+    return net.from_hugging_face(content, tensors)
 
 
 def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:

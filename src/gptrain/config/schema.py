@@ -62,30 +62,34 @@ class Model(Open):
     activation_checkpointing: Literal["none", "selective", "full"]
 
 
-class SimpleGPT(Model, extra="forbid"):
+class Decoder(Model, extra="forbid"):
     vocab_size: Count
     d_model: Count
     n_heads: Count
     n_layers: Count
     max_seq_len: Count
+
+
+class SimpleGPT(Decoder):
     dropout: BelowOne
     activation: Literal["gelu", "gelu_tanh"]
 
 
-class Llama(Model, extra="forbid"):
-    vocab_size: Count
-    d_model: Count
-    n_heads: Count
+class Llama(Decoder):
     n_kv_heads: Count
-    n_layers: Count
     d_ff: Count
-    max_seq_len: Count
     rope_base: Positive
     rope_scaling: number(ge=1)
     rope_interleaved: bool
     norm_eps: Positive
     qk_norm: bool
     tie_head: bool
+
+
+class HuggingFace(Model, extra="forbid"):
+    vocab_size: Count
+    config: dict[str, Any] | None
+    path: LocalPath | None
 
 
 class Loss(Closed):
@@ -190,12 +194,13 @@ GROUPS: dict[str, type[BaseModel]] = {
     "model": Model, "module": Open, "optimizer": Optimizer, "scheduler": Scheduler,
     "trainer": Trainer,
 }  # fmt: skip
-NETS: dict[str, type[Model]] = {
+NETS: dict[str, type[Model]] = {  # whose sizes are known
     "gptrain.models.SimpleGPT": SimpleGPT,
     "gptrain.models.Llama": Llama,
 }
 KNOWN: dict[str, type[BaseModel]] = {
     **NETS,
+    "gptrain.models.HuggingFace": HuggingFace,
     "gptrain.lit.LanguageModel": LanguageModel,
     "torch.optim.AdamW": AdamW,
     "gptrain.optim.Muon": Muon,

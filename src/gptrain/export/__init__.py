@@ -1,7 +1,7 @@
 """Takes a trained net elsewhere: one safetensors file, or a folder that transformers reads.
 
     python -m gptrain.export from_run=outputs/a                      the net's own names
-    python -m gptrain.export from_run=outputs/a format=hf dtype=bf16 GPT2LMHeadModel's, and config
+    python -m gptrain.export from_run=outputs/a format=hf dtype=bf16 those of transformers
 
     format  safetensors, hf                 dtype  fp32, bf16
 

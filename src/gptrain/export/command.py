@@ -65,17 +65,17 @@ def export(cfg: DictConfig) -> None:
 def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
     """Writes model.safetensors, and config.json for transformers; returns the bytes of weights.
 
-    Raises: ConfigError for a net that is no GPT-2.
+    Raises: ConfigError for a net that transformers does not know.
     """
     from gptrain.export.files import write_json, write_tensors
     from gptrain.parallel.fit import tied_names
 
     name = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     if form == "hf":
-        if not hasattr(net, "to_gpt2"):
-            wrong = f"{type(net).__name__} has no `to_gpt2` (see gptrain.models)"
+        if not hasattr(net, "to_hugging_face"):
+            wrong = f"{type(net).__name__} has no `to_hugging_face` (see gptrain.models)"
             raise ConfigError.of("format", "hf", wrong, attempt="format=safetensors")
-        content, tensors = net.to_gpt2()
+        content, tensors = net.to_hugging_face()
         write_json(folder / "config.json", content | {"dtype": name})
     else:
         ties = tied_names(net)

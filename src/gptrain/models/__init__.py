@@ -17,8 +17,8 @@ more, and what a net lacks is named in the error of the strategy that needs it:
     tensor parallelism
 `init_parameter(name, tensor)`
     construction on the meta device, one parameter at a time
-`to_gpt2() -> (config, tensors)` and `from_gpt2(config, tensors) -> state dict`
-    export to, and a start from, GPT-2 folders in the layout of Hugging Face
+`to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`
+    export to, and a start from, folders of transformers
 `forward(tokens, cache=None)` and `new_cache(batch_size) -> KVCache` (see cache.py)
     generation that computes each position once; with a cache, tokens are the new positions only
 `vocab_size`, `max_seq_len`
@@ -36,7 +36,8 @@ that the net drew when it was made: the same seed gives the same weights whateve
 they are made on, in whatever order.
 """
 
+from gptrain.models.hugging_face import HuggingFace
 from gptrain.models.llama import Llama
 from gptrain.models.simple_gpt import SimpleGPT
 
-__all__ = ["Llama", "SimpleGPT"]
+__all__ = ["HuggingFace", "Llama", "SimpleGPT"]

@@ -8,14 +8,13 @@ arXiv:2407.21783; normalised q and k: Dehghani et al. 2023, arXiv:2302.05442, as
 # B batch, T time, D d_model, H heads, G key-value heads, K d_head, V vocab
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptrain.models import llama_layout
 from gptrain.models.cache import LayerCache
 from gptrain.models.decoder import Decoder, make_embedding
 
@@ -96,6 +95,8 @@ class Llama(Decoder):
 
         self.fill()
 
+    to_hugging_face, from_hugging_face = llama_layout.to_llama, llama_layout.from_llama
+
 
 class Block(nn.Module):
     """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
@@ -118,9 +119,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, sizes: Llama):
         super().__init__()
         self.d_head = sizes.d_model // sizes.n_heads
-        self.rotary = Rotary(
-            self.d_head, sizes.rope_base, sizes.rope_scaling, sizes.rope_interleaved
-        )
+        self.rope_base, self.rope_scaling = sizes.rope_base, sizes.rope_scaling
+        self.rope_interleaved = sizes.rope_interleaved
         d_kv = sizes.n_kv_heads * self.d_head
         self.q_proj = nn.Linear(sizes.d_model, sizes.d_model, bias=False)
         self.k_proj = nn.Linear(sizes.d_model, d_kv, bias=False)
@@ -136,15 +136,38 @@ class CausalSelfAttention(nn.Module):
             projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H or G, T, K)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.norm_q is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+        if self.norm_q is not None:  # autocast's 16 bit and a scale of 32 have no common kernel
+            dtype = self.norm_q.weight.dtype
+            q, k = self.norm_q(q.to(dtype)), self.norm_k(k.to(dtype))
         start = 0 if cache is None else cache.length
-        q, k = self.rotary(q, start), self.rotary(k, start)
+        q, k = (turned.to(v.dtype) for turned in self.rotate(q, k, start=start))
         k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
         y = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
         )
         return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
+
+    def rotate(self, *parts: Tensor, start: int = 0) -> list[Tensor]:
+        """Parts (B, H, T, K), each pair of a head's numbers turned by an angle, in fp32 or above.
+
+        The angle grows with the position, from start on, so that q times k depends on the distance
+        alone. Autograd saves the angles only. Source: Su et al. 2021, arXiv:2104.09864.
+        """
+        device, half = parts[0].device, self.d_head // 2
+        speeds = self.rope_base ** -(torch.arange(half, device=device) / half)  # radians a position
+        if self.rope_scaling != 1:  # whole for 4 turns in Llama 3's context and more, none for one
+            whole = ((speeds * LLAMA3_CONTEXT / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
+            speeds = speeds * (whole + (1 - whole) / self.rope_scaling)
+        positions = torch.arange(start, start + parts[0].shape[2], device=device)
+        angles = torch.outer(positions, speeds)  # (T, K/2)
+        cos, sin = (angles.cos(),) * 2, (-angles.sin(), angles.sin())  # (a, b): a cos - b sin, ...
+        if self.rope_interleaved:
+            cos, sin = (torch.stack(one, -1).flatten(-2) for one in (cos, sin))  # (T, K)
+            others = (x.unflatten(-1, (half, 2)).flip(-1).flatten(-2) for x in parts)
+        else:
+            cos, sin = (torch.cat(one, -1) for one in (cos, sin))
+            others = (x.roll(half, -1) for x in parts)
+        return [torch.addcmul(x * cos, b, sin) for x, b in zip(parts, others, strict=True)]
 
 
 class SwiGLU(nn.Module):
@@ -158,51 +181,3 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Turns each pair of a head's numbers by an angle that grows with the position.
-
-    So that q times k depends on the distance between their positions. No module: what it needs is
-    computed from these numbers, where it is needed, and saved nowhere.
-    Source: Su et al. 2021, arXiv:2104.09864.
-    """
-
-    d_head: int
-    base: float
-    scaling: float
-    interleaved: bool
-
-    def __call__(self, x: Tensor, start: int = 0) -> Tensor:
-        """x (B, H, T, K) turned, the first of T as position start; computed in fp32 or above."""
-        end = start + x.shape[-2]
-        if torch.compiler.is_compiling():
-            cos, sin = self.table(end, x.device)
-        else:  # of lengths that grow token by token a few tables are enough
-            cos, sin = _cached_table(self, 1 << (end - 1).bit_length(), x.device)
-        swapped = (  # a pair (a, b) becomes (a cos - b sin, b cos + a sin)
-            x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-            if self.interleaved
-            else x.roll(self.d_head // 2, -1)
-        )
-        return torch.addcmul(x * cos[start:end], swapped, sin[start:end]).to(x.dtype)
-
-    def table(self, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of all angles, (T, K)."""
-        exponents = torch.arange(0, self.d_head, 2, device=device) / self.d_head
-        frequencies = self.base**-exponents  # (K/2,), radians per position
-        if self.scaling != 1:  # 1 for what turns 4 times in Llama 3's 8192 positions, 0 for once
-            fast = (frequencies * LLAMA3_CONTEXT / (2 * math.pi) - 1).div(4 - 1).clamp(0, 1)
-            frequencies = frequencies * (fast + (1 - fast) / self.scaling)
-        angles = torch.outer(torch.arange(n_tokens, device=device), frequencies)  # (T, K/2)
-        cos, sin = angles.cos(), angles.sin()
-        if self.interleaved:
-            return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # a table that was first asked for in validation serves training too
-def _cached_table(rotary: Rotary, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return rotary.table(n_tokens, device)

@@ -73,7 +73,7 @@ class SimpleGPT(Decoder):
         positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
         return self.dropout(x + self.position_embedding(positions))
 
-    to_gpt2, from_gpt2 = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
+    to_hugging_face, from_hugging_face = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
 
 
 class Block(nn.Module):

@@ -1,0 +1,119 @@
+"""Llama's weights in the layout of Hugging Face's Llama, or Qwen3 where q and k are normalised.
+
+All differs by name only, but for a net that rotates neighbours: its rows of q and k stand in
+another order there. Source: LlamaForCausalLM and Qwen3ForCausalLM of huggingface/transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_OUTSIDE = {"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_INSIDE = {
+    "norm_1": "input_layernorm",
+    "norm_2": "post_attention_layernorm",
+    **{f"attention.{one}_proj": f"self_attn.{one}_proj" for one in "qkv"},
+    "attention.out_proj": "self_attn.o_proj",
+    **{f"attention.norm_{one}": f"self_attn.{one}_norm" for one in "qk"},
+    **{f"mlp.{one}_proj": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+}
+_TURNED = re.compile(r".*\.attention\.([qk]_proj|norm_[qk])\.weight")
+_TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old files; not learned
+_ABSENT = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}  # theirs where a config says nothing
+
+
+def to_llama(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of the LlamaForCausalLM or Qwen3ForCausalLM that computes what net does.
+
+    The tensors are views where the layout allows; a tied head is left out.
+    """
+    config = _config(net) | {
+        "architectures": ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"],
+        "max_position_embeddings": net.max_seq_len,
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
+    }
+    rope = config.pop("rope_parameters")  # transformers 5 reads the names of 4, too
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope if net.rope_scaling != 1 else None
+    state = net.state_dict()
+    if net.tie_head:
+        del state["head.weight"]
+    state, names = _reorder(net, state, to_halves=True), _names(net.n_layers)
+    return config, {names[name]: tensor for name, tensor in state.items()}
+
+
+def from_llama(
+    net: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A state dict for net from the config and tensors of one of the two, as views.
+
+    Raises: ValueError, one line that names both sides of all sizes that do not fit.
+    """
+    theirs = {"model_type": None, **_ABSENT, **config}
+    theirs["head_dim"] = theirs.get("head_dim") or net.d_model // net.n_heads
+    theirs["num_key_value_heads"] = theirs.get("num_key_value_heads") or net.n_heads
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **rope}
+    theirs["rope_parameters"] = {key: rope[key] for key in rope if key != "type"}
+    wrong = [
+        f"{key}={theirs.get(key, False)} there, {value} here"
+        for key, value in _config(net).items()
+        if theirs.get(key, False) != value
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    names = {name: ours for ours, name in _names(net.n_layers).items()}
+    state = {names.get(k, k): tensor for k, tensor in tensors.items() if not _TABLE.fullmatch(k)}
+    if net.tie_head and "token_embedding.weight" in state:
+        state["head.weight"] = state["token_embedding.weight"]
+    return _reorder(net, state, to_halves=False)
+
+
+def _config(net: nn.Module) -> dict[str, Any]:
+    """What decides what a net computes, in their words."""
+    rope = {"rope_theta": net.rope_base, "rope_type": "default"}
+    if net.rope_scaling != 1:
+        rope |= {"rope_type": "llama3", "factor": net.rope_scaling}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 8192}
+    return {
+        "model_type": "qwen3" if net.qk_norm else "llama",
+        "vocab_size": net.vocab_size,
+        "hidden_size": net.d_model,
+        "intermediate_size": net.d_ff,
+        "num_hidden_layers": net.n_layers,
+        "num_attention_heads": net.n_heads,
+        "num_key_value_heads": net.n_kv_heads,
+        "head_dim": net.d_model // net.n_heads,
+        "rms_norm_eps": net.norm_eps,
+        "tie_word_embeddings": net.tie_head,
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
+    }
+
+
+def _names(n_layers: int) -> dict[str, str]:
+    """Ours -> theirs."""
+    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _OUTSIDE.items()}
+    return names | {
+        f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+        for i in range(n_layers)
+        for ours, theirs in _INSIDE.items()
+    }
+
+
+def _reorder(net: nn.Module, state: Mapping[str, Tensor], to_halves: bool) -> dict[str, Tensor]:
+    """Rows of q and k of a net that rotates neighbours, by halves for others, or back."""
+    half = net.d_model // net.n_heads // 2
+    pairs = (-1, half, 2) if to_halves else (-1, 2, half)
+    return {
+        name: tensor.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
+        if net.rope_interleaved and _TURNED.fullmatch(name) and len(tensor) % (2 * half) == 0
+        else tensor
+        for name, tensor in state.items()
+    }

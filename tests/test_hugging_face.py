@@ -1,0 +1,110 @@
+"""A causal language model of transformers trains here as it computes there."""
+
+from __future__ import annotations
+
+import builtins
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gptrain.assemble.weights import load_weights
+from gptrain.export.command import write_net
+from gptrain.models import HuggingFace
+from gptrain.parallel.activation import apply_activation_checkpointing
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+CONFIGS = {
+    "gpt2": {"model_type": "gpt2", **GPT2},
+    **{name: {"model_type": name, **SIZES} for name in ("llama", "qwen2", "qwen3", "mistral")},
+}
+TOKENS = torch.arange(30).view(2, 15)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_computes_what_transformers_computes_and_its_weights_travel(tmp_path, name):
+    net, back = (HuggingFace(61, CONFIGS[name]).eval() for _ in range(2))
+    assert len(net.blocks) == 2 and net(TOKENS).shape == (2, 15, 61)
+    assert torch.equal(net(TOKENS), net.model(TOKENS).logits)
+    assert torch.equal(net.head(net.hidden(TOKENS)), net(TOKENS))
+    assert all(key.startswith("model.") for key in net.state_dict())  # nothing twice
+    write_net(net, tmp_path, "hf", "fp32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(theirs(TOKENS).logits, net(TOKENS))
+    load_weights(back, tmp_path)
+    assert torch.equal(back(TOKENS), net(TOKENS))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_activation_checkpointing_changes_no_gradient(name):
+    gradients = []
+    for mode in ("none", "full"):
+        torch.manual_seed(0)
+        net = HuggingFace(61, CONFIGS[name])
+        apply_activation_checkpointing(net, mode)
+        net(TOKENS).square().sum().backward()
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_model_that_bounds_its_logits_offers_no_head():
+    net = HuggingFace(61, {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 1e-3})
+    assert not hasattr(net, "head") and not hasattr(net, "hidden") and len(net.blocks) == 2
+
+
+def test_a_folder_is_read_as_data(tmp_path):
+    keys = {
+        **CONFIGS["llama"], "vocab_size": 61, "dtype": "bfloat16",
+        "auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "_attn_implementation": "evil/kernel",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    net = HuggingFace(61, {"num_hidden_layers": 3}, str(tmp_path))
+    assert type(net.model).__name__ == "LlamaForCausalLM" and len(net.blocks) == 3
+    assert net.model.config._attn_implementation in ("sdpa", "eager")
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ({}, "model_type=None: no causal language model"),
+        ({"config": {"model_type": "vit"}}, "model_type=vit: no causal"),
+        ({"path": "/nowhere"}, "path=/nowhere: no config.json there"),
+        ({"config": {**CONFIGS["llama"], "vocab_size": 5}}, "vocab_size=61: .* says 5"),
+    ],
+)
+def test_what_is_no_model_is_one_line(words, said):
+    with pytest.raises(ValueError, match=said) as error:
+        HuggingFace(61, **words)
+    assert "\n" not in str(error.value)
+
+
+def test_without_transformers_it_says_what_to_install(monkeypatch):
+    found = builtins.__import__
+
+    def absent(name, *rest):
+        if name.startswith("transformers"):
+            raise ModuleNotFoundError("No module named 'transformers'")
+        return found(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ValueError, match=r"'transformers'; try: pip install -e \".\[export\]\""):
+        HuggingFace(61, CONFIGS["gpt2"])
+
+
+def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train):
+    run = train(
+        "model=hugging_face", "model.config={model_type: gpt2, n_layer: 2}", "strategy=pipeline",
+        "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4", tiny=False,
+    )  # fmt: skip
+    assert run.code == 2 and "needs embed, norm" in run.err
+    assert not run.folder.exists()
