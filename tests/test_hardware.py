@@ -10,7 +10,6 @@ from gptrain.plan.hardware import (
     device_of,
     find_device,
     find_link,
-    peak_flops_per_s,
 )
 
 
@@ -83,9 +82,9 @@ def test_an_unknown_name_is_told_what_is_allowed(find):
 )
 def test_a_device_is_known_by_the_name_its_driver_gives(driver, name, peak):
     assert device_of(driver) is DEVICES[name]
-    assert peak_flops_per_s(driver) == peak
+    assert DEVICES[name].flops_per_s["float16"] == peak
 
 
 @pytest.mark.parametrize("driver", ["NVIDIA GeForce GTX 1080", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
 def test_a_slice_of_a_device_and_an_unknown_one_have_no_row(driver):
-    assert device_of(driver) is None and peak_flops_per_s(driver) is None
+    assert device_of(driver) is None

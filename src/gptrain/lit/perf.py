@@ -11,7 +11,7 @@ from torch import nn
 
 from gptrain.plan.batch import Lengths
 from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import peak_flops_per_s
+from gptrain.plan.hardware import device_of
 
 MEASURE_S = 0.15  # spent on measuring a peak that no table knows
 SIDE = {"cpu": 384, "mps": 4096}  # of the matrices multiplied: full speed, a millisecond each
@@ -81,9 +81,9 @@ def find_peak(device: torch.device, precision: str) -> Peak:
         precision: Lightning's name; decides what is measured.
     """
     if device.type == "cuda":
-        known = peak_flops_per_s(torch.cuda.get_device_name(device))
+        known = device_of(torch.cuda.get_device_name(device))
         if known is not None:
-            return Peak(known, "data sheet, 16 bit")
+            return Peak(known.flops_per_s["float16"], "data sheet, 16 bit")
     dtype = torch.float32
     if "16" in precision:
         dtype = torch.bfloat16 if "bf16" in precision else torch.float16

@@ -14,12 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A way between devices.
-
-    Attributes:
-        bytes_per_s: one way, of one device.
-        latency_s: that each message of a ring adds.
-    """
+    """A way between devices; each message of a ring adds the latency."""
 
     name: str
     bytes_per_s: float
@@ -29,17 +24,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as the driver counts them.
-
-    Attributes:
-        flops_per_s: by torch's name of the type, and "tf32"; a type that it has no units for
-            is not there.
-        link: name of its fastest link within a node.
-    """
+    """One device, as the driver counts them, and the name of its fastest link within a node."""
 
     name: str
     memory_bytes: float
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, float]  # by torch's name of the type, and "tf32"; what it has
     memory_bytes_per_s: float
     link: str
     source: str = ""
@@ -137,9 +126,3 @@ def device_of(driver_name: str) -> Device | None:
         return None
     found = (row[0] for row in _DEVICES if set(row[1].upper().split()) <= words)
     return DEVICES.get(next(found, ""))
-
-
-def peak_flops_per_s(driver_name: str) -> float | None:
-    """Dense 16-bit peak of the device that the driver calls so; None if it is not known."""
-    device = device_of(driver_name)
-    return device and device.flops_per_s["float16"]

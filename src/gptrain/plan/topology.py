@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -53,11 +54,6 @@ class Topology:
     def to_json(self) -> dict[str, object]:
         """What plan prints with --json."""
         return {"islands": self.islands, "slowest_ring_link": self.slowest_ring_link}
-
-    def __str__(self) -> str:
-        groups = " ".join(map(str, self.tensor_groups))
-        ring = f"slowest link of a ring: {self.slowest_ring_link or 'none'}"
-        return f"{len(self.gpus)} GPUs; tensor parallel at most inside {groups or 'none'}; {ring}"
 
     def _speed(self, one: int, other: int) -> int:
         return speed(self.links[min(one, other), max(one, other)])
@@ -119,10 +115,8 @@ def read_topology(source: str | None) -> Topology:
 
 def nvidia_smi(*arguments: str) -> str:
     """What it prints; nothing where there is none, or it fails."""
-    command = ["nvidia-smi", *arguments]
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            ["nvidia-smi", *arguments], text=True, timeout=20, stderr=subprocess.DEVNULL
+        )
+    return ""
