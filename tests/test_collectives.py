@@ -107,3 +107,15 @@ def test_a_buffer_too_small_to_tell_anything_is_refused(capfd):
     defaults = {"bench": True, "max_bytes": 2**24}
     assert run_command(start, ["max_bytes=10"], CollectivesRun, defaults) == 2
     assert "max_bytes=10" in capfd.readouterr().err
+
+
+@pytest.mark.gpu
+def test_nccl_gives_every_rank_the_same(command, tmp_path):
+    n_ranks = torch.cuda.device_count()
+    if n_ranks < 2:
+        pytest.skip("one GPU has nobody to talk to")
+    words = ["--explain", "trainer=gpu", f"trainer.devices={n_ranks}", f"output_dir={tmp_path}"]
+    done = command("-m", "gptrain.collectives", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"nccl, {n_ranks} ranks")
+    check_pictures(done.stdout, n_ranks)
