@@ -8,6 +8,8 @@ optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the 
 from __future__ import annotations
 
 import gc
+import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +41,7 @@ from gptrain.data.tokenizers import Tokenizer
 from gptrain.launch.devices import Machine, find_machine, set_threads
 from gptrain.launch.process import Process, this_process
 from gptrain.lit import LanguageModel, TextDataModule
+from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
@@ -47,12 +50,15 @@ from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.plan.batch import BatchPlan
 from gptrain.plan.dims import ANY_NET, parallel_dims, strategy_name
+from gptrain.problems import FOLDER_UNUSABLE, ConfigError
+from gptrain.resilience.lock import read_holder
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.watchdog import Guard
 
 __all__ = ["Run", "build", "check", "find_checkpoint"]
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
+SHARED_S = 10.0  # after which what one node has written is to be seen from all (NFS: seconds)
 STARTING_S = 600.0  # from there to the first step, on a slow file system
 
 _built: WeakSet[pl.LightningModule] = WeakSet()  # by the jobs of this process, not yet collected
@@ -124,6 +130,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     dims = parallel_dims(cfg.strategy, machine.world_size)
     device = machine.device(process.local_rank)
     start_rank(cfg, process, machine)
+    if machine.n_nodes > 1:
+        check_shared(cfg.run_dir, process.rank)
 
     train, val, test = prepare_data(cfg, process.rank, guard)
     tokenizer = getattr(train, "tokenizer", None)
@@ -185,6 +193,17 @@ def start_rank(cfg: DictConfig, process: Process, machine: Machine) -> None:
     backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
     if strategy_name(cfg.strategy.name, machine.world_size) != "single":
         start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
+
+
+def check_shared(run_dir: str, rank: int) -> None:
+    """Raises ConfigError with code 73, in all ranks, where one does not see rank 0's run folder."""
+    holder, give_up_s = from_rank_0(read_holder(run_dir)), time.monotonic() + SHARED_S
+    while (is_blind := read_holder(run_dir) != holder) and time.monotonic() < give_up_s:
+        time.sleep(0.1)
+    if blind := list(filter(None, gather(is_blind and f"rank {rank} on {socket.gethostname()}"))):
+        wrong = f"{blind[0]} does not see what rank 0 wrote there"
+        attempt = "run_dir=<a folder that all nodes share>"
+        raise ConfigError.of("run_dir", run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
 def prepare_data(cfg: DictConfig, rank: int, guard: Guard | None) -> list[Dataset | None]:

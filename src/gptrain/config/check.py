@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, NETS, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
-from gptrain.launch.process import count_devices, this_process
+from gptrain.launch.process import count_devices, count_nodes, this_process
 from gptrain.plan.batch import DECAY_FROM_HERE, effective_max_epochs, plan_batch, run_steps
 from gptrain.plan.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
@@ -92,9 +92,10 @@ def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
 
 def find_world_size(run: Config) -> int | None:
     """Ranks of the whole job, where the config or a launcher says it."""
-    n_local, n_nodes = count_devices(run.get("trainer.devices")), run.get("trainer.num_nodes")
+    n_local, asked = count_devices(run.get("trainer.devices")), run.get("trainer.num_nodes")
     try:
         process = this_process()
+        n_nodes = asked and count_nodes(asked)
     except (ValueError, KeyError):
         return None  # preflight says so
     if process.is_rank:

@@ -22,13 +22,20 @@ from gptrain.config.check import (
 from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
-from gptrain.launch.process import count_devices, listed_numbers, run_stamp, this_process
+from gptrain.launch.process import (
+    count_devices,
+    count_nodes,
+    listed_numbers,
+    run_stamp,
+    this_process,
+)
 from gptrain.plan.dims import strategy_name
 from gptrain.plan.memory import estimate_states
 from gptrain.plan.work import find_work
 from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 
 GIB = 2**30
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of the ranks, not that of torchrun's agents
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
@@ -55,7 +62,7 @@ def check_machine(run: Config) -> Iterator[Problem]:
     from gptrain.launch.devices import accelerator_of, count_local
 
     yield from check_classes(run)
-    asked, n_nodes = run.get("trainer.accelerator"), run.get("trainer.num_nodes")
+    asked, n_nodes = run.get("trainer.accelerator"), count_nodes(run.get("trainer.num_nodes"))
     kind = accelerator_of(asked)
     if kind is None:
         name = {"gpu": "GPU", "cuda": "GPU", "mps": "Apple GPU"}.get(asked, asked.upper())
@@ -75,7 +82,7 @@ def check_machine(run: Config) -> Iterator[Problem]:
 
 def check_launcher(run: Config) -> Iterator[Problem]:
     """What the launcher started, against what the config says."""
-    process, n_nodes = this_process(), run.get("trainer.num_nodes", 1)
+    process, n_nodes = this_process(), count_nodes(run.get("trainer.num_nodes", 1))
     n_local = count_devices(run.get("trainer.devices"))
     if process.launcher == "none" and n_nodes > 1:
         wrong = "a single process starts ranks on its own machine only"
@@ -95,6 +102,9 @@ def check_launcher(run: Config) -> Iterator[Problem]:
     if process.launcher == "torchrun" and n_nodes > 1 and run_stamp() in run.get("run_dir", ""):
         wrong = "each node would name its folder by its own clock"
         yield run.error("run_dir", wrong, "run_dir=<a folder that all nodes see>")
+    if process.launcher == "torchrun" and n_nodes > 1 and os.environ.get(OWN_STORE) != "1":
+        wrong = "torchrun cannot start a lost node again (pytorch#135712)"
+        yield Problem(OWN_STORE, "", wrong, attempt=f"{OWN_STORE}=1 torchrun ...", code=DONE)
     nodes = os.environ.get("SLURM_STEP_NUM_NODES", n_nodes)
     if process.launcher == "slurm" and int(nodes) != n_nodes:
         wrong = f"srun started this step on {nodes} nodes"

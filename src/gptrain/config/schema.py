@@ -152,7 +152,7 @@ class SampleText(Closed):
 class Trainer(Open):
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
     devices: Devices
-    num_nodes: Count
+    num_nodes: Literal["auto"] | Count
     precision: Literal[
         "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto", "16-true", "64-true",
         "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16", 32, 64, 16,

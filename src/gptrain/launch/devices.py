@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from omegaconf import DictConfig
 
-from gptrain.launch.process import count_devices, listed_numbers, this_process
+from gptrain.launch.process import count_devices, count_nodes, listed_numbers, this_process
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Machine:
 def find_machine(cfg: DictConfig) -> Machine:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
-    devices, n_nodes = cfg.trainer.devices, cfg.trainer.num_nodes
+    devices, n_nodes = cfg.trainer.devices, count_nodes(cfg.trainer.num_nodes)
     n_local = count_local(devices, accelerator, n_nodes)
     return Machine(accelerator, n_local, n_nodes, listed_numbers(devices))
 

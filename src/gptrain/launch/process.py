@@ -5,15 +5,20 @@ Standard library only: read before torch is imported, and by Hydra's resolvers.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import socket
+import struct
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 _START_S = time.time()  # of this process, nearly
 
@@ -67,6 +72,16 @@ def count_devices(devices: Any) -> int | None:
     if numbers := listed_numbers(devices):
         return len(numbers)
     return None if devices in (None, "auto", -1, "-1") else int(devices)
+
+
+def count_nodes(num_nodes: int | str) -> int:
+    """Nodes of the job that trainer.num_nodes asks for; auto: as many as the launcher started."""
+    if num_nodes != "auto":
+        return int(num_nodes)
+    env, process = os.environ, this_process()
+    if process.launcher == "torchrun":
+        return process.world_size // int(env.get("LOCAL_WORLD_SIZE", process.world_size))
+    return int(env["SLURM_STEP_NUM_NODES"]) if process.launcher == "slurm" else 1
 
 
 def calm_threads() -> None:
@@ -128,9 +143,39 @@ def set_rendezvous() -> None:
     if on_one_node.get(launcher):
         name = f"gptrain-{os.getuid()}-{attempt()}"
         env.setdefault(STORE_VARIABLE, str(Path(tempfile.gettempdir()) / name))
-    elif launcher == "slurm":
+        return
+    if launcher == "slurm":
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         env.setdefault("MASTER_PORT", str(PORTS[int(env["SLURM_JOB_ID"]) % len(PORTS)]))
+    if (
+        launcher in on_one_node
+        and "GLOO_SOCKET_IFNAME" not in env
+        and (name := interface_towards(env["MASTER_ADDR"]))
+    ):
+        env["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface from which this node reaches host; None where that is not known.
+
+    gloo takes that of the node's own name, which many a hosts file calls 127.0.1.1: the other nodes
+    are then refused. Where host is this node itself, its first interface is taken, of containers'
+    bridges and the loopback none (as NCCL does by itself).
+    """
+    names = [name for _, name in socket.if_nameindex() if not name.startswith(("lo", "docker"))]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        addresses = {}
+        for name in names:
+            with suppress(OSError):  # it has no address
+                asked = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe, SIOCGIFADDR, asked)
+                addresses[socket.inet_ntoa(found[20:24])] = name
+        probe.connect((host, 9))  # sends nothing
+        mine = probe.getsockname()[0]
+        if mine.startswith("127."):
+            return next(iter(addresses.values()), None)
+        return addresses.get(mine)
+    return None
 
 
 def attempt() -> str:

@@ -1,0 +1,195 @@
+"""torchrun on two nodes, as the README gives it: network namespaces with addresses of their own.
+
+As on many a Debian machine a node's own name is 127.0.1.1 in its hosts file. Needs root, iproute2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import wait_until
+
+import gptrain
+from gptrain.problems import FOLDER_UNUSABLE
+
+ROOT = Path(__file__).parents[1]
+PORT = 29400
+WORDS = (
+    "trainer.devices=1", "trainer.num_nodes=auto", "trainer.accelerator=cpu",
+    "trainer.enable_progress_bar=false", "trainer.limit_val_batches=2", "trainer.max_steps=40",
+    "trainer.val_check_interval=10", "trainer.log_every_n_steps=1", "strategy.timeout_s=30",
+    "model=gpt_nano", "model.d_model=32", "model.n_heads=2", "model.n_layers=1",
+    "data.seq_len=17", "data.batch_size=4", "data.global_batch_size=8", "logger=csv",
+    "ckpt_path=last",
+)  # fmt: skip
+DROPOUT = ("model.dropout=0.1",)
+
+
+class Node:
+    """A network namespace with an address, a host name and a hosts file of its own."""
+
+    def __init__(self, name: str, hosts: str):
+        self.name, self.namespace = name, f"gptrain-{os.getpid()}-{name}"
+        run("ip", "netns", "add", self.namespace)
+        self.etc = Path("/etc/netns") / self.namespace
+        self.etc.mkdir(parents=True)
+        (self.etc / "hosts").write_text(hosts)
+
+    def start(
+        self, log: Path, *words: str, nodes: str = "2", restarts: int = 3, before: str = ""
+    ) -> subprocess.Popen:
+        """An agent of torchrun on this node. `before` is a command of a shell run first."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
+            "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
+            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", "--rdzv-conf=last_call_timeout=2",
+            "train.py", *words,
+        ]  # fmt: skip
+        script = f'hostname "$0" && {before or "true"} && exec "$@"'
+        inside = ["ip", "netns", "exec", self.namespace, "unshare", "-u", "sh", "-c", script]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        environment.pop("GLOO_SOCKET_IFNAME", None)
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                [*inside, self.name, *command],
+                cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill(self) -> None:
+        """All that runs here, at once, as in a power cut."""
+        for pid in run("ip", "netns", "pids", self.namespace).split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def remove(self) -> None:
+        self.kill()
+        run("ip", "netns", "del", self.namespace)
+        shutil.rmtree(self.etc)
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Two nodes, a and b, joined by a cable."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        pytest.skip("needs root, ip and unshare")
+    made = []
+    try:
+        own = "127.0.0.1 localhost\n127.0.1.1 {}\n10.79.0.{} {}\n"
+        made = [Node("a", own.format("a", 2, "b"))]
+        made.append(Node("b", own.format("b", 1, "a")))
+        a, b = (node.namespace for node in made)
+        run("ip", "link", "add", "cable", "netns", a, "type", "veth", "peer", "cable", "netns", b)
+        for number, namespace in enumerate((a, b), 1):
+            run("ip", "-n", namespace, "addr", "add", f"10.79.0.{number}/24", "dev", "cable")
+            run("ip", "-n", namespace, "link", "set", "lo", "up")
+            run("ip", "-n", namespace, "link", "set", "cable", "up")
+    except (subprocess.CalledProcessError, OSError) as error:
+        for node in made:
+            node.remove()
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
+    yield made
+    for node in made:
+        node.remove()
+
+
+@pytest.fixture(scope="module")
+def whole(nodes, tmp_path_factory) -> Path:
+    """A run on both nodes that nothing happens to."""
+    folder = tmp_path_factory.mktemp("nodes")
+    finish([node.start(folder / "log", *words(folder / "run")) for node in nodes], folder / "log")
+    return folder / "run"
+
+
+def words(folder: Path) -> tuple[str, ...]:
+    return (*WORDS, *DROPOUT, f"run_dir={folder}")
+
+
+def finish(agents: list[subprocess.Popen], log: Path) -> None:
+    for agent in agents:
+        assert agent.wait(120) == 0, log.read_text()
+
+
+def losses(folder: Path, name: str = "train/loss") -> list[float]:
+    import csv
+
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+def until_saved(folder: Path, step: int) -> None:
+    wait_until((folder / "checkpoints" / f"step-{step:08d}").exists, timeout_s=100)
+
+
+def check_same_weights(mine: Path, theirs: Path) -> None:
+    mine, theirs = (gptrain.load(folder, "last").state_dict() for folder in (mine, theirs))
+    for name, weight in theirs.items():
+        assert torch.equal(mine[name], weight), name
+
+
+def test_two_nodes_equal_one_machine_and_share_one_folder(whole, nodes, command, tmp_path):
+    """Ranks of two machines compute what two ranks of one do; rank 0 alone writes."""
+    names = {path.name for path in whole.iterdir()}
+    result = json.loads((whole / "result.json").read_text())
+    assert result["host"] == "a" or result["host"] == "b"
+    assert len([name for name in names if "log" in name]) == 1, names
+    local = (*words(tmp_path / "local"), "trainer.devices=2", "trainer.num_nodes=1")
+    ended = command("train.py", *local)
+    assert ended.returncode == 0, ended.stderr
+    assert losses(whole) == pytest.approx(losses(tmp_path / "local"), rel=1e-5)
+
+
+def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(whole, nodes, tmp_path):
+    """The other node's agent waits for it, and both start from the newest checkpoint."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    agents = [node.start(log, *words(folder)) for node in nodes]
+    until_saved(folder, 10)
+    nodes[1].kill()
+    agents[1].wait()
+    agents[1] = nodes[1].start(log, *words(folder))
+    finish(agents, log)
+    assert "from step" in log.read_text()
+    assert losses(folder)[-5:] == losses(whole)[-5:]
+    check_same_weights(folder, whole)
+
+
+def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(nodes, tmp_path):
+    """--nnodes=1:2 at a fixed global batch: the same samples in every step, on one node."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    given = [word for word in words(folder) if word not in DROPOUT]
+    agents = [node.start(log, *given, nodes="1:2") for node in nodes]
+    until_saved(folder, 10)
+    nodes[1].kill()
+    finish(agents[:1], log)
+    said = log.read_text()
+    assert "4 x 2 ranks x 1 accumulated = 8 sequences" in said
+    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in said
+    assert json.loads((folder / "result.json").read_text())["steps"] == 40
+
+
+def test_a_folder_that_is_not_shared_is_one_line(nodes, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    folder.mkdir()
+    hidden = f"mount -t tmpfs none {folder}"
+    agents = [
+        node.start(log, *words(folder), restarts=0, before=before)
+        for node, before in zip(nodes, ("", hidden), strict=True)
+    ]
+    for agent in agents:
+        assert agent.wait(120) != 0
+    said = log.read_text()
+    (line,) = {line for line in said.splitlines() if line.startswith(f"error: run_dir={folder}")}
+    assert "does not see what rank 0 wrote there" in line and "try: run_dir=" in line
+    status = json.loads((folder / "status.json").read_text())
+    assert status["exit_code"] == FOLDER_UNUSABLE
