@@ -39,7 +39,7 @@ def test_every_combination_runs_in_its_own_folder(train):
         [str(n), f"optimizer.lr={lr}", f"seed={seed}"] for n, (lr, seed) in enumerate(tried)
     ]
     assert not [line for line in lines if line.startswith(("model ", "batch "))]  # in train.log
-    assert "batch " in (sweep.folder / "0" / "train.log").read_text()
+    assert "batch " in (sweep.folder / names[0] / "train.log").read_text()
     head, *rows = [line.split() for line in lines[lines.index("") + 1 :][:5]]
     assert head[:4] == ["run", "optimizer.lr", "seed", "val/loss"]
     losses = [float(row[3]) for row in rows]
