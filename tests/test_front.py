@@ -190,8 +190,10 @@ def test_a_job_that_another_process_refuses_is_told_here(outputs):
     assert ended.returncode == 2, ended.stderr
     assert "error: data.num_samples=3: 3 sequences" in ended.stderr
     table = next(outputs.rglob("results.csv")).read_text().splitlines()
-    assert len(table) == 3 and table[1].startswith("1,400,") and "steps done" in table[1]
-    assert table[2].startswith("0,3,") and "refused: data.num_samples=3: 3 seq" in table[2]
+    assert len(table) == 3 and "steps done" in table[1]
+    assert table[1].startswith("1-num_samples_400,400,")
+    assert table[2].startswith("0-num_samples_3,3,")
+    assert "refused: data.num_samples=3: 3 seq" in table[2]
     assert "refused: data.num_samples=3" in ended.stdout
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import json
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -137,9 +140,30 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])
 def test_a_profile_tells_the_parts_of_a_step(train, profiler):
-    run = train("trainer.max_steps=5", f"profiler={profiler}", "trainer.limit_val_batches=0")
+    run = train("trainer.max_steps=5", f"profiler={profiler}", "trainer.accumulate_grad_batches=2")
     assert run.code == 0, run.err
-    profile = (run.folder / "fit-profile.txt").read_text()
-    for part in ("training_step", "backward"):
-        assert f"SingleDevice.{part}" in profile
-    assert profiler == "simple" or list(run.folder.glob("*training_step*.json"))  # traces
+    table = (run.folder / "fit-profile.txt").read_text()
+    words = {"simple": ("SingleDevice.training_step", "SingleDevice.backward")}
+    for part in words.get(profiler, (*STEP_PARTS, "ProfilerStep")):
+        assert part in table
+    assert "\n".join(table.expandtabs(2).splitlines()[:10]) in run.out
+    (line,) = (line for line in run.out.splitlines() if line.startswith("next "))
+    assert str(run.folder / "fit-profile.txt") in line
+
+
+STEP_PARTS = ("forward", "backward", "clip", "Optimizer.step#AdamW.step", "aten::_fused_adamw_")
+
+
+def test_a_trace_holds_whole_steps_of_every_rank_with_what_they_send(train):
+    run = train("trainer.max_steps=6", "profiler=torch", "profiler.n_steps=3", "trainer.devices=2")
+    assert run.code == 0, run.err
+    for rank in (0, 1):
+        with gzip.open(run.folder / f"fit-profile-{rank}.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        count = Counter(event.get("name") for event in events if event.get("ph") == "X")
+        assert sorted(name for name in count if name.startswith("ProfilerStep")) == [
+            "ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4",
+        ]  # fmt: skip
+        assert [count[part] for part in STEP_PARTS] == [3, 3, 3, 3, 6]  # two groups: decay, none
+        assert count["gloo:all_reduce"] >= 3
+    assert str(run.folder / "fit-profile-0.json.gz") in run.out

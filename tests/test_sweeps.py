@@ -91,7 +91,9 @@ def test_a_failing_job_is_told_and_the_others_run(train):
     assert sweep.code == 79
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0}
     last = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))[-1]
-    assert last["run"] == "1" and last["ended"].startswith("nonfinite: the loss of rank 0 at step")
+    assert last["run"] == "1-lr_1e+30" and last["ended"].startswith(
+        "nonfinite: the loss of rank 0 at step"
+    )
     assert last["ended"] in sweep.out and sweep.err.count("is not finite") == 1
 
 

@@ -15,6 +15,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gptrain.lit import LanguageModel
+from gptrain.lit.callbacks import progress
 from gptrain.models import SimpleGPT
 from gptrain.resilience import fileops
 
@@ -257,6 +258,7 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
         return training_step(self, batch, batch_idx)
 
     monkeypatch.setattr(LanguageModel, "training_step", told_to_stop)
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
     run = train("trainer.enable_progress_bar=true", "trainer.max_steps=20")
     assert run.code == 75
     lines = run.out.splitlines()  # also where a bar returns to the start of its line
@@ -265,7 +267,8 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
     assert not any("Epoch 0:" in line for line in lines[told:])
 
 
-def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path):
+def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
     (tmp_path / "text").write_text("some words of a line\n" * 500)
     run = train(
         "trainer.enable_progress_bar=true", "data=text", f"data.path={tmp_path}/text",
@@ -278,7 +281,18 @@ def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path):
     assert not any("Epoch 0:" in line for line in lines[shown:])
 
 
-def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train):
+def test_without_a_terminal_progress_is_a_line_at_a_time(train):
+    run = train("trainer.enable_progress_bar=true", "trainer.max_steps=60", "data.num_samples=240")
+    assert run.code == 0, run.err
+    for text in (run.out, (run.folder / "train.log").read_text()):
+        assert "\r" not in text and "\x1b" not in text
+        shown = r"epoch 0 +(\d+)/60 · train/loss \d\.\d+ · lr .+ · tokens/s .+ · left "
+        lines = re.findall(shown, text)
+        assert [int(n) for n in lines] == list(range(3, 61, 3))
+
+
+def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train, monkeypatch):
+    monkeypatch.setattr(progress, "is_terminal", lambda: True)
     words = ("trainer.enable_progress_bar=true", "data.global_batch_size=8", "data.batch_size=4",
              "data.num_samples=4000")  # fmt: skip
 
@@ -286,7 +300,9 @@ def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train):
         assert run.code == 0, run.err
         return re.findall(r"Epoch 0: [^|]*\|[^|]*\| (\d+/\d+) ", run.out)[-1]
 
-    assert last_count(train(*words, "trainer.max_steps=3")) == "6/6"
+    run = train(*words, "trainer.max_steps=3")
+    assert last_count(run) == "6/6"
+    assert re.search(r"<\d\d:\d\d, .*train/loss=\d\.\d+, lr=\S+, tokens/s=[\d,]+", run.out)
     assert last_count(train(*words, "trainer.max_steps=5", "ckpt_path=last")) == "10/10"
     stops = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
     stops += " stopping_threshold: 99, check_on_train_epoch_end: false}"

@@ -48,7 +48,7 @@ def job_folder(number: int, varied: str) -> str:
     """
     name = re.sub(r"[\w./@+]*?(\w+)=", r"\1_", varied)
     name = re.sub(r"\d*\.\d{4,}(e-?\d+)?", lambda found: f"{float(found[0]):.3g}", name)
-    return re.sub(r"[^\w.-]+", "-", f"{number}-{name}")[:LONGEST_NAME].strip("-.")
+    return re.sub(r"[^\w.+-]+", "-", f"{number}-{name}")[:LONGEST_NAME].strip("-.")
 
 
 def plus(left: Any, right: int) -> Any:

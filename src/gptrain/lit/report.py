@@ -19,6 +19,7 @@ from gptrain.lit.planned import Planned
 from gptrain.resilience.status import result_path, write_result
 
 log = logging.getLogger(__name__)
+PROFILE_LINES = 16  # of a profiler's table, in the log
 
 
 class Report:
@@ -99,8 +100,19 @@ class Report:
         log.info("%-9s %s", "result", " · ".join(parts))
         if self.planned is not None and (compared := self.planned.compare(metrics)):
             log.info("%-9s %s", "planned", compared)
-        log.info("%-9s %s", "next", self._next(trainer, best))
+        profiles = self._profiles(trainer.profiler.filename)
+        for path in profiles:
+            if path.suffix == ".txt":
+                lines = path.read_text().expandtabs(2).splitlines()[:PROFILE_LINES]
+                log.info("%-9s %s", "profile", "\n".join(["", *lines]))
+        log.info("%-9s %s", "next", " · ".join([self._next(trainer, best), *map(str, profiles)]))
         return metrics
+
+    def _profiles(self, name: str | None) -> list[Path]:
+        """What the profiler has written of rank 0: tables, traces."""
+        found = sorted(self.run_dir.glob(f"*{name}*")) if self.hyper_parameters["profiler"] else []
+        ours = (str(name), f"{name}-0")
+        return [path for path in found if path.name.partition(".")[0].endswith(ours)]
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if trainer.fast_dev_run:

@@ -1,9 +1,11 @@
-"""Lightning's progress bar, quiet in files, over what the run takes of each epoch."""
+"""Lightning's progress bar over what the run takes of each epoch; in a file a line now and then."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,24 +13,29 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from tqdm import tqdm
 
-LINES_IN_A_FILE = 20  # of the bar, where the output is no terminal
+log = logging.getLogger(__name__)
+LINES_IN_A_FILE = 20  # of an epoch, where the output is no terminal
 
 
 class ProgressBar(TQDMProgressBar):
-    """Redrawn at every micro-batch in a terminal, twenty times an epoch elsewhere.
+    """Redrawn at every micro-batch in a terminal; elsewhere no bar, but twenty lines an epoch.
 
     Args:
         n_batches: micro-batches of an epoch, or of a run that is shorter.
 
     Attributes:
         loss: of the last step that was logged; read from its device once.
+        lr, tokens_per_s, step_s: of that step.
     """
 
     loss: Tensor | float | None = None
+    lr = tokens_per_s = step_s = 0.0
 
     def __init__(self, n_batches: int):
-        rate = 1 if sys.stdout.isatty() else max(1, n_batches // LINES_IN_A_FILE)
-        super().__init__(refresh_rate=rate)
+        self.in_terminal, self.n_batches = is_terminal(), n_batches
+        super().__init__(refresh_rate=1)
+        if not self.in_terminal:
+            self.disable()
         tqdm.set_lock(threading.RLock())  # tqdm's own is a semaphore that a killed rank leaks
 
     @property
@@ -43,6 +50,19 @@ class ProgressBar(TQDMProgressBar):
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         super().on_train_start()
         self.on_train_epoch_start(trainer)  # Lightning does not of a run resumed within an epoch
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        n_done, total = batch_idx + 1, self.total_train_batches
+        is_due = n_done == total or n_done % max(1, self.n_batches // LINES_IN_A_FILE) == 0
+        if is_due and not self.in_terminal and self.loss is not None:
+            shown = {"": f"{n_done}/{total}", **self.get_metrics(trainer, module)}
+            left_s = (total - n_done) * self.step_s / trainer.accumulate_grad_batches
+            shown["left"] = timedelta(seconds=round(left_s))
+            words = (f"{name} {value}".strip() for name, value in shown.items())
+            log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shows the last count, also of a run that stops early."""
@@ -63,4 +83,10 @@ class ProgressBar(TQDMProgressBar):
         if self.loss is None:
             return metrics
         self.loss = float(self.loss)
-        return {"train/loss": self.loss, **metrics}
+        ours = {"train/loss": f"{self.loss:.4f}", "lr": f"{self.lr:.3g}"}
+        return {**ours, "tokens/s": f"{self.tokens_per_s:,.0f}", **metrics}
+
+
+def is_terminal() -> bool:
+    """Whether somebody watches what is printed."""
+    return sys.stdout.isatty()

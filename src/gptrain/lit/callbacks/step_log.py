@@ -87,6 +87,9 @@ class StepLog(Callback):
         if strategy.grad_norm is not None:
             metrics["grad_norm"] = strategy.grad_norm
         metrics |= self.speed.read()
+        if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+            bar.lr, bar.tokens_per_s = self.lr, metrics["perf/tokens_per_s"]
+            bar.step_s = metrics["perf/step_s"]
         module.log_dict({name: exact(value) for name, value in metrics.items()})
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
