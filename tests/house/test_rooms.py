@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "parallel": {"loss", "plan"},
     "problems": set(),  # the one home of exit codes
     "launch": {"data", "parallel", "resilience", "small_files", "problems"},
-    "lit": (LEAVES - {"models"}) | {"launch", "problems"},
+    "lit": (LEAVES - {"models"}) | {"launch", "runs", "problems"},
     "config": {"launch", "plan", "data", "resilience", "runs", "small_files", "problems"},
     "assemble": (LEAVES - {"models"}) | {"lit", "launch", "config", "problems"},
 }

@@ -47,6 +47,7 @@ GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
 WORTH_A_RESTART = (FAILED, HUNG)
 RESTARTS_NAME = ".restarts"
+STARTS_KEPT = 100
 FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
 Find = Callable[[], Path | None]
 
@@ -105,14 +106,17 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
     Args:
         again: the launcher starts by itself; a person's start counts from anew.
     """
-    path, fruitless = Path(run_dir) / RESTARTS_NAME, 0
-    if again:
-        try:
-            before = read_json(path)
+    path, last = Path(run_dir) / RESTARTS_NAME, (read_status(run_dir) or {}).get("cause")
+    starts, fruitless = [{"step": step, "time": time.strftime("%F %T"), "after": last}], 0
+    try:
+        before = read_json(path)
+        if again:
             fruitless = 0 if step > before["step"] else before["fruitless"] + 1
-        except (FileNotFoundError, UnreadableFile, LookupError, TypeError):
-            fruitless = 0  # the first, or not written by us
-    fileops.replace(path, json.dumps({"step": step, "fruitless": fruitless}).encode())
+        starts = [*before["starts"], *starts][-STARTS_KEPT:]
+    except (FileNotFoundError, UnreadableFile, LookupError, TypeError):
+        pass  # the first, or not written by us
+    record = {"step": step, "fruitless": fruitless, "starts": starts}
+    fileops.replace(path, json.dumps(record).encode())
     return fruitless
 
 

@@ -57,7 +57,8 @@ def answer(args: Namespace) -> str:
     if args.html:
         from gptrain.runs.page import write_page
 
-        return write_page(Path(args.html), runs, metric)
+        write_page(Path(args.html), runs, metric)
+        return f"{args.html}: {len(runs)} runs"
     if args.json:
         rows = [
             {"run": str(run.path)} | {key: getattr(run, key) for key in AS_JSON} for run in runs

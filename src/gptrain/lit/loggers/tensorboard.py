@@ -12,18 +12,8 @@ from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
 from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
+from gptrain.runs.page import TAGS
 
-# Logged name -> tag. TensorBoard sorts its sections by what stands before the slash: so losses come
-# first, then the optimizer, then perf/*, then what a user's module logs. A name that is not here is
-# its own tag.
-TAGS = {
-    "train/loss": "loss/train",
-    "val/loss": "loss/val",
-    "test/loss": "loss/test",
-    "lr": "optim/lr",
-    "grad_norm": "optim/grad_norm",
-    "tokens": "perf/tokens",
-}
 LAYOUT = {  # of the tab Custom Scalars: section -> card -> its curves
     "loss": {"training and validation": ["loss/train", "loss/val"]},
     "optimizer": {"learning rate": ["optim/lr"], "gradient norm": ["optim/grad_norm"]},
