@@ -1,23 +1,18 @@
-"""Parts come off, and others come on: in a copy of this checkout, as the README says."""
+"""Parts come off, and others come on: in copies of this checkout, as gptrain.adopt makes them."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 import shutil
 
 import pytest
 
-from tests.conftest import TINY
+from gptrain.adopt.__main__ import expand, read_parts
 from tests.house.copies import Copy
 from tests.house.test_readme import README, TRAIN, small
 
-SECTION = README.partition("## Take parts out")[2].partition("\n## ")[0]
-ROWS = {
-    what.strip(): re.findall(r"`(\S+/\S+)`", files)
-    for what, files in re.findall(r"^\| ([^|]+) \| (`[^|]+) \|$", SECTION, re.MULTILINE)
-}
+PARTS = read_parts()
 # Imports every module, collects every test, and asks for the strategies that are gone.
 LOOK = """
 import importlib, pkgutil, sys, pytest, gptrain
@@ -45,16 +40,9 @@ def copy(one_copy) -> Copy:
     return one_copy
 
 
-def expand(pattern: str) -> list[str]:
-    """What a shell makes of a name with braces."""
-    parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
-    parts = [part if index % 2 else [",".join(part)] for index, part in enumerate(parts)]
-    return ["".join(words) for words in itertools.product(*parts)]
-
-
-def strip(copy: Copy, what: str) -> list[str]:
-    """Deletes what a row names, all of which is there; the strategies that are gone."""
-    gone = [copy.folder / name for pattern in ROWS[what] for name in expand(pattern)]
+def strip(copy: Copy, part: str) -> list[str]:
+    """Deletes the files of a part, all of which are there; the strategies that are gone."""
+    gone = [copy.folder / name for name in PARTS[part]]
     for path in gone:
         assert path.exists(), path
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -65,20 +53,19 @@ def look(copy: Copy, gone: list[str]) -> None:
     copy.python("-c", LOOK, str(copy.folder), *gone)
 
 
-def test_the_table_is_read():
-    assert len(ROWS) == 4 and all(ROWS.values())
+def test_the_readme_prints_the_table_of_parts():
+    section = README.partition("## Take parts out")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (`[^|]+) \|$", section, re.MULTILINE)
+    shown = {part: re.findall(r"`(\S+)`", files) for part, files in rows}
+    assert {
+        part: [path for one in names for path in expand(one)] for part, names in shown.items()
+    } == PARTS
     assert expand("a/{b,c}/d_{e,f}") == ["a/b/d_e", "a/b/d_f", "a/c/d_e", "a/c/d_f"]
 
 
-@pytest.mark.parametrize("what", ROWS)
-def test_without_one_part_every_module_imports_and_every_test_is_collected(what, copy):
-    look(copy, strip(copy, what))
-
-
-def test_without_all_of_them_it_still_trains(copy):
-    look(copy, [name for what in ROWS for name in strip(copy, what)])
-    copy.python("train.py", *TINY, "run_dir=outputs/a")
-    assert (copy.folder / "outputs" / "a" / "result.json").exists()
+@pytest.mark.parametrize("part", PARTS)
+def test_without_one_part_every_module_imports_and_every_test_is_collected(part, copy):
+    look(copy, strip(copy, part))
 
 
 def test_what_a_user_adds_runs_and_fails_no_test_but_those_of_this_folder(copy):

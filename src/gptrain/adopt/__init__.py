@@ -3,5 +3,5 @@
 python -m gptrain.adopt my_project --to ../my_project
 python -m gptrain.adopt my_project --to ../my_project --without pipeline,bench,campaign
 
-parts.json names the files of each part. Rules about this repository (tests/house) stay here.
+parts.yaml names the files of each part. Rules about this repository (tests/house) stay here.
 """

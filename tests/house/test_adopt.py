@@ -1,0 +1,75 @@
+"""A project of one's own: the copy that gptrain.adopt makes, under another name, without parts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gptrain.adopt import __main__ as adopt
+from tests.conftest import ROOT, TINY
+
+FAST = [
+    "tests/test_front.py",
+    "tests/test_choices.py",
+    "tests/test_simple_gpt.py",
+    "tests/test_dims.py",
+]
+
+
+def run(monkeypatch, capsys, *words: str) -> tuple[int, str, list[str]]:
+    monkeypatch.setattr(sys, "argv", ["adopt", *words])
+    with pytest.raises(SystemExit) as left:
+        adopt.main()
+    out, err = capsys.readouterr()
+    return left.value.code or 0, out, err.splitlines()
+
+
+def test_a_copy_without_any_part_is_whole(monkeypatch, capsys, tmp_path):
+    """Nothing of the name is left, all tests are collected, the fast ones pass, and it trains."""
+    to = tmp_path / "mine" / "my_project"
+    words = ("my_project", "--to", str(to), "--without", ",".join(adopt.read_parts()))
+    assert run(monkeypatch, capsys, *words)[0] == 0
+    files = [path for path in to.rglob("*") if path.is_file()]
+    assert not [path for path in files if "gptrain" in f"{path}{path.read_bytes()}".lower()]
+    assert not list((to / "outputs").rglob("[!.]*"))
+    assert os.access(to / ".ci" / "run", os.X_OK)
+    for words in (
+        ["-m", "pytest", "--collect-only", "-q", "-n0"],
+        ["-m", "pytest", "-q", "-n0", *FAST],
+        ["train.py", *TINY, "trainer.fast_dev_run=true"],
+        ["-m", "ruff", "check", "-n", "."],
+        ["-m", "ruff", "format", "-n", "--check", "."],
+    ):
+        place = os.environ | {"PYTHONPATH": str(to / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        place |= {"MY_PROJECT_OUTPUT_DIR": str(tmp_path / "outputs")}
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=to, env=place, capture_output=True, text=True)
+        assert done.returncode == 0, (words, done.stdout[-3000:], done.stderr[-2000:])
+
+
+def test_without_git_the_known_folders_are_copied(monkeypatch):
+    tracked = {path for path in adopt.list_files() if (ROOT / path).exists()}
+    monkeypatch.setenv("PATH", "")
+    walked = set(adopt.list_files())
+    assert tracked - walked == {".gitignore"} - walked
+    assert not [path for path in walked if path.startswith(("outputs/", ".git/", ".venv"))]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["a-b", "--to", "new"], "error: name=a-b: no name that Python imports"),
+        (["torch", "--to", "new"], "error: name=torch: a package of this name is there already"),
+        (["mine", "--to", "."], "error: --to=.: is there already"),
+        (["mine", "--to", "new", "--without", "pipes"], "error: --without=pipes: no such part"),
+        (["mine"], "error: the following arguments are required: --to; try: python -m gptrain"),
+    ],
+)
+def test_what_cannot_be_copied_is_a_line(words, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, (line,) = run(monkeypatch, capsys, *words)
+    assert code == 2 and not out and line.startswith(said)
+    assert not list(tmp_path.iterdir())
