@@ -10,13 +10,9 @@ import pytest
 
 from gptrain.adopt import __main__ as adopt
 from tests.conftest import ROOT, TINY
+from tests.house.copies import Copy
 
-FAST = [
-    "tests/test_front.py",
-    "tests/test_choices.py",
-    "tests/test_simple_gpt.py",
-    "tests/test_dims.py",
-]
+FAST = ["tests/test_choices.py", "tests/test_simple_gpt.py", "tests/test_dims.py"]
 
 
 def run(monkeypatch, capsys, *words: str) -> tuple[int, str, list[str]]:
@@ -36,18 +32,18 @@ def test_a_copy_without_any_part_is_whole(monkeypatch, capsys, tmp_path):
     assert not [path for path in files if "gptrain" in f"{path}{path.read_bytes()}".lower()]
     assert not list((to / "outputs").rglob("[!.]*"))
     assert os.access(to / ".ci" / "run", os.X_OK)
+    house = Copy(tmp_path)
+    house.folder = to
     for words in (
-        ["-m", "pytest", "--collect-only", "-q", "-n0"],
-        ["-m", "pytest", "-q", "-n0", *FAST],
+        ["-m", "pytest", "--collect-only", "-q", "-n0", "-p", "no:cacheprovider"],
+        ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *FAST],
         ["train.py", *TINY, "trainer.fast_dev_run=true"],
-        ["-m", "ruff", "check", "-n", "."],
-        ["-m", "ruff", "format", "-n", "--check", "."],
     ):
-        place = os.environ | {"PYTHONPATH": str(to / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        place |= {"MY_PROJECT_OUTPUT_DIR": str(tmp_path / "outputs")}
-        command = [sys.executable, *words]
-        done = subprocess.run(command, cwd=to, env=place, capture_output=True, text=True)
-        assert done.returncode == 0, (words, done.stdout[-3000:], done.stderr[-2000:])
+        house.python(*words)
+    house.end()
+    for words in ("check", "."), ("format", "--check", "."):
+        command = [sys.executable, "-m", "ruff", *words, "-n"]
+        assert subprocess.run(command, cwd=to, capture_output=True).returncode == 0
 
 
 def test_without_git_the_known_folders_are_copied(monkeypatch):
@@ -55,7 +51,8 @@ def test_without_git_the_known_folders_are_copied(monkeypatch):
     monkeypatch.setenv("PATH", "")
     walked = set(adopt.list_files())
     assert tracked - walked == {".gitignore"} - walked
-    assert not [path for path in walked if path.startswith(("outputs/", ".git/", ".venv"))]
+    strays = ("outputs/", ".git/", ".venv")
+    assert not [path for path in walked - {"outputs/.gitkeep"} if path.startswith(strays)]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ EACH_ITS_OWN = ("overrides", "command", "checkpoint", "started", "config.run_dir
 def main() -> NoReturn:
     """The command line."""
     head = {"description": package.__doc__, "formatter_class": RawDescriptionHelpFormatter}
-    parser = Parser("python -m gptrain.runs", **head)
+    parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
     parser.add_argument("folders", nargs="*", help="run folders, folders above them, patterns")
     parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--last", type=int, metavar="N", help="the N that started last")
