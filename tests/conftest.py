@@ -116,7 +116,9 @@ def find_gone() -> list[str]:
     """Strategies and rooms that this project has taken out; see gptrain.adopt."""
     strategies = [name for name in STRATEGIES if not (ROOT / f"conf/strategy/{name}.yaml").exists()]
     rooms = [
-        room for room in ("bench", "export", "generate") if find_spec(f"gptrain.{room}") is None
+        room
+        for room in ("bench", "collectives", "export", "generate")
+        if find_spec(f"gptrain.{room}") is None
     ]
     return [*strategies, *(f"gptrain.{room}" for room in rooms)]
 

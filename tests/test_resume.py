@@ -162,4 +162,6 @@ def test_starts_count_as_fruitless_until_one_gets_further(tmp_path):
     counted = [note_start(tmp_path, step, again) for step, again in steps]
     assert counted == [0, 1, 2, 0, 1, 2, 3]
     assert note_start(tmp_path, 5, again=False) == 0  # a person's start
-    assert json.loads((tmp_path / ".restarts").read_text()) == {"step": 5, "fruitless": 0}
+    record = json.loads((tmp_path / ".restarts").read_text())
+    assert (record["step"], record["fruitless"]) == (5, 0)
+    assert [start["step"] for start in record["starts"]] == [step for step, _ in steps] + [5]

@@ -200,8 +200,8 @@ def test_the_page_has_every_run_curve_and_restart(train, show, tmp_path):
         0
     ] == 4
     assert read_curves(stop) == {"train/loss": [(1, 3), (2, 2)]}
-    code, (said,), _ = show(tmp_path / "outputs", "--html", tmp_path / "runs.html")
-    assert code == 0 and said.endswith("3 runs")
+    code, lines, _ = show(tmp_path / "outputs", "--html", tmp_path / "runs.html")
+    assert code == 0 and lines[-1].endswith("3 runs")
     page = (tmp_path / "runs.html").read_text()
     assert "</script><b>" not in page and page.count("<script") == 2
     assert not [
