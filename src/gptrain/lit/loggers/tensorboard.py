@@ -65,8 +65,8 @@ class TensorBoardLogger(SurvivesTrouble, pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_note(self, name: str, text: str, step: int) -> None:
-        """A text as it stands, in the tab Text."""
-        self.experiment.add_text(name, textwrap.indent(text, "    "), step)
+        """A text as it stands, in the tab Text, which opens its first section alone."""
+        self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:

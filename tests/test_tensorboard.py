@@ -1,0 +1,71 @@
+"""What a person sees of runs in TensorBoard, in a real browser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from browser import browser, tensorboard
+
+from tests.conftest import ROOT, TINY
+
+WORDS = (
+    *TINY, "trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "trainer.max_steps=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """A sweep of four and a resumed run on text, made once by the commands that users type."""
+    folder = tmp_path_factory.mktemp("seen")
+    (folder / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    text = ("data=text", f"data.path={folder}/words.txt", f"output_dir={folder}/o")
+    one = (*text, f"run_dir={folder}/one", "callbacks.sample.n_tokens=8", "scheduler=constant")
+    for words in (
+        ("-m", f"run_dir={folder}/sweep", "optimizer.lr=1e-3,3e-4", "seed=1,2"),
+        one,
+        (*one, "trainer.max_steps=4", "ckpt_path=last"),
+    ):
+        command = [sys.executable, "train.py", *WORDS, *words]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def window():
+    with browser() as window:
+        yield window
+
+
+def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs):
+    with tensorboard(outputs / "one") as address:
+        window.open(f"{address}#timeseries")
+        text = window.wait_for("loss 2 cards", "optim 2 cards", "perf 5 cards")
+        assert text.index("loss 2 cards") < text.index("optim 2 cards") < text.index("perf 5 cards")
+        assert "epoch" not in text
+        points = window.run(
+            "const found = new XMLHttpRequest(); found.open('GET', "
+            "'/data/plugin/scalars/scalars?run=.&tag=loss/train', false); found.send();"
+            "return JSON.parse(found.responseText);"
+        )
+        assert [step for _, step, _ in points] == [1, 2, 3, 4]
+        window.open(f"{address}?#text")
+        window.wait_for("run/config/text_summary", "_target_: gptrain.models.SimpleGPT")
+        window.wait_for(
+            "run/ended/text_summary", "steps done, trainer.max_steps=4", "run/sample/text_summary"
+        )
+        window.open(f"{address}?2#custom_scalars")
+        text = window.wait_for("training and validation", "Matches (2)", "tokens per second")
+        assert text.index("training and validation") < text.index("learning rate")
+
+
+def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs):
+    names = [f"{n}-lr_{lr}-seed_{1 + n % 2}" for n, lr in enumerate(2 * ["0.001"] + 2 * ["0.0003"])]
+    with tensorboard(outputs / "sweep") as address:
+        window.open(f"{address}#timeseries")
+        window.wait_for("loss 2 cards", *names)
+        window.open(f"{address}?#hparams")
+        text = window.wait_for("loss/val", "perf/tokens_per_s", names[3][:12])
+        assert "optimizer.lr" in text and "seed" in text
+        assert "d_model" not in text and "checkpoint" not in text
