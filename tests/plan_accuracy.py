@@ -40,7 +40,6 @@ CONFIGS = {
     "gpt_nano bf16": f"{NANO} trainer.precision=bf16-mixed",
     "gpt_nano sgd": f"{NANO} ~optimizer.betas ~optimizer.eps ~optimizer.fused "
     "optimizer._target_=torch.optim.SGD",
-    "gpt_nano muon": f"{NANO} optimizer=muon",
     "wide vocabulary": f"{NANO} model.vocab_size=20000 model.n_layers=2 data.batch_size=4",
     "long": "model=gpt_nano model.max_seq_len=1024 data.seq_len=1025 data.batch_size=1",
     "larger": "model=gpt_nano model.d_model=384 model.n_heads=6 model.n_layers=6 data.batch_size=8",
@@ -160,19 +159,25 @@ def run(words: list[str], folder: Path, *more: str) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
+METERED = ("trainer.max_steps=6", "+callbacks.meter={_target_: tests.plan_accuracy.Meter}")
+
+
 def measure(words: list[str], folder: Path, times: bool = True) -> dict[str, Any]:
-    """What a run of these words holds, computes and sends; of the rank with most of each."""
-    run(words, folder / "metered", "trainer.max_steps=6",
-        "+callbacks.meter={_target_: tests.plan_accuracy.Meter}",
-        "allowed_targets=[tests]")  # fmt: skip
-    ranks = [json.loads(file.read_text()) for file in (folder / "metered").glob("meter-*.json")]
-    found = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
-    found["flops"] = sum(rank["flops"] for rank in ranks) / len(ranks)
+    """What a run of these words holds, computes and sends, and how long a step takes."""
+    run(words, folder / "metered", *METERED)
+    found = read_meters(folder / "metered")
     if times:
         more = ("trainer.max_steps=60", "trainer.log_every_n_steps=20")
         runs = [run(words, folder / f"timed-{i}", *more) for i in range(3)]
         found["step_s"] = median(one["metrics"]["perf/step_s"] for one in runs)
     return found
+
+
+def read_meters(folder: Path) -> dict[str, float]:
+    """Of the rank with most of each; FLOPs of a rank on average."""
+    ranks = [json.loads(file.read_text()) for file in folder.glob("meter-*.json")]
+    found = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    return found | {"flops": sum(rank["flops"] for rank in ranks) / len(ranks)}
 
 
 def predict(words: list[str]) -> dict[str, Any]:
@@ -188,29 +193,30 @@ def predict(words: list[str]) -> dict[str, Any]:
     return compare(values, machine, 1)["strategies"][name]
 
 
+def compare_all(plan: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
+    """Predicted over measured: states, peak, FLOPs, wire, and the time where it was measured."""
+    held, states = plan["bytes_per_device"], ("weights", "gradients", "optimizer")
+    return {
+        "states": sum(held[key] for key in states) / sum(real[key] for key in states),
+        "peak": held["total"] / real["peak"],
+        "flops": (plan["flops"] + plan["recomputed_flops"]) / real["flops"],
+        "wire": plan["wire_bytes_per_step"] / real["wire"] if real["wire"] else 1.0,
+        "time": plan["step_s"] / real.get("step_s", float("nan")),
+    }
+
+
 def main(wanted: list[str]) -> None:
     """Prints the table."""
-    print(
-        f"{'predicted/measured':21} {'states':>8} {'peak':>7} {'FLOPs':>7} {'wire':>7} {'time':>7}"
-    )
+    print(f"{'predicted/measured':21}  states    peak   flops    wire    time", flush=True)
     for name, line in CONFIGS.items():
         if wanted and not any(word in name for word in wanted):
             continue
         words = line.split()
         with tempfile.TemporaryDirectory() as folder:
             real = measure(words, Path(folder), times="NO_TIMES" not in os.environ)
-        plan = predict(words)
-        held = plan["bytes_per_device"]
-        states = ("weights", "gradients", "optimizer")
-        ratios = [
-            sum(held[key] for key in states) / sum(real[key] for key in states),
-            held["total"] / real["peak"],
-            (plan["flops"] + plan["recomputed_flops"]) / real["flops"],
-            plan["wire_bytes_per_step"] / real["wire"] if real["wire"] else 1.0,
-            plan["step_s"] / real["step_s"] if "step_s" in real else float("nan"),
-        ]
+        ratios = compare_all(predict(words), real).values()
         shown = " ".join(f"{ratio:7.3f}" for ratio in ratios)
-        print(f"{name:21}  {shown}   {real.get('step_s', 0) * 1e3:8.2f} ms"
+        print(f"{name:21} {shown}   {real.get('step_s', 0) * 1e3:8.2f} ms"
               f" {real['peak'] / 2**20:8.1f} MiB", flush=True)  # fmt: skip
 
 

@@ -10,6 +10,7 @@
     --json           everything, for programs
     --sweep devices=1,2,4,8,64,512
                      what gradient synchronisation takes of a step under ddp; a table and a plot
+    --doctor         what is wrong with this machine for such a run, each line with its fix
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from gptrain.config.schema import Closed, Run
 from gptrain.launch.process import count_devices
 from gptrain.plan import sweep
 from gptrain.plan.choice import command_line, compare
+from gptrain.plan.doctor import doctor
 from gptrain.plan.hardware import device_of, find_device, find_link
 from gptrain.plan.speed import Machine, machine_of, this_machine
 from gptrain.plan.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.work import find_work
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError
 
-FLAGS, GIB = ("--json", "--sweep"), 2**30
+FLAGS, GIB = ("--json", "--sweep", "--doctor"), 2**30
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 
 
@@ -67,6 +69,12 @@ def main() -> None:
 def plan(cfg: DictConfig, words: list[str], flags: set[str], counts: str) -> None:
     """Prints what the flags ask for.   Raises: ConfigError."""
     values = plain(cfg, resolve=True)
+    if "--doctor" in flags:
+        trainer, backend = values["trainer"], values["strategy"]["backend"]
+        n_local = count_devices(trainer["devices"])
+        found = doctor(n_local, trainer["num_nodes"], trainer["accelerator"], backend)
+        print(json.dumps(found, indent=1) if "--json" in flags else "\n".join(found))
+        return
     machine, topology = find_machine(values)
     found = compare(values, machine, values["trainer"]["num_nodes"])
     if not found["strategies"]:
