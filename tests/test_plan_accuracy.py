@@ -19,7 +19,8 @@ CONFIGS = {
     "llama": f"model=llama_nano {SMALL}",
     "ddp": f"model=gpt_nano {SMALL} trainer.devices=2",
     "fsdp": f"model=gpt_nano {SMALL} trainer.devices=2 strategy=fsdp",
-    "tensor parallel": f"model=gpt_nano {SMALL} trainer.devices=2 strategy=tensor_parallel",
+    "tensor parallel": "model=gpt_nano data.seq_len=129 data.batch_size=8 trainer.devices=2 "
+    "strategy=tensor_parallel",
     "pipeline": f"model=gpt_nano {SMALL} trainer.devices=2 strategy=pipeline",
 }
 
