@@ -37,7 +37,9 @@ def main() -> NoReturn:
     shown.add_argument("--diff", action="store_true", help="what differs between two runs")
     code = 0
     try:
-        print(answer(parser.parse_args()))
+        print(answer(parser.parse_args()), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
         print(error, file=sys.stderr)
         code = error.code
@@ -97,7 +99,7 @@ def difference(runs: list[RunRecord]) -> str:
     """Config, versions, code, machine and metrics where two runs differ."""
     if len(runs) != 2:
         raise ConfigError.of("--diff", None, f"compares two runs, and these are {len(runs)}")
-    sides = [flatten({"config": read_config(r.path), "ended": r.ended} | r.result) for r in runs]
+    sides = [flatten({"config": read_config(r.path)} | r.result | {"ended": r.ended}) for r in runs]
     rows = [["", *(str(run.path) for run in runs)]]
     for key in dict.fromkeys([*sides[0], *sides[1]]):
         values = [
