@@ -100,7 +100,7 @@ class Report:
         log.info("%-9s %s", "result", " · ".join(parts))
         if self.planned is not None and (compared := self.planned.compare(metrics)):
             log.info("%-9s %s", "planned", compared)
-        profiles = self._profiles(trainer.profiler.filename)
+        profiles = self._profiles(getattr(trainer.profiler, "filename", None))
         for path in profiles:
             if path.suffix == ".txt":
                 lines = path.read_text().expandtabs(2).splitlines()[:PROFILE_LINES]
