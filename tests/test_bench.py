@@ -14,6 +14,7 @@ import torch
 from gptrain.bench.command import choose_loops
 from gptrain.bench.loops import TutorialGPT, train
 from gptrain.bench.result import summarize
+from gptrain.bench.target import middle
 from gptrain.bench.turns import Contestant
 
 LOOP = """
@@ -126,7 +127,16 @@ def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "word", ["size=huge", "rounds=0", "steps=two", "loops=[bare,oars]", "trainer.max_step=1"]
+    "word",
+    [
+        "size=huge",
+        "rounds=0",
+        "steps=two",
+        "loops=[bare,oars]",
+        "trainer.max_step=1",
+        "target_loss=last",
+        "seeds=0",
+    ],
 )
 def test_a_wrong_option_is_one_line_and_nothing_is_written(answer, tmp_path, word):
     code, _, err = answer("bench", word, f"output_dir={tmp_path}")
@@ -145,3 +155,26 @@ def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
 def test_help_is_about_the_verb(answer, verb, word):
     code, out, _ = answer(verb, "--help")
     assert code == 0 and f"python -m gptrain.{verb}" in out and word in out
+
+
+def test_two_recipes_run_to_the_loss_that_the_first_has_at_its_end(answer, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    shape = "model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=1 data.seq_len=16"
+    slow = f"{shape} data=text scheduler=constant trainer.max_steps=20 optimizer.lr=1e-4"
+    configs = json.dumps([slow, slow.replace("1e-4", "1e-2")])
+    options = (f"data.path={tmp_path}/text.txt", "data.batch_size=4", "trainer=cpu",
+               f"output_dir={tmp_path}", f"run_dir={tmp_path}/race")  # fmt: skip
+    code, out, err = answer("bench", "target_loss=first", f"configs={configs}", "seeds=1", *options)
+    assert code == 0, err
+    first, second = json.loads((tmp_path / "race" / "result.json").read_text())["configs"]
+    assert (first["steps"], first["tokens"], first["tokens_ratio"]) == (20, 20 * 4 * 16, 1)
+    run = second["runs"][0]
+    assert run["target"] == first["runs"][0]["val_loss"] >= run["val_loss"]
+    assert second["steps"] == 10 and second["tokens_ratio"] == 0.5
+    assert "640 tokens, 10 steps" in out and "0.50 x the tokens" in out
+
+
+def test_a_median_counts_what_missed_the_target_as_later_than_all():
+    runs = [{"is_reached": n != 1, "steps": n} for n in (1, 2, 3)]
+    assert middle(runs, "steps") == 3
+    assert middle([*runs[:1], {"is_reached": False, "steps": 4}, runs[2]], "steps") is None

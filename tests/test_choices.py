@@ -65,9 +65,9 @@ def test_token_files_are_trained_on_by_whole_windows_and_validated_to_the_last_t
     assert targets[targets >= 0].tolist() == list(range(1, 47))
 
 
-@pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp", "gpt2_124m"])
+@pytest.mark.parametrize("choice", ["quickstart", "simple_gpt_ddp", "gpt2_124m", "llama_124m"])
 def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
-    if choice == "gpt2_124m":
+    if choice.endswith("_124m"):
         pytest.importorskip("tokenizers")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 800)
@@ -76,6 +76,8 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
         "model.vocab_size=300", "data.seq_len=16", "data.batch_size=2", "trainer.accelerator=cpu",
         "trainer.devices=1", "trainer.fast_dev_run=true", "data.global_batch_size=null",
     ]  # fmt: skip
+    if choice in ("quickstart", "llama_124m"):
+        small += ["model.n_kv_heads=1", "model.d_ff=64"]
     if choice != "simple_gpt_ddp":
         small += [f"data.path={text}"]
     run = train(*small, tiny=False)

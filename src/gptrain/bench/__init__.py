@@ -6,10 +6,15 @@
     python -m gptrain.bench steps=25 checkpoint=every_n_steps checkpoint.every_n_steps=20
                                                                ours with a checkpoint now and then
     python -m gptrain.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
+    python -m gptrain.bench target_loss=first                  GPT-2 and AdamW, Llama and Muon
+    python -m gptrain.bench target_loss=1.9 configs="['experiment=a seed=7',experiment=b]"
 
     size    tiny, cpu, simple_gpt, gpt2: model and batch; every key of train.py changes them
     rounds  turns of each loop              steps  of a turn
     loops   [tutorial, bare, accelerate, ours]
+    target_loss  instead of all that: tokens, steps and seconds of whole runs to a validation loss,
+                 or to the loss that the `first` of the configs has at the end of its budget
+    configs      overrides of each   seeds   runs of each
     --json  the result on stdout; it is in result.json of the run's folder anyway
 
 Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what

@@ -8,16 +8,19 @@ import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
 from gptrain import bench as package
 from gptrain import config
+from gptrain.bench import target
 from gptrain.bench.result import summarize, table
+from gptrain.bench.target import CONFIGS
 from gptrain.bench.turns import Contestant
-from gptrain.config.kinds import Count
+from gptrain.config.kinds import Count, Name, Positive
 from gptrain.config.schema import Run
 from gptrain.problems import ConfigError
 
@@ -32,7 +35,10 @@ SIZES = {
     "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
 }
 LOOPS = ("tutorial", "bare", "accelerate", "ours")
-DEFAULTS = {"size": "cpu", "rounds": 5, "steps": 2, "loops": "[tutorial,bare,accelerate,ours]"}
+DEFAULTS = {
+    "size": "cpu", "rounds": 5, "steps": 2, "loops": "[tutorial,bare,accelerate,ours]",
+    "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
+}  # fmt: skip
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
 COMPARED = {
     "data.train._target_": "gptrain.data.DummyTextDataset",
@@ -54,6 +60,9 @@ class BenchRun(Run):
     rounds: Count  # turns of each loop
     steps: Count  # of a turn
     loops: list[Literal[LOOPS]]
+    target_loss: Literal["first"] | Positive | None
+    configs: Annotated[list[Name], Field(min_length=1)]
+    seeds: Count
 
 
 def main() -> None:
@@ -62,6 +71,8 @@ def main() -> None:
     as_json = "--json" in sys.argv
     sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
     preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
+    if any(word.startswith("target_loss=") for word in words):
+        preset = []  # the runs have their own
     sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
     config.main(lambda cfg: bench(cfg, as_json), BenchRun, DEFAULTS, usage=package.__doc__)
 
@@ -77,12 +88,14 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     from gptrain.launch.devices import find_machine, native_precision, set_threads
 
     cfg = launch.settle(cfg)
+    if cfg.target_loss is not None:
+        compare_recipes(cfg, as_json)
+        return
     machine, folder = find_machine(cfg), Path(cfg.run_dir)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
     spec = make_spec(cfg, machine.accelerator)
-    words = HydraConfig.get().overrides.task
-    mine = [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
+    mine = typed_words()
     set_threads(machine.n_local)
     with ExitStack() as stack:
         contestants = []
@@ -106,6 +119,23 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     text = json.dumps(found, indent=1)
     (folder / "result.json").write_text(text + "\n")
     print(text if as_json else table(results), flush=True)
+
+
+def typed_words() -> list[str]:
+    """The overrides that are no keys of the bench."""
+    words = HydraConfig.get().overrides.task
+    return [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
+
+
+def compare_recipes(cfg: DictConfig, as_json: bool) -> None:
+    """Runs each config to the target loss, prints what it took, writes result.json."""
+    folder, seeds = Path(cfg.run_dir), range(cfg.seed, cfg.seed + cfg.seeds)
+    left = ("run_dir", "name", "seed")
+    words = [word for word in typed_words() if word.partition("=")[0] not in left]
+    results = target.race(cfg.target_loss, list(cfg.configs), list(seeds), words, folder)
+    text = json.dumps({"target_loss": cfg.target_loss, "configs": results}, indent=1)
+    (folder / "result.json").write_text(text + "\n")
+    print(text if as_json else target.table(results), flush=True)
 
 
 def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
