@@ -160,11 +160,11 @@ def test_help_is_about_the_verb(answer, verb, word):
 def test_two_recipes_run_to_the_loss_that_the_first_has_at_its_end(answer, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     shape = "model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=1 data.seq_len=16"
-    slow = f"{shape} data=text scheduler=constant trainer.max_steps=20 optimizer.lr=1e-4"
+    slow = f"{shape} data=text data.path={tmp_path}/text.txt data.batch_size=4 optimizer.lr=1e-4"
     configs = json.dumps([slow, slow.replace("1e-4", "1e-2")])
-    options = (f"data.path={tmp_path}/text.txt", "data.batch_size=4", "trainer=cpu",
+    options = ("scheduler=constant", "trainer=cpu", "trainer.max_steps=20", "seeds=1",
                f"output_dir={tmp_path}", f"run_dir={tmp_path}/race")  # fmt: skip
-    code, out, err = answer("bench", "target_loss=first", f"configs={configs}", "seeds=1", *options)
+    code, out, err = answer("bench", "target_loss=first", f"configs={configs}", *options)
     assert code == 0, err
     first, second = json.loads((tmp_path / "race" / "result.json").read_text())["configs"]
     assert (first["steps"], first["tokens"], first["tokens_ratio"]) == (20, 20 * 4 * 16, 1)

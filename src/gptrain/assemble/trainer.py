@@ -216,6 +216,8 @@ def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
 
     Not where it lies; and in a sweep not what is the same in all of its jobs.
     """
+    if not facts["overrides"]:
+        return {}
     typed, same = {}, HydraConfig.get().job.config.override_dirname.exclude_keys
     for line in facts["overrides"]:
         key, _, text = line.lstrip("+").partition("=")

@@ -22,8 +22,9 @@ CONFIGS = (
 )
 # Of each run, before its own words: measured often, on few batches, and nothing kept.
 COMMON = (
-    "checkpoint=none", "callbacks=none", "logger=none", "trainer.enable_progress_bar=false",
-    "trainer.val_check_interval=10", "trainer.limit_val_batches=16",
+    "checkpoint=none", "++callbacks.sample=null", "logger=none",
+    "trainer.enable_progress_bar=false", "trainer.val_check_interval=10",
+    "trainer.limit_val_batches=16",
 )  # fmt: skip
 STOP = {
     "_target_": "lightning.pytorch.callbacks.EarlyStopping",
@@ -75,9 +76,8 @@ def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, An
     stop = {} if target is None else {**STOP, "stopping_threshold": target}
     overrides = [*COMMON, *words, *(f"+callbacks.target.{key}={stop[key]}" for key in stop)]
     command = [sys.executable, str(PROJECT / "train.py"), *overrides, f"run_dir='{folder}'"]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise JobFailed(done.returncode, f"{shlex.join(words)}: {done.stderr.strip()}")
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
+        raise JobFailed(code, f"{shlex.join(words)}: exit code {code}")
     result = json.loads((folder / "result.json").read_text())
     counts = {key: result[key] for key in ("tokens", "steps", "seconds")}
     return {**counts, "val_loss": result["metrics"]["val/loss"]}

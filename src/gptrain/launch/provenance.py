@@ -25,10 +25,11 @@ GIT_S = 3.0  # on a slow file system the answer is not worth more
 def describe_run(machine: Machine) -> dict[str, object]:
     """The facts of a run that is about to start, for whoever compares it with another."""
     versions = {name: version(name) for name in PACKAGES}
+    is_typed = HydraConfig.initialized()  # not in a process of the bench
     return {
         "started": time.strftime("%F %T %z"),
         "command": shlex.join(["python", *sys.argv]),
-        "overrides": list(HydraConfig.get().overrides.task),
+        "overrides": list(HydraConfig.get().overrides.task) if is_typed else [],
         "git": read_git(Path(__file__).parent),
         "versions": {"python": platform.python_version(), **versions},
         "host": socket.gethostname(),
