@@ -53,7 +53,8 @@ def small(words: list[str]) -> list[str]:
     gpt = [] if "model=my_lstm" in words else SMALL_GPT
     steps = [f"trainer.max_steps={4 if 'ckpt_path=last' in words else 2}"]
     ranks = ["trainer.devices=2"] if any("devices=" in word for word in words) else []
-    data = ["data.path=" + str(ROOT / "src")] if "experiment=quickstart" in words else []
+    is_llama = "experiment=quickstart" in words
+    data = ["model.n_kv_heads=2", f"data.path={ROOT / 'src'}"] if is_llama else []
     trials = ["hydra.sweeper.n_trials=2"] if "hparams_search=optuna" in words else []
     return [*words, *SMALL, *gpt, *steps, *ranks, *data, *trials]
 
