@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -158,3 +159,10 @@ def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path
     holders = [pid for answer, pid in answers if answer == "holds"]
     assert len(holders) == 1
     assert {pid for answer, pid in answers if answer == "refused"} == set(holders)
+
+
+def test_a_job_that_is_started_again_waits_for_the_lock_of_its_lost_host(holder, tmp_path):
+    timer = threading.Timer(1.5, holder.kill)
+    timer.start()
+    RunLock(tmp_path).acquire(wait_s=30).release()
+    timer.join()

@@ -1,4 +1,4 @@
-"""Tasks of srun as ranks. Run with real daemons by hand; here what is read of SLURM's words."""
+"""Tasks of srun as ranks: what is read of SLURM's words. With daemons: test_slurm_cluster."""
 
 from __future__ import annotations
 
@@ -131,3 +131,9 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path
     (line,) = refused(*words)
     assert "each node would name its folder by its own clock" in line
     assert answer(*words, f"run_dir={tmp_path}/seen_by_all")[0] == 0
+
+
+def test_a_second_srun_in_an_allocation_has_a_folder_and_a_port_of_its_own(task):
+    task(SLURM_STEP_ID="2")
+    set_rendezvous()
+    assert run_stamp() == "slurm-40015.2" and os.environ["MASTER_PORT"] == "22009"

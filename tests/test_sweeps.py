@@ -7,6 +7,7 @@ import json
 import weakref
 
 import pytest
+from conftest import TINY
 from omegaconf import OmegaConf
 
 from gptrain import assemble as build
@@ -133,3 +134,14 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
     first, norms = search("first")
     assert len(set(norms)) == 3 and first.best_value == max(norms)
     assert first == search("second")[0]
+
+
+def test_a_job_of_submitit_on_this_machine_starts_ranks_of_its_own(command, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    sweep = command(
+        "train.py", *TINY, "-m", "hydra/launcher=submitit_local", "trainer.devices=2", "seed=1",
+        f"run_dir={tmp_path}/sweep",
+    )  # fmt: skip
+    assert sweep.returncode == 0, sweep.stderr
+    (result,) = (tmp_path / "sweep").glob("*/result.json")
+    assert json.loads(result.read_text())["steps"] == 4

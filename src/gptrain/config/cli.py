@@ -26,7 +26,7 @@ from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
 from gptrain.config.sweep import Sweep
-from gptrain.launch.process import calm_threads, this_process
+from gptrain.launch.process import calm_threads, take_gpus, this_process
 from gptrain.problems import (
     BAD_CONFIG,
     DONE,
@@ -193,6 +193,7 @@ def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> i
         try:
             if sweep:
                 sweep.begin(node)
+                take_gpus(cfg.trainer.devices)
                 _tell(check(cfg, schema))
             value = job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.launch.process import set_rendezvous, this_process
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
 from gptrain.resilience import fileops
-from gptrain.resilience.lock import RunFolderHeld, RunLock
+from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock
 from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import is_guest
 
@@ -46,13 +46,13 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
         from gptrain.launch.rank import forget_old_beats, run_rank
         from gptrain.launch.supervisor import is_restart, prepare_start, supervise
 
-        machine = find_machine(cfg)
+        machine, again = find_machine(cfg), is_restart()
         set_rendezvous()
         if process.rank > 0:  # rank 0 holds the folder, and says where to start
             return run_rank(train, cfg, stop)
-        with _held_folder(cfg) as lock:
+        with _held_folder(cfg, again) as lock:
             find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
-            prepare_start(cfg, find, again=is_restart())
+            prepare_start(cfg, find, again)
             forget_old_beats(cfg.run_dir)
             keep_config(cfg)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
@@ -89,7 +89,7 @@ def keep_config(cfg: DictConfig) -> None:
 
 
 @contextmanager
-def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
+def _held_folder(cfg: DictConfig, again: bool) -> Iterator[RunLock]:
     """The run folder, held; it is free again when the process ends, however that ends."""
     run_id = ""
     if cfg.checkpoint.mirror and cfg.ckpt_path == "last":  # maybe all that is left of the run
@@ -98,7 +98,7 @@ def _held_folder(cfg: DictConfig) -> Iterator[RunLock]:
         run_id = Mirror(cfg.checkpoint.mirror).run_id() or ""
     lock = RunLock(cfg.run_dir, run_id)
     try:
-        lock.acquire()
+        lock.acquire(LOST_HOST_S if again else NAMED_AFTER_S)
     except (RunFolderHeld, OSError) as error:
         raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
     try:

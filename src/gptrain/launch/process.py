@@ -21,6 +21,7 @@ from typing import Any
 SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 _START_S = time.time()  # of this process, nearly
+_held: dict[str, socket.socket] = {}  # names of GPUs that are this process's
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,11 @@ def run_stamp() -> str:
     env = os.environ
     process = this_process()
     if process.launcher == "slurm":
-        return f"slurm-{env.get('SLURM_ARRAY_JOB_ID', env['SLURM_JOB_ID'])}" + (
-            f"_{env['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_TASK_ID" in env else ""
+        step = int(env.get("SLURM_STEP_ID", 0))  # one after another, where srun is typed by hand
+        return (
+            f"slurm-{env.get('SLURM_ARRAY_JOB_ID', env['SLURM_JOB_ID'])}"
+            + (f"_{env['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_TASK_ID" in env else "")
+            + (f".{step}" if step else "")
         )
     started_s = parent_start_s() if process.launcher == "torchrun" else _START_S
     return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s)) + (
@@ -146,7 +150,8 @@ def set_rendezvous() -> None:
         return
     if launcher == "slurm":
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
-        env.setdefault("MASTER_PORT", str(PORTS[int(env["SLURM_JOB_ID"]) % len(PORTS)]))
+        number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # a prime
+        env.setdefault("MASTER_PORT", str(PORTS[number % len(PORTS)]))
     if (
         launcher in on_one_node
         and "GLOO_SOCKET_IFNAME" not in env
@@ -189,6 +194,36 @@ def attempt() -> str:
         return f"{os.getppid()}-{parent_start_s():.2f}-{restart}"
     job = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('MASTER_PORT')}"  # of agents on many nodes
     return f"{re.sub('[^A-Za-z0-9_-]', '_', job)}-{restart}"
+
+
+def take_gpus(devices: Any) -> None:
+    """Leaves a job of submitit_local so many GPUs, that no other job has, once they are free.
+
+    submitit shows the same `hydra.launcher.gpus_per_node` to all jobs. A name in Linux's abstract
+    namespace stands for each GPU, and is free again when the process ends, however that ends.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if os.environ.get("SUBMITIT_EXECUTOR") != "local" or not shown:
+        return
+    gpus, taken = shown.split(","), []
+    while not _hold("turn"):  # one job at a time collects: no two wait for each other
+        time.sleep(0.2)
+    while len(taken) < min(count_devices(devices) or len(gpus), len(gpus)):
+        if (free := next(filter(_hold, gpus), None)) is None:
+            time.sleep(0.2)
+        else:
+            taken.append(free)
+    _held.pop("turn").close()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
+
+
+def _hold(name: str) -> bool:
+    """Whether a name was free, and is this process's now."""
+    with suppress(OSError):
+        one = socket.socket(socket.AF_UNIX)
+        one.bind(f"\0gptrain-gpu-{name}")
+        _held[name] = one
+    return _held.get(name) is one
 
 
 def first_host(nodes: str) -> str:

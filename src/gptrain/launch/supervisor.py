@@ -152,18 +152,13 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
 
 
 def portable(train: Callable) -> Callable:
-    """The function, as a spawned rank can unpickle it.
-
-    That of a script is found by its name in `__main__`; where another program runs it (a job of
-    submitit, which got it by value), by the script's file.
-    """
+    """A script's function for a spawned rank, by its file where `__main__` is submitit's."""
     script, name = train.__code__.co_filename, train.__name__
     is_there = getattr(sys.modules[train.__module__], name, None) is train
     return train if is_there else partial(run_function, script, name)
 
 
 def run_function(script: str, name: str, *arguments: object) -> object:
-    """Calls a function of a script."""
     return runpy.run_path(script)[name](*arguments)
 
 

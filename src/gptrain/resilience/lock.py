@@ -24,7 +24,8 @@ _FILES = (LOCK_NAME, "train.log")
 _FOLDERS = (".hydra", ".hydra/validate", ".hydra/test", ".beats")
 # One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
 _RECORD_BYTES = 512
-_NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
+NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
+LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in Linux 90 s
 _held: set[int] = set()  # descriptors of this process's locks
 
 
@@ -60,8 +61,8 @@ class RunLock:
         self.run_id = run_id
         self._descriptor: int | None = None
 
-    def acquire(self) -> "RunLock":
-        """Takes the folder, which is made if need be, or fails within a second.
+    def acquire(self, wait_s: float = NAMED_AFTER_S) -> "RunLock":
+        """Takes the folder, which is made if need be, or fails after `wait_s`.
 
         Call it before the first file of the run is opened, its log included.
 
@@ -74,7 +75,7 @@ class RunLock:
         self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
         _held.add(self._descriptor)
         try:
-            self._lock()
+            self._lock(time.monotonic() + wait_s)
             known = read_holder(self.run_dir).get("run_id") or self.run_id
             self.run_id = known or uuid.uuid4().hex
             self._write_holder()
@@ -96,14 +97,14 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _lock(self) -> None:
-        for is_last in (False, True):
+    def _lock(self, end_s: float) -> None:
+        while True:
             try:
                 return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if is_last:
+                if time.monotonic() > end_s:
                     raise RunFolderHeld(self.run_dir, read_holder(self.run_dir)) from None
-                time.sleep(_NAMED_AFTER_S)
+                time.sleep(NAMED_AFTER_S)
 
     def _write_holder(self) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")

@@ -1,0 +1,5 @@
+"""python -m gptrain.launch"""
+
+from gptrain.launch.command import main
+
+main()

@@ -1,0 +1,30 @@
+#!/bin/bash
+# A job of SLURM. What this machine's people need besides (#SBATCH --mem=0, module load) goes here;
+# lines whose value is null are left out.
+#SBATCH --job-name=<name>
+#SBATCH --partition=<slurm.partition>
+#SBATCH --account=<slurm.account>
+#SBATCH --array=<array>
+#SBATCH --nodes=<trainer.num_nodes>
+#SBATCH --ntasks-per-node=<trainer.devices>
+#SBATCH --gpus-per-node=<gpus>
+#SBATCH --cpus-per-task=<cpus>
+#SBATCH --time=<slurm.time>
+#SBATCH --signal=USR1@<slurm.save_s>
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --chdir=<here>
+#SBATCH --output=<log>
+<cases>
+# srun does not read --cpus-per-task from above since 22.05. No --kill-on-bad-exit: it makes 137 of
+# the 75 of a run that has saved. Ranks that hang end by themselves, long before --wait.
+srun --cpus-per-task=<cpus> --wait=300 <command> "run_dir='<folder>'"
+code=$?
+# Asked to stop ahead of the time limit or by a preemption: it has saved (75), or was still importing
+# (USR1, SIGTERM). Under its old number the job goes on in its folder. scancel ends this script, too.
+again() { scontrol requeue "$SLURM_JOB_ID"; }
+case $code in
+  75 | 138 | 143) again ;;
+  70 | 76 | 137 | 139) [ "${SLURM_RESTART_COUNT:-0}" -lt <launcher.max_restarts> ] && again ;; # lost
+esac
+exit $code

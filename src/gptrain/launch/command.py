@@ -1,0 +1,181 @@
+"""A run on a cluster: what its scheduler takes, for the config that train.py would run.
+
+python -m gptrain.launch slurm trainer.devices=8 trainer.num_nodes=2       an sbatch script, printed
+python -m gptrain.launch slurm --submit trainer.devices=8 slurm.time=12:00:00       or handed over
+python -m gptrain.launch slurm -m optimizer.lr=1e-3,3e-4 trainer.devices=8          a job array
+python -m gptrain.launch kubernetes trainer.devices=8 kubernetes.image=NAME kubernetes.claim=NAME
+                                                           a TrainJob of Kubeflow, printed
+python -m gptrain.launch dockerfile | docker build -t NAME -f - .          its image
+
+  slurm.partition, account, time   as sbatch takes them; null: the cluster's own
+  slurm.cpus_per_task              null: one, and one a data worker
+  slurm.save_s                     before the time is up the run is asked to save
+  kubernetes.claim                 a volume claim that all pods can write: /outputs
+  kubernetes.runtime               Kubeflow's, of which a pod runs torchrun
+
+All else of a cluster goes into batch.sh and trainjob.yaml, in src/gptrain/launch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain import config
+from gptrain.config.compose import PROJECT
+from gptrain.config.kinds import Count, Name, integer
+from gptrain.config.schema import Closed, Run
+from gptrain.launch.process import run_stamp
+from gptrain.problems import BAD_CONFIG, ConfigError, Problem
+
+HERE, KEY = Path(__file__).parent, r"<([\w.]+)>"  # of the texts there
+OWN = "partition", "account", "time", "cpus_per_task"
+ENGINES = {
+    "slurm": dict.fromkeys(OWN, "null") | {"save_s": 120},
+    "kubernetes": {"image": "???", "claim": "???", "runtime": "torch-distributed"},
+}
+
+
+class Slurm(Closed):
+    partition: Name | None
+    account: Name | None
+    time: Name | Count | None
+    cpus_per_task: Count | None
+    save_s: integer(1, 65535)  # sbatch takes no more
+
+
+class Kubernetes(Closed):
+    image: Name
+    claim: Name
+    runtime: Name
+
+
+class LaunchRun(Run):
+    """A run's keys and those of one engine."""
+
+    runs_here: ClassVar[bool] = False
+    slurm: Slurm = None
+    kubernetes: Kubernetes = None
+
+
+def main() -> None:
+    """The command line: an engine, then what train.py takes."""
+    engine, *typed = sys.argv[1:] or [""]
+    if engine == "dockerfile":
+        return print((HERE / "Dockerfile").read_text(), end="")
+    if engine not in (*ENGINES, "--help", "-h"):
+        allowed = ", ".join([*ENGINES, "dockerfile"])
+        print(Problem("", None, f"{engine!r} is no engine", allowed).line, file=sys.stderr)
+        sys.exit(BAD_CONFIG)
+    defaults = {f"{engine}.{key}": value for key, value in ENGINES.get(engine, {}).items()}
+    shared = [word for word in typed if word not in ("--submit", "-m", "--multirun")]
+    jobs: list[list[str]] = [[]]
+    if engine == "slurm" and {"-m", "--multirun"} & set(typed):
+        shared, jobs = split_sweep(shared)
+
+    def launch(cfg: DictConfig) -> None:
+        for job in jobs[1:]:  # the first has been
+            own = [f"+{key}={value}" for key, value in defaults.items()]
+            config.check(config.compose_command([*own, *shared, *job]), LaunchRun)
+        if type(cfg.trainer.devices) is not int or cfg.trainer.devices < 0:
+            wrong = "the cluster chooses the devices, it must know how many of a node"
+            raise ConfigError.of("trainer.devices", cfg.trainer.devices, f"{wrong}, as 8")
+        words = [word for word in shared if not word.startswith((f"{engine}.", "run_dir="))]
+        if engine == "kubernetes":
+            print(train_job(cfg, words), end="")
+        elif "--submit" in typed:
+            print(submit(cfg, batch_script(cfg, words, jobs)))
+        else:
+            print(batch_script(cfg, words, jobs), end="")
+
+    sys.argv[1:] = [*shared, *jobs[0]] if defaults else ["--help"]
+    config.main(launch, LaunchRun, defaults, usage=__doc__)
+
+
+def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
+    """The words that all jobs of a sweep share, and those of each job."""
+    shared, choices = [], []
+    for word in words:
+        try:
+            (one,) = OverridesParser.create().parse_overrides([word])
+            values = one.sweep_string_iterator()
+            choices.append([f"{word.partition('=')[0]}={value}" for value in values])
+        except HydraException:  # no list of values; where it is wrong, the front explains it
+            shared.append(word)
+    return shared, [list(job) for job in itertools.product(*choices)]
+
+
+def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> str:
+    """The text that sbatch takes; several jobs make an array."""
+    file, task, cases, own = "%j", "$SLURM_JOB_ID", None, shlex.join(jobs[0])
+    if len(jobs) > 1:
+        file, task, own = "%A_%a", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", '"${job[@]}"'
+        lines = [f"  {n}) job=({shlex.join(job)}) ;;" for n, job in enumerate(jobs)]
+        cases = "\n".join(["", "case $SLURM_ARRAY_TASK_ID in", *lines, "esac"])
+    is_named = cases or run_stamp() in cfg.run_dir
+    return fill("batch.sh", cfg, {
+        "array": f"0-{len(jobs) - 1}" if cases else None,
+        "gpus": None if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices,
+        "cpus": cfg.slurm.cpus_per_task or 1 + cfg.data.num_workers,
+        "here": shlex.quote(os.getcwd()),
+        "log": shlex.quote(run_folder(cfg, file) + ".log"),
+        "cases": cases,
+        "command": f"{shlex.join([sys.executable, str(PROJECT / 'train.py'), *words])} {own}",
+        "folder": run_folder(cfg, task) if is_named else cfg.run_dir,
+    })  # fmt: skip
+
+
+def run_folder(cfg: DictConfig, task: str) -> str:
+    """A job's folder, of its number where none was typed; else one of that number in it."""
+    name, stamp = f"slurm-{task}", run_stamp()
+    return cfg.run_dir.replace(stamp, name) if stamp in cfg.run_dir else f"{cfg.run_dir}/{name}"
+
+
+def submit(cfg: DictConfig, script: str) -> str:
+    """Hands a script to sbatch; what to type next. Raises: ConfigError."""
+    log = run_folder(cfg, "")
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    streams = {"input": script, "text": True, "capture_output": True}
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], check=True, **streams)
+    except FileNotFoundError as error:
+        raise ConfigError.of("--submit", None, "no sbatch on this machine") from error
+    except subprocess.CalledProcessError as error:
+        raise ConfigError.of("--submit", None, " ".join(error.stderr.split())) from error
+    job = done.stdout.strip().partition(";")[0]  # behind it the cluster, where there are several
+    return f"job       {job}\nlog       {log}{job}*.log\ncancel    scancel {job}"
+
+
+def train_job(cfg: DictConfig, words: list[str]) -> str:
+    """The manifest that kubectl takes, and above it the Dockerfile of its image."""
+    job = re.sub("[^a-z0-9]+", "-", f"{cfg.name}-{run_stamp()}".lower())
+    is_typed = run_stamp() not in cfg.run_dir
+    words.append(f"run_dir={cfg.run_dir if is_typed else f'/outputs/{cfg.name}/{job}'}")
+    if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):
+        words.append("ckpt_path=last")  # a first start that finds none begins anew
+    gpus = 0 if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices
+    image = re.sub("^", "# ", (HERE / "Dockerfile").read_text(), flags=re.M).removesuffix("# ")
+    own = {"job": job, "gpus": gpus, "words": json.dumps(words)}
+    return f"{image}\n{fill('trainjob.yaml', cfg, own)}"
+
+
+def fill(name: str, cfg: DictConfig, own: Mapping[str, Any]) -> str:
+    """A text with <key> replaced by values; without the lines whose value is None."""
+    lines = []
+    for line in (HERE / name).read_text().splitlines():
+        values = {key: own.get(key, OmegaConf.select(cfg, key)) for key in re.findall(KEY, line)}
+        if None not in values.values():
+            lines.append(re.sub(KEY, lambda key: str(values[key[1]]), line))  # noqa: B023
+    return "\n".join(lines) + "\n"

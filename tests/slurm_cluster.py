@@ -1,0 +1,179 @@
+"""A SLURM of one controller and six node daemons on this machine, all of it in one folder.
+
+Its nodes are called by addresses of the loopback interface, so that no name has to be made known
+to the machine. It stops by the process numbers that its daemons wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=6
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SlurmctldParameters=preempt_send_user_signal
+SlurmdParameters=config_overrides
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+KillWait=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+NODES = {"main": (1, 2), "cheap": (3, 4), "frail": (5, 6)}  # partition -> its nodes
+
+
+class Cluster:
+    """What a user does on it.
+
+    Attributes:
+        outputs: the folder that runs write into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.outputs = folder, folder / "outputs"
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "GPTRAIN_OUTPUT_DIR": str(self.outputs),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+        }
+
+    def start(self, *command: str) -> subprocess.Popen:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, env=self.environment, cwd=ROOT, text=True, **streams)
+
+    def run(self, *command: str) -> str:
+        """What a command prints, that must succeed."""
+        process = self.start(*command)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, said
+        return said.strip()
+
+    def submit(self, *words: str) -> str:
+        """The number of the job of `python -m gptrain.launch slurm --submit`."""
+        said = self.run(sys.executable, "-m", "gptrain.launch", "slurm", "--submit", *words)
+        return said.split()[1]
+
+    def log(self, run: Path) -> str:
+        path = run.with_name(run.name + ".log")
+        return path.read_text() if path.exists() else ""
+
+    def is_queued(self, job: str) -> bool:
+        return job in self.run("squeue", "--noheader", "--format=%A").split()
+
+
+def wait_for(what: Callable[[], object], about: Callable[[], str], seconds: float = 120) -> None:
+    """Returns once `what` is true; fails with `about`."""
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, about()
+        time.sleep(0.1)
+
+
+def missing_programs() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+@contextmanager
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    cluster, ports, host = Cluster(folder), free_ports(7), socket.gethostname().split(".")[0]
+    (folder / "state").mkdir()
+    user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
+    lines = [CONFIG.format(host=host, user=user, folder=folder, ports=ports)]
+    for partition, nodes in NODES.items():
+        for n in nodes:
+            place = f"NodeHostName={host} NodeAddr=127.0.0.1 Port={ports[n]}"
+            lines.append(f"NodeName=127.0.0.{n} {place} CPUs=8 State=UNKNOWN")
+        names = ",".join(f"127.0.0.{n}" for n in nodes)
+        is_default = "YES" if partition == "main" else "NO"
+        lines.append(f"PartitionName={partition} Nodes={names} Default={is_default} GraceTime=60")
+        if partition == "cheap":
+            lines[-1] += " PriorityTier=1"
+            lines.append(f"PartitionName=dear Nodes={names} PriorityTier=9 PreemptMode=OFF")
+    (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o600)
+    files = {"key-file": key, "socket": "munge.sock", "pid-file": "munged.pid"}
+    files |= {"log-file": "munged.log", "seed-file": "munged.seed"}
+    try:
+        options = (f"--{name}={folder / file}" for name, file in files.items())
+        cluster.run("munged", "--force", *options)
+        cluster.run("slurmctld", "-c")
+        for n in range(1, len(ports)):
+            cluster.run("slurmd", "-c", "-N", f"127.0.0.{n}")
+        states = ("sinfo", "--noheader", "--Node", "--partition=main,cheap,frail", "--format=%t")
+        is_up = lambda: cluster.start(*states).communicate()[0].split() == ["idle"] * 6  # noqa: E731
+        wait_for(is_up, lambda: (folder / "slurmctld.log").read_text(), 30)
+        yield cluster
+    finally:
+        stop(cluster)
+
+
+def stop(cluster: Cluster) -> None:
+    """Cancels what still runs, then ends the daemons, the nodes' first."""
+    with suppress(AssertionError, OSError):
+        cluster.run("scancel", "--user", str(os.getuid()))
+        wait_for(lambda: not cluster.run("squeue", "--noheader"), str, 20)
+    for pattern in ("slurmd-*.pid", "slurmctld.pid", "munged.pid"):
+        for path in cluster.folder.glob(pattern):
+            pid = int(path.read_text())
+            os.kill(pid, signal.SIGTERM)
+            wait_for(lambda pid=pid: not is_alive(pid), lambda pid=pid: f"{pid} lives on", 15)
+
+
+def is_alive(pid: int) -> bool:
+    """Neither gone nor a zombie that its new parent has not asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def left_processes(folder: Path) -> list[str]:
+    """Command lines of processes that have to do with a folder, but for this one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in words and int(path.name) != os.getpid():
+                found.append(words)
+    return found
+
+
+def free_ports(n: int) -> list[int]:
+    with_sockets = [socket.socket() for _ in range(n)]
+    for one in with_sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in with_sockets]
+    for one in with_sockets:
+        one.close()
+    return ports

@@ -1,0 +1,123 @@
+"""`python -m gptrain.launch`: what a scheduler takes, for the config that train.py would run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from gptrain.launch import command as launch_command
+
+
+@pytest.fixture
+def launch(monkeypatch, capfd):
+    """Exit code and what was printed, in this process."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["launch", *words])
+        code = 0
+        try:
+            launch_command.main()
+        except SystemExit as left:
+            code = left.code or 0
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path):
+    code, script, err = launch(
+        "slurm", "trainer.devices=8", "trainer.num_nodes=2", "data.num_workers=3",
+        "slurm.time=1-12:00:00", "slurm.account=me",
+        f"output_dir={tmp_path}",
+    )  # fmt: skip
+    assert code == 0, err
+    asked = {line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line}
+    assert asked >= {
+        "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=4",
+        "--time=1-12:00:00", "--signal=USR1@120", "--requeue", "--open-mode=append", "--account=me",
+        f"--output={tmp_path}/train/slurm-%j.log",
+    }  # fmt: skip
+    assert "trainer.devices=8 trainer.num_nodes=2 data.num_workers=3 output_dir=" in script
+    assert f"run_dir='{tmp_path}/train/slurm-$SLURM_JOB_ID'" in script
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, tmp_path):
+    code, script, err = launch(
+        "slurm", "-m", "optimizer.lr=1e-3,3e-4", "seed=1,2", "name='a b'", "trainer=cpu",
+        f"run_dir={tmp_path}/sweep",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "--array=0-3" in script and "gpus" not in script
+    fake = 'srun() { for word; do echo "$word"; done; }; scontrol() { exit 1; }\n'
+    environment = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    done = subprocess.run(
+        ["bash", "-c", fake + script], env=environment, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.splitlines()[4:]  # behind srun's own, python and train.py
+    folder = f"run_dir='{tmp_path}/sweep/slurm-7_2'"
+    assert words == ["name='a b'", "trainer=cpu", "optimizer.lr=0.0003", "seed=1", folder]
+
+
+@pytest.mark.parametrize(
+    "code, restarts, goes_on",
+    [(0, 0, False), (75, 5, True), (138, 0, True), (2, 0, False), (70, 1, True), (70, 2, False)],
+)
+def test_which_ends_put_the_job_back_into_the_queue(launch, code, restarts, goes_on):
+    _, script, _ = launch("slurm", "trainer=cpu", "launcher.max_restarts=2")
+    fake = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}\n"
+    environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    done = subprocess.run(
+        ["bash", "-c", fake + script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == code
+    assert done.stdout == ("requeue 7\n" if goes_on else "")
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ((), "error: '' is no engine; allowed: slurm, kubernetes, dockerfile"),
+        (("slurm", "slurm.save_s=0"), "error: slurm.save_s=0: must be >= 1"),
+        (("slurm", "trainer.devices=auto"), "error: trainer.devices=auto: the cluster chooses"),
+        (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),
+        (("kubernetes", "kubernetes.claim=a"), "error: kubernetes.image: required and not set"),
+    ],
+)
+def test_a_wrong_word_is_one_line(launch, words, line):
+    code, out, err = launch(*words)
+    assert (code, out) == (2, "") and err.startswith(line) and err.count("\n") == 1
+
+
+def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
+    kubeflow = pytest.importorskip("kubeflow_trainer_api.models")
+    code, text, err = launch(
+        "kubernetes", "trainer.devices=8", "trainer.num_nodes=2", "name=My_run",
+        "kubernetes.image=me/gpt:1", "kubernetes.claim=shared", "launcher.max_restarts=3",
+        "+data.note='a \"b\", ${seed}'",
+    )  # fmt: skip
+    assert code == 0, err
+    job = yaml.safe_load(text)
+    assert kubeflow.TrainerV1alpha1TrainJob.from_json(json.dumps(job)).to_dict() == job
+    trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert name.startswith("my-run-")
+    assert trainer["command"] == ["torchrun", "--max-restarts=3", "train.py"]
+    assert trainer["args"][-2:] == [f"run_dir=/outputs/My_run/{name}", "ckpt_path=last"]
+    assert "+data.note='a \"b\", ${seed}'" in trainer["args"]
+
+
+def test_a_dockerfile_copies_what_is_there(launch):
+    code, text, _ = launch("dockerfile")
+    assert code == 0
+    copied = [
+        word for line in text.splitlines() if line.startswith("COPY") for word in line.split()
+    ]
+    for name in set(copied) - {"COPY", "./"}:
+        assert (ROOT / name).exists(), name

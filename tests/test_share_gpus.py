@@ -1,0 +1,42 @@
+"""Jobs of submitit_local on one machine: each has GPUs of its own, or waits for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+TAKE = """
+import os, sys
+from gptrain.launch.process import take_gpus
+take_gpus(int(sys.argv[1]))
+print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+sys.stdin.read()
+"""
+
+
+def job(n: int, **environment: str) -> subprocess.Popen:
+    """Numbers that no machine has: its own jobs may be running."""
+    shown = {"SUBMITIT_EXECUTOR": "local", "CUDA_VISIBLE_DEVICES": "900,901,902", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", TAKE, str(n)], text=True, env=os.environ | shown,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_jobs_share_out_the_gpus_and_the_last_one_waits_for_the_first():
+    first = job(2)
+    assert first.stdout.readline() == "900,901\n"
+    second = job(1)
+    assert second.stdout.readline() == "902\n"
+    third = job(2)
+    first.communicate()
+    assert third.stdout.readline() == "900,901\n"
+    second.communicate()
+    third.communicate()
+
+
+def test_elsewhere_all_that_is_visible_stays_visible():
+    alone = job(1, SUBMITIT_EXECUTOR="slurm")
+    assert alone.stdout.readline() == "900,901,902\n"
+    alone.communicate()

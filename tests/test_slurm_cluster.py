@@ -1,0 +1,137 @@
+"""Jobs on a real SLURM (Debian: apt-get install slurm-wlm munge), as the README submits them.
+
+All jobs are submitted at once, each to nodes where it disturbs no other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Finished
+from slurm_cluster import (
+    NODES,
+    Cluster,
+    left_processes,
+    missing_programs,
+    running_cluster,
+    wait_for,
+)
+
+pytestmark = pytest.mark.skipif(
+    bool(missing_programs()), reason="no SLURM: apt-get install slurm-wlm munge"
+)
+STEPS = 12
+RUN = (*TINY, "logger=csv", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
+       "trainer.log_every_n_steps=1")  # fmt: skip
+TWO_NODES = (*RUN, "trainer.num_nodes=2")
+CAUGHT = ("+callbacks.paced={_target_: tests.paced.Paced}", "checkpoint=every_n_steps",
+          "checkpoint.every_n_steps=2")  # fmt: skip
+
+
+class Jobs:
+    """Those that all tests look at."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=main")
+        sweep = ("-m", "optimizer.lr=1e-3,3e-4,1e-4", f"run_dir={cluster.outputs}/sweep")
+        self.sweep = cluster.start(sys.executable, "train.py", *RUN, *sweep, *launcher)
+        self.array = cluster.submit(*TWO_NODES, "-m", "strategy=ddp,fsdp")
+        self.cheap = cluster.submit(*TWO_NODES, *CAUGHT, "slurm.partition=cheap")
+        self.frail = cluster.submit(*TWO_NODES, *CAUGHT, "slurm.partition=frail")
+        self.cancelled = cluster.submit(*RUN, *CAUGHT, "trainer.max_steps=1000")
+        self.disturb()
+
+    def disturb(self) -> None:
+        """What happens to three of them in their middle."""
+        run, node = self.cluster.run, f"nodename=127.0.0.{NODES['frail'][1]}"
+        self.saved(self.cheap)
+        dear = ("--partition=dear", "--nodes=2", "--exclusive", "--output=/dev/null")
+        run("sbatch", *dear, "--wrap=sleep 1")
+        self.saved(self.frail)
+        run("scontrol", "update", node, "state=down", "reason=test")
+        self.cluster.start("scontrol", "update", node, "state=resume").communicate()  # or it did
+        self.saved(self.cancelled)
+        run("scancel", self.cancelled)
+
+    def folder(self, job: str) -> Path:
+        return self.cluster.outputs / "train" / f"slurm-{job}"
+
+    def finished(self, job: str) -> Finished:
+        """A run, once it is done."""
+        folder = self.folder(job)
+
+        def about() -> str:
+            queue = self.cluster.run("squeue", "--long")
+            return f"{queue}\n{self.cluster.log(folder)}"
+
+        wait_for(lambda: (folder / "result.json").exists(), about)
+        return Finished(0, self.cluster.log(folder), "", folder)
+
+    def saved(self, job: str) -> None:
+        """Returns once a run has a checkpoint and goes on."""
+        folder = self.folder(job)
+        about = lambda: self.cluster.log(folder)  # noqa: E731
+        wait_for(lambda: any(folder.glob("checkpoints/step-*/manifest.json")), about)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    with running_cluster(folder) as cluster:
+        yield Jobs(cluster)
+    assert not left_processes(folder)
+
+
+def assert_same_state(one: Finished, other: Finished) -> None:
+    """Bit for bit: weights and moments."""
+    states = one.state(STEPS), other.state(STEPS)
+    for part in ("state_dict", "optimizer_states"):
+        left, right = (torch.utils._pytree.tree_leaves(state[part]) for state in states)
+        assert len(left) == len(right) > 10
+        assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b
+                   for a, b in zip(left, right, strict=True))  # fmt: skip
+
+
+def test_a_preempted_job_saves_is_requeued_and_goes_on_bit_for_bit(jobs):
+    run = jobs.finished(jobs.cheap)
+    assert "asked to stop: saved at step" in run.out and "resume    from step" in run.out
+    assert_same_state(run, jobs.finished(f"{jobs.array}_0"))
+
+
+def test_a_job_whose_node_goes_down_starts_again_and_ends_the_same_bit_for_bit(jobs):
+    run = jobs.finished(jobs.frail)
+    assert "resume    from step" in run.out
+    assert_same_state(run, jobs.finished(f"{jobs.array}_0"))
+
+
+def test_a_cancelled_job_saves_and_is_not_started_again(jobs):
+    folder = jobs.folder(jobs.cancelled)
+    wait_for(lambda: (folder / "status.json").exists(), lambda: jobs.cluster.log(folder))
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["exit_code"], status["cause"]) == (75, "preempted")
+    wait_for(lambda: not jobs.cluster.is_queued(jobs.cancelled), str)
+
+
+@pytest.mark.parametrize("place, strategy", [(0, "ddp"), (1, "fsdp")], ids=["ddp", "fsdp"])
+def test_two_nodes_train_as_one_machine_does(jobs, train, place, strategy):
+    here = train(*RUN[len(TINY) :], f"strategy={strategy}", "trainer.devices=2")
+    assert here.code == 0, here.err
+    there = jobs.finished(f"{jobs.array}_{place}")
+    assert there.losses() == pytest.approx(here.losses(), rel=1e-5)
+    assert there.metrics["val/loss"] == pytest.approx(here.metrics["val/loss"], rel=1e-5)
+
+
+def test_a_sweep_of_three_runs_as_three_jobs(jobs):
+    said, _ = jobs.sweep.communicate(timeout=120)
+    assert jobs.sweep.returncode == 0, said
+    found = (jobs.cluster.outputs / "sweep").glob("*/result.json")
+    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in found}) == 3
+
+
+def test_the_queue_is_empty_after_all_that(jobs):
+    wait_for(lambda: not jobs.cluster.run("squeue", "--noheader"), str, 20)
