@@ -1,102 +1,113 @@
-"""Each common issue of several devices is found from texts of a machine, and a sound one is not."""
+"""Each common issue of several devices is found where it is; a sound machine has none."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-from dataclasses import replace
+from collections import namedtuple
 
 import pytest
 
-from gptrain.plan.doctor import Facts, doctor, find_problems, parse_csv
-
-HEAD = "index, name, driver_version, mig.mode.current\n"
-CAPS = (
-    "index, power.limit [W], power.default_limit [W], "
-    "clocks.applications.graphics [MHz], clocks.max.graphics [MHz]\n"
-)
-
-
-def gpus(*names: str, driver: str = "570.124.06", mig: str = "Disabled") -> list[dict[str, str]]:
-    return parse_csv(HEAD + "".join(f"{i}, {n}, {driver}, {mig}\n" for i, n in enumerate(names)))
-
+from gptrain.plan import doctor as module
+from gptrain.plan.doctor import doctor
 
 H100 = "NVIDIA H100 80GB HBM3"
-SOUND = Facts(
-    environment={},
-    n_cores=64,
-    gpus=gpus(H100, H100),
-    caps=parse_csv(
-        CAPS + "0, 700.00 W, 700.00 W, 1980 MHz, 1980 MHz\n1, [N/A], [N/A], [N/A], [N/A]\n"
-    ),
-    has_driver=True,
-    shm_bytes=2**36,
-    interfaces=["lo", "eth0"],
-    address="10.0.0.7",
-    busy_port=None,
-)
+SOUND = "700.00, 700.00, 1980, 1980"  # watts and MHz: now, usual
 
 
-def found(facts: Facts, n_local=2, n_nodes=1, accelerator="gpu", backend=None) -> list[str]:
-    problems = find_problems(facts, n_local, n_nodes, accelerator, backend)
-    return [f"{wrong} | {fix}" for wrong, fix in problems]
+def gpus(*names: str, driver="570.124.06", mig="Disabled", caps=SOUND) -> str:
+    return "".join(f"{i}, {name}, {driver}, {mig}, {caps}\n" for i, name in enumerate(names))
 
 
-def test_a_sound_machine_has_no_findings():
-    assert found(SOUND) == found(SOUND, n_nodes=2, backend="nccl") == []
-    assert found(SOUND, n_local=None, accelerator="auto") == []
+TWO_H100 = gpus(H100, H100)
+
+
+@pytest.fixture
+def found(monkeypatch, tmp_path):
+    """Findings of a machine of two H100 and 64 cores that differs in these facts."""
+    Disk = namedtuple("Disk", "total")
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+
+    def find(
+        *, smi=TWO_H100, has_driver=True, shm_bytes=2**36, address="10.0.0.7",
+        environment=(), n_local=2, n_nodes=1, accelerator="gpu", backend=None,
+    ) -> list[str]:  # fmt: skip
+        def lookup(_name: str) -> str:
+            if address is None:
+                raise socket.gaierror("no address")
+            return address
+
+        script = tmp_path / "nvidia-smi"
+        script.write_text(f"#!/bin/sh\nprintf '{smi}'\n")
+        script.chmod(0o755)
+        with socket.create_server(("", 0)) as free:
+            monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+        for name, value in dict(environment).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(module, "DRIVER", tmp_path if has_driver else tmp_path / "none")
+        monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Disk(shm_bytes))
+        monkeypatch.setattr(socket, "gethostbyname", lookup)
+        *lines, checked = doctor(n_local, n_nodes, accelerator, backend)
+        assert checked.startswith("checked: ")
+        assert all(line.startswith("warning: ") and "; try: " in line for line in lines)
+        return lines
+
+    return find
+
+
+def test_a_sound_machine_has_no_findings(found):
+    assert found() == found(n_nodes=2, backend="nccl") == []
+    assert found(n_local=None, accelerator="auto") == []
+    assert found(smi=gpus(H100, H100, caps="[N/A], [N/A], [N/A], [N/A]")) == []
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"gpus": gpus(H100, "NVIDIA A100-SXM4-80GB")}, "mixed GPUs: NVIDIA A100"),
-        ({"gpus": gpus(H100) + gpus(H100, driver="535.1")}, "mixed drivers: 535.1, 570.124.06"),
-        ({"gpus": gpus(H100, H100, mig="Enabled")}, "MIG is on.*nvidia-smi -mig 0"),
+        ({"smi": gpus(H100, "NVIDIA A100-SXM4-80GB")}, "mixed GPUs: NVIDIA A100"),
+        ({"smi": gpus(H100) + gpus(H100, driver="535.1").replace("0,", "1,", 1)},
+         "mixed drivers: 535.1, 570.124.06"),
+        ({"smi": gpus(H100, H100, mig="Enabled")}, "MIG is on.*nvidia-smi -mig 0"),
+        ({"smi": gpus(H100), "n_local": None, "environment": {"OMP_NUM_THREADS": "65"}},
+         "65 x 1 ranks on 64 cores"),
         ({"environment": {"CUDA_VISIBLE_DEVICES": "1"}}, "but 1 of 2 GPUs are visible"),
         ({"environment": {"CUDA_VISIBLE_DEVICES": "0,7,1"}}, "1 of 2 .*trainer.devices=1"),
-        ({"busy_port": "29500"}, "MASTER_PORT=29500 is in use"),
         ({"shm_bytes": 2**26}, "/dev/shm has 64 MiB.*shm-size"),
         ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE=1: .*unset"),
         ({"environment": {"NCCL_DEBUG": "trace"}}, "NCCL_DEBUG=TRACE: .*unset NCCL_DEBUG"),
         ({"environment": {"NCCL_SOCKET_IFNAME": "ib0"}}, "ib0: no such interface.*eth0"),
         ({"environment": {"OMP_NUM_THREADS": "64"}}, "64 x 2 ranks on 64 cores.*THREADS=32"),
         ({"address": None}, "no address.*/etc/hosts"),
-        ({"caps": parse_csv(CAPS + "1, 400.00 W, 700.00 W, 1980 MHz, 1980 MHz\n")},
-         "GPU 1: power capped at 400 W of 700 .*-i 1 -pl 700"),
-        ({"caps": parse_csv(CAPS + "0, [N/A], [N/A], 1200 MHz, 1980 MHz\n")},
-         "GPU 0: clock capped at 1200 MHz of 1980 .*-rac"),
+        ({"smi": TWO_H100.replace("700.00,", "400.00,", 1)},
+         "GPU 0: power capped at 400 W of 700; .*-i 0 -pl 700"),
+        ({"smi": gpus(H100) + gpus(H100, caps="[N/A], [N/A], 1200, 1980").replace("0,", "1,", 1)},
+         "GPU 1: clock capped at 1200 MHz of 1980; .*-i 1 -rac"),
+        ({"smi": "", "accelerator": "cpu"}, "a driver is loaded, but nvidia-smi fails"),
+        ({"backend": "gloo"}, "strategy.backend=gloo on gpu; try: strategy.backend=nccl"),
+        ({"backend": "nccl", "accelerator": "cpu"}, "; try: strategy.backend=gloo"),
+        ({"address": "127.0.1.1", "n_nodes": 2}, "127.0.1.1: other nodes cannot reach it"),
+        ({"smi": "", "has_driver": False, "accelerator": "cpu",
+          "environment": {"OMP_NUM_THREADS": "1"}}, "1 x 2 ranks on 64 cores.*THREADS=32"),
     ],
 )  # fmt: skip
-def test_one_fault_is_one_finding_with_its_fix(change, words):
-    lines = found(replace(SOUND, **change))
+def test_one_fault_is_one_finding_with_its_fix(found, change, words):
+    lines = found(**change)
     assert len(lines) == 1 and re.search(words, lines[0]), lines
 
 
-def test_a_driver_without_its_nvidia_smi_is_told():
-    lines = found(replace(SOUND, gpus=[], caps=[]), accelerator="cpu")
-    assert [line.split(":")[0] for line in lines] == [
-        "a driver is loaded, but nvidia-smi fails"
-    ]  # fmt: skip
+def test_what_harms_only_elsewhere_is_not_told(found):
+    assert found(address="127.0.1.1") == []  # one node
+    assert found(environment={"OMP_NUM_THREADS": "1"}) == []  # a GPU computes
 
 
-def test_backends_that_do_not_fit_and_names_that_others_cannot_reach():
-    assert "strategy.backend=nccl" in found(SOUND, backend="gloo")[0]
-    assert "strategy.backend=gloo" in found(SOUND, accelerator="cpu", backend="nccl")[0]
-    assert "127.0.1.1" in found(replace(SOUND, address="127.0.1.1"), n_nodes=2)[0]
-    assert found(replace(SOUND, address="127.0.1.1")) == []
-
-
-def test_interfaces_may_be_excluded_listed_or_begun():
-    for value in ("^docker0", "eth", "=eth0", "ib0,eth0"):
-        assert found(replace(SOUND, environment={"NCCL_SOCKET_IFNAME": value})) == []
-
-
-def test_idle_cores_are_told_on_a_cpu_only():
-    facts = replace(SOUND, environment={"OMP_NUM_THREADS": "1"}, gpus=[], caps=[], has_driver=False)
-    assert "THREADS=32" in found(facts, accelerator="cpu")[0]
-    assert found(replace(SOUND, environment={"OMP_NUM_THREADS": "1"})) == []
+@pytest.mark.parametrize("value", ["^docker0", "eth", "=eth0", "ib0,eth0"])
+def test_interfaces_may_be_excluded_listed_or_begun(found, value):
+    assert found(environment={"NCCL_SOCKET_IFNAME": value}) == []
 
 
 def test_this_machine_says_what_it_checked(monkeypatch, tmp_path):
@@ -106,5 +117,5 @@ def test_this_machine_says_what_it_checked(monkeypatch, tmp_path):
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         *lines, checked = doctor(1, 1, "cpu", None)
     assert checked.startswith("checked: no GPU seen, backend, port")
-    assert any("is in use; try: MASTER_PORT=" in line for line in lines)
+    assert any("MASTER_PORT" in line and "is in use" in line for line in lines)
     assert all(line.startswith("warning: ") and "; try: " in line for line in lines)

@@ -37,7 +37,7 @@ class Device:
 # Per message of a ring, protocol Simple: hwLat in NCCL 2.27, src/graph/tuning.cc.
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
 _LANES = "16 lanes x GT/s x 128/130, PCI-SIG base specification"
-_FABRIC, _IBTA = "AMD CDNA white paper", "4 lanes, InfiniBand roadmap of the IBTA"
+_IBTA = "4 lanes, InfiniBand roadmap of the IBTA"
 _LINKS = (
     ("pcie3", 15.75, _PCIE_S, _LANES),
     ("pcie4", 31.5, _PCIE_S, _LANES),
@@ -47,8 +47,7 @@ _LINKS = (
     ("nvlink4", 450, _NVLINK_S, "18 links x 25 GB/s, H100 data sheet"),
     ("nvlink4_bridge", 300, _NVLINK_S, "12 links x 25 GB/s, H100 NVL product brief"),
     ("nvlink5", 900, _NVLINK_S, "18 links x 50 GB/s, Blackwell data sheet"),
-    ("infinity_fabric_3", 50, _PCIE_S, f"1 link between packages, {_FABRIC} 2"),
-    ("infinity_fabric_4", 448, _NVLINK_S, f"7 links x 64 GB/s, {_FABRIC} 3"),
+    ("infinity_fabric_4", 448, _NVLINK_S, "7 links x 64 GB/s, CDNA 3 white paper"),
     ("infiniband_hdr", 25, _NETWORK_S, f"200 Gbit/s, {_IBTA}"),
     ("infiniband_ndr", 50, _NETWORK_S, f"400 Gbit/s, {_IBTA}"),
     ("infiniband_xdr", 100, _NETWORK_S, f"800 Gbit/s, {_IBTA}"),
@@ -88,8 +87,6 @@ _DEVICES = (
     ("h200", "H200", 141, 4.8, "nvlink4", (67, 494, 989, 989), "H200, 2024"),
     ("gb200", "GB200", 186, 8.0, "nvlink5", (80, 1250, 2500, 2500), "GB200 NVL72, 2024"),
     ("b200", "B200", 180, 7.7, "nvlink5", (80, 1100, 2250, 2250), "HGX B200, 2025"),
-    # One of its two dies, which the driver counts as a device each.
-    ("mi250x", "MI250X", 64, 1.6, "infinity_fabric_3", (23.9, 0, 191.5, 191.5), "MI250X, 2021"),
     ("mi300x", "MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), "MI300X, 2023"),
 )
 DEVICES = {

@@ -69,8 +69,7 @@ def this_machine(measured: Path, n_local: int) -> Machine:
     facts, source = GUESS, "guessed; measure it: python -m gptrain.collectives --bench"
     with suppress(OSError, ValueError):
         facts, source = json.loads(measured.read_text()), str(measured)
-    has_affinity = hasattr(os, "sched_getaffinity")
-    n_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    n_cores = count_cores()
     links = facts["links"].get("gloo") or GUESS["links"]["gloo"]
     link = Link("gloo", **links.get(str(n_local), next(iter(links.values()))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -78,6 +77,12 @@ def this_machine(measured: Path, n_local: int) -> Machine:
     flops = {kind: share * peak for kind, peak in facts["flops_per_s"].items()}
     speeds = (flops, facts["memory_bytes_per_s"] / n_local, facts["op_s"], link, link)
     return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, is_cpu=True)
+
+
+def count_cores() -> int:
+    """Cores that this process may use; macOS and Windows do not say which are ours."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def estimate(work: Work, machine: Machine) -> dict[str, Any]:

@@ -9,17 +9,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations, takewhile
+from itertools import combinations
 from pathlib import Path
 
 _PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
-_GPU = re.compile(r"GPU(\d+)")
+_GPU = re.compile(r"GPU\d+").fullmatch
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the header
-_AFFINITY = ("CPU", "NUMA", "GPU")  # first words of the columns behind the devices
-_OF_NVIDIA = re.compile(r"nvidia|nvml|no devices|\bX\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -32,24 +29,30 @@ class Topology:
     @property
     def islands(self) -> list[list[int]]:
         """GPUs that NVLinks join, directly or through others; without NVLink each is its own."""
-        return self._joined(1)
+        islands: list[list[int]] = []
+        for gpu in self.gpus:
+            near = [island for island in islands if any(self._speed(gpu, o) > 0 for o in island)]
+            islands = [island for island in islands if island not in near]
+            islands.append(sorted(sum(near, [gpu])))
+        return sorted(islands)
 
     @property
     def tensor_groups(self) -> list[list[int]]:
         """Groups for tensor parallelism: each GPU has NVLinks to every other of its group."""
         groups: list[list[int]] = []
         for gpu in self.gpus:
-            near = (group for group in groups if all(self._speed(gpu, one) > 0 for one in group))
-            group = next(near, [])
-            groups = groups if group else [*groups, group]
-            group.append(gpu)
+            near = (group for group in groups if all(self._speed(gpu, o) > 0 for o in group))
+            if group := next(near, None):
+                group.append(gpu)
+            else:
+                groups.append([gpu])
         return groups
 
     @property
     def slowest_ring_link(self) -> str | None:
         """The slowest link of the best ring through all GPUs; None for fewer than two."""
         words = sorted(set(self.links.values()), key=speed, reverse=True)
-        return next((word for word in words if self._has_ring(speed(word))), None)
+        return next((w for w in words if self._has_ring(speed(w), self.gpus[:1])), None)
 
     def to_json(self) -> dict[str, object]:
         """What plan prints with --json."""
@@ -58,24 +61,11 @@ class Topology:
     def _speed(self, one: int, other: int) -> int:
         return speed(self.links[min(one, other), max(one, other)])
 
-    def _joined(self, least: int) -> list[list[int]]:
-        """GPUs that links of at least this speed connect."""
-        islands: list[list[int]] = []
-        for gpu in self.gpus:
-            near = [i for i in islands if any(self._speed(gpu, one) >= least for one in i)]
-            joined = sorted([gpu, *(one for island in near for one in island)])
-            islands = [*(island for island in islands if island not in near), joined]
-        return sorted(islands)
-
-    def _has_ring(self, least: int) -> bool:
-        """Whether links of at least this speed form a ring through all."""
-        first, *rest = self.gpus
-
-        def closes(last: int, left: Collection[int]) -> bool:
-            near = [gpu for gpu in left or (first,) if self._speed(last, gpu) >= least]
-            return any(not left or closes(gpu, [o for o in left if o != gpu]) for gpu in near)
-
-        return len(self._joined(least)) == 1 and closes(first, rest)
+    def _has_ring(self, least: int, path: tuple[int, ...]) -> bool:
+        """Whether links of at least this speed lead on from the path, through all others, back."""
+        left = [gpu for gpu in self.gpus if gpu not in path]
+        near = [gpu for gpu in left or path[:1] if self._speed(path[-1], gpu) >= least]
+        return any(not left or self._has_ring(least, (*path, gpu)) for gpu in near)
 
 
 def speed(link: str) -> int:
@@ -91,19 +81,19 @@ def parse_topology(text: str) -> Topology:
     Raises: ValueError for half a matrix, and for none where nothing says that there is no GPU.
     """
     lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
-    heads = [list(takewhile(lambda word: word not in _AFFINITY, line)) for line in lines]
-    columns = next((h for h in heads if any(map(_GPU.fullmatch, h)) and "X" not in h), [])
-    names = sorted(filter(_GPU.fullmatch, columns), key=lambda name: int(name[3:]))
-    if not names and text.strip() and not _OF_NVIDIA.search(text):
-        raise ValueError("no matrix as `nvidia-smi topo -m` prints it")
     rows = {line[0]: line[1:] for line in reversed(lines) if "X" in line}
-    links = {}
-    for one, other in combinations(names, 2):
-        try:
-            links[int(one[3:]), int(other[3:])] = rows[one][columns.index(other)]
-        except LookupError:
-            raise ValueError(f"the matrix says nothing about {one} and {other}") from None
-    return Topology(tuple(int(name[3:]) for name in names), links)
+    heads = (line for line in lines if "X" not in line)
+    columns = next((head for head in heads if any(map(_GPU, head))), [])
+    gpus = sorted(int(word[3:]) for word in columns if _GPU(word))
+    if not gpus and text.strip() and not re.search(r"(?i)nvidia|nvml|no devices|\bX\b", text):
+        raise ValueError("no matrix as `nvidia-smi topo -m` prints it")
+    try:
+        links = {
+            (a, b): rows[f"GPU{a}"][columns.index(f"GPU{b}")] for a, b in combinations(gpus, 2)
+        }
+    except LookupError:
+        raise ValueError("half a matrix: GPUs of its first line have no row or column") from None
+    return Topology(tuple(gpus), links)
 
 
 def read_topology(source: str | None) -> Topology:
