@@ -2,19 +2,16 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.models import SimpleGPT
-from gptrain.plan.communication import (
-    all_reduce_bytes,
-    all_reduce_seconds,
-    find_traffic,
-    naive_exchange_bytes,
-    sent_bytes,
-)
+from gptrain.optim.muon import orthogonalize
+from gptrain.plan.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.plan.dims import ParallelDims
-from gptrain.plan.hardware import Link
+from gptrain.plan.hardware import Link, find_device
 from gptrain.plan.memory import estimate_states
 from gptrain.plan.shape import find_shape, gpt_shape, llama_shape
+from gptrain.plan.speed import find_way, machine_of
 from gptrain.plan.work import Work
 
 GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
@@ -22,7 +19,8 @@ GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq
 
 def sent(name, dims, accumulate=1, **options):
     """Bytes that a rank sends in a step of GPT-2."""
-    return sent_bytes(Work(GPT2, name, dims, 4, 512, accumulate=accumulate, options=options))
+    work = Work(GPT2, name, dims, 4, 512, accumulate=accumulate, options=options)
+    return sum(one.n_bytes for one in find_traffic(work))
 
 
 def parameter_bytes(precision, optimizer, momentum=0.0):
@@ -152,22 +150,29 @@ def test_copies_of_the_shards_keep_the_weights_inside():
 
 def test_a_hundred_megabytes_take_what_the_textbooks_say():
     """25 M parameters in fp32, two ranks, a step of 50 ms: 11 % at 16 GB/s, 0.6 % at 300 GB/s."""
+    sent = Traffic("gradients", "data", all_reduce_bytes(25e6 * 4, 2), 2)
     for bytes_per_s, ms, share in ((16e9, 6.25, 0.11), (300e9, 0.33, 0.0066)):
-        seconds = all_reduce_seconds(25e6 * 4, 2, Link("", bytes_per_s, 0.0))
+        link = Link("", bytes_per_s / 0.8, 0.0)  # which reaches 0.8 of what it has
+        machine = machine_of(find_device("h100_sxm"), 2, link)
+        way = find_way(sent, ParallelDims(data=2), machine)
+        seconds = sent.rounds * way.latency_s + sent.n_bytes / way.bytes_per_s
         assert 1e3 * seconds == pytest.approx(ms, abs=0.01)
         assert seconds / (seconds + 0.05) == pytest.approx(share, rel=0.02)
 
 
 def test_a_ring_sends_less_than_twice_the_tensor_and_the_naive_exchange_grows_with_the_square():
     for n_ranks in (1, 2, 3, 8, 512):
-        assert all_reduce_bytes(1e6, n_ranks) == pytest.approx(2 * (n_ranks - 1) / n_ranks * 1e6)
-        naive, ring = naive_exchange_bytes(1e6, n_ranks), n_ranks * all_reduce_bytes(1e6, n_ranks)
-        assert naive == pytest.approx(n_ranks / 2 * ring)
-    assert naive_exchange_bytes(1.0, 100) / naive_exchange_bytes(1.0, 10) == 110
+        ring = all_reduce_bytes(1e6, n_ranks)
+        assert ring == pytest.approx(2 * (n_ranks - 1) / n_ranks * 1e6)
+        naive = n_ranks * (n_ranks - 1) * 1e6  # over all ranks, each its whole tensor to each other
+        assert naive == pytest.approx(n_ranks / 2 * n_ranks * ring)
 
 
-def test_latency_counts_once_a_message():
-    assert all_reduce_seconds(0, 8, Link("", 1e9, 1e-5)) == pytest.approx(14 * 1e-5)
-    assert all_reduce_seconds(1e9, 1, Link("", 1e9, 1e-5)) == 0
-    with pytest.raises(ValueError, match="n_ranks=0"):
-        all_reduce_seconds(1e9, 0, Link("", 1e9, 1e-5))
+def test_muon_counts_its_products():
+    """Five steps of three products, counted by torch itself."""
+    shape = llama_shape(61, 64, 4, 2, 2, 160)
+    sides = ((64, 64), (64, 64), (32, 64), (32, 64), *[(64, 160)] * 3)
+    with FlopCounterMode(display=False) as counter:
+        for side in sides:
+            orthogonalize(torch.ones(1, *side), torch.float32)
+    assert shape.muon_flops == counter.get_total_flops()

@@ -9,7 +9,6 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +218,12 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
         return
     name = strategy_name(run.get("strategy.name"), world_size)
     try:
-        work = find_work(run.values, name, run.values["strategy"], world_size, kind == "cpu")
+        work = find_work(run.values, name, world_size, kind == "cpu")
     except ValueError:
         return  # told elsewhere
     if work is None:
         return  # its size is not known without making it
-    ends = (replace(work, rank=rank) for rank in {0, work.dims.pipeline - 1})
-    need = max(sum(estimate_states(end).values()) for end in ends)
+    need = max(sum(estimate_states(end).values()) for end in work.ends)
     if kind == "cpu" or run.get("strategy.cpu_offload"):
         need, where = need * n_local, "this machine"
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -32,12 +32,12 @@ from gptrain.plan import sweep
 from gptrain.plan.choice import command_line, compare
 from gptrain.plan.doctor import doctor
 from gptrain.plan.hardware import device_of, find_device, find_link
-from gptrain.plan.speed import Machine, machine_of, this_machine
+from gptrain.plan.speed import Machine, machine_of, this_machine, unit_of
 from gptrain.plan.topology import Topology, nvidia_smi, read_topology, speed
-from gptrain.plan.work import find_work
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError
 
-FLAGS, GIB = ("--json", "--sweep", "--doctor"), 2**30
+FLAGS = ("--json", "--sweep", "--doctor")
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 
 
@@ -57,40 +57,31 @@ class PlanRun(Run):
 
 def main() -> None:
     """The command line, in which hardware=… stands for hardware.name."""
-    flags, counts = set(FLAGS) & set(sys.argv), ""
-    if "--sweep" in flags:
-        counts = next((word for word in sys.argv if word.startswith("devices=")), "")
-    words = [word for word in sys.argv[1:] if word not in (*FLAGS, counts)]
+    flags = set(FLAGS) & set(sys.argv)
+    counts = [word for word in sys.argv if "--sweep" in flags and word.startswith("devices=")]
+    words = [word for word in sys.argv[1:] if word not in (*FLAGS, *counts)]
     words = [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
     sys.argv[1:] = words
-    config.main(lambda cfg: plan(cfg, words, flags, counts[8:]), PlanRun, DEFAULTS, usage=__doc__)
+    config.main(lambda cfg: plan(cfg, words, flags, counts), PlanRun, DEFAULTS, usage=__doc__)
 
 
-def plan(cfg: DictConfig, words: list[str], flags: set[str], counts: str) -> None:
+def plan(cfg: DictConfig, words: list[str], flags: set[str], counts: list[str]) -> None:
     """Prints what the flags ask for.   Raises: ConfigError."""
     values = plain(cfg, resolve=True)
+    trainer = values["trainer"]
     if "--doctor" in flags:
-        trainer, backend = values["trainer"], values["strategy"]["backend"]
-        n_local = count_devices(trainer["devices"])
+        n_local, backend = count_devices(trainer["devices"]), values["strategy"]["backend"]
         found = doctor(n_local, trainer["num_nodes"], trainer["accelerator"], backend)
         print(json.dumps(found, indent=1) if "--json" in flags else "\n".join(found))
         return
     machine, topology = find_machine(values)
-    found = compare(values, machine, values["trainer"]["num_nodes"])
+    found = compare(values, machine, trainer["num_nodes"])
     if not found["strategies"]:
         wrong = "its sizes are not known; only those of SimpleGPT and Llama are, on tokens"
         raise ConfigError.of("model._target_", values["model"]["_target_"], wrong)
     if "--sweep" in flags:
-        numbers = [int(n) if n.isdigit() else 0 for n in counts.split(",")]
-        if 0 in numbers:
-            wrong = "not a list of numbers of devices"
-            raise ConfigError.of("devices", counts, wrong, attempt="devices=1,2,4,8,64,512")
-        work = find_work(values, "ddp", values["strategy"], 1, machine.is_cpu)
-        shares = sweep.sweep(work, machine, numbers)
-        path = Path(values["output_dir"]) / "gradient-synchronisation.svg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(sweep.plot(numbers, shares))
-        print(f"{sweep.table(numbers, shares)}\nplot: {path}")
+        asked = "".join(counts)[8:]
+        print(_find("devices", asked, lambda text: sweep.report(values, machine, text)))
         return
     changes = found.pop("changes")
     typed = [word for word in words if not word.startswith(("hardware", "topology"))]
@@ -98,22 +89,20 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str], counts: str) -> Non
     found["machine"] = {"name": machine.name, "source": machine.source}
     if topology is not None:
         found["topology"] = topology.to_json()
-    print(json.dumps(found, indent=1) if "--json" in flags else table(found), flush=True)
+    print(json.dumps(found, indent=1) if "--json" in flags else table(found, changes), flush=True)
 
 
 def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
     hardware, trainer, topology = values["hardware"], values["trainer"], None
-    n_local, on_gpu = count_devices(trainer["devices"]), trainer["accelerator"] != "cpu"
-    here = []
-    if on_gpu and not hardware["name"]:
+    here, device = [], hardware["name"] and _find("hardware", hardware["name"], find_device)
+    if not device and trainer["accelerator"] != "cpu":
         here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-        n_local = n_local or len(here) or 1
-    device = hardware["name"] and _find("hardware", hardware["name"], find_device)
-    device = device_of(here[0]) if here else device
-    if device is None:
+        device = here and device_of(here[0])
+    n_local = count_devices(trainer["devices"]) or len(here)
+    if not device:
         machine = this_machine(Path(values["output_dir"]) / "machine.json", n_local or 1)
-    elif n_local is None:
+    elif not n_local:
         wrong = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
     else:
@@ -142,27 +131,33 @@ def _find(key: str, value: str | None, find: Callable[[str | None], Any]) -> Any
         raise ConfigError.of(key, value, str(error.strerror), code=INPUT_NOT_FOUND) from error
 
 
-def table(found: dict[str, Any]) -> str:
-    """For people: GiB of a device, and what a step takes."""
-    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
-    machine, rows = found["machine"], found["strategies"].items()
+def table(found: dict[str, Any], changes: dict[str, Any] | None) -> str:
+    """For people: what a device holds, and what a step takes."""
+    machine, rows = found["machine"], found["strategies"]
+    held = [row["bytes_per_device"] for row in rows.values()]
+    unit, size = unit_of(max(one["total"] for one in held))
     lines = [f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"]
     lines[0] += f" ({machine['source']})"
-    lines.append(f"{'GiB of a device':22}{'  '.join(parts)}  fits")
-    for name, row in rows:
-        held = (f"{row['bytes_per_device'][part] / GIB:{len(part)}.2f}" for part in parts)
-        lines.append(f"{name:22}{'  '.join(held)}  {'yes' if row['fits'] else 'no'}")
-    lines.append(f"{'a step':22}   seconds   tokens/s    MFU  GiB sent  hidden s  shown s  scaling")
-    for name, row in rows:
-        hidden_s, sent = row["overlapped_s"], row["wire_bytes_per_step"] / GIB
-        lines.append(
-            f"{name:22}{row['step_s']:10.4g} {row['tokens_per_s']:10,.0f} {row['mfu']:6.1%}"
-            f" {sent:9.3f} {hidden_s:9.3g} {row['communication_s'] - hidden_s:8.3g}"
-            f" {row['scaling_efficiency']:8.1%}"
-        )
+    lines.append(f"{f'{unit} of a device':22}{'  '.join(PARTS)}  fits")
+    for (name, row), one in zip(rows.items(), held, strict=True):
+        numbers = "  ".join(f"{one[part] / size:{len(part)}.2f}" for part in PARTS)
+        lines.append(f"{name:22}{numbers}  {'yes' if row['fits'] else 'no'}")
+    unit, size = unit_of(max(row["wire_bytes_per_step"] for row in rows.values()))
+    head = f"seconds   tokens/s    MFU  {unit} sent  hidden s  shown s  scaling"
+    lines.append(f"{'a step':25}{head}{'     hours  device hours' * ('hours' in row)}  most over")
+    for name, row in rows.items():
+        hidden_s, wire = row["overlapped_s"], row["wire"]
+        line = f"{name:22}{row['step_s']:10.4g} {row['tokens_per_s']:10,.0f} {row['mfu']:6.1%}"
+        line += f" {row['wire_bytes_per_step'] / size:9.2f} {hidden_s:9.3g}"
+        line += f" {row['communication_s'] - hidden_s:8.3g} {row['scaling_efficiency']:8.1%}"
         if "hours" in row:
-            lines[-1] += f"  {row['hours']:,.1f} h, {row['device_hours']:,.1f} device hours"
+            line += f"{row['hours']:10,.1f}{row['device_hours']:14,.1f}"
+        lines.append(f"{line}  {max(wire, key=wire.get).rpartition(' ')[2] if wire else ''}")
     if "topology" in found:
         lines.append(f"topology  {json.dumps(found['topology'])}")
-    lines.append(f"best      {found['best'] or 'nothing fits: more devices, or a smaller model'}")
-    return "\n".join(lines + [f"command   {found['command']}"] * bool(found["command"]))
+    if not changes:
+        return "\n".join([*lines, "best      nothing fits: more devices, or a smaller model"])
+    needed = [f"{key}={changes[key]}" for key in changes if not key.startswith(("s", "t"))]
+    with_what = f"; nothing fits as typed, but with {' '.join(needed)}" if needed else ""
+    lines += [f"best      {found['best']}{with_what}", f"command   {found['command']}"]
+    return "\n".join(lines)

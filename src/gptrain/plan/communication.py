@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step, over which axis, and how long a collective takes.
+"""What a rank sends in an optimizer step, over which axis, and what can be computed meanwhile.
 
 Collectives are taken as rings, whose traffic is the least possible (Patarasuk & Yuan 2009,
 doi:10.1016/j.jpdc.2008.09.002): of b bytes that each of n ranks holds, or will hold, whole, a rank
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gptrain.plan.dims import DATA, PIPELINE, TENSOR
-from gptrain.plan.hardware import Link
 from gptrain.plan.work import Work
 
 
@@ -43,37 +42,11 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
     return 2 * gather_bytes(n_bytes, n_ranks)
 
 
-def naive_exchange_bytes(n_bytes: float, n_ranks: int) -> float:
-    """On the wire, over all ranks, where each sends its whole tensor to every other: n (n-1) b."""
-    return n_ranks * (n_ranks - 1) * n_bytes
-
-
-def all_reduce_seconds(n_bytes: float, n_ranks: int, link: Link) -> float:
-    """Time of one ring all-reduce.
-
-    2(n-1) messages of n_bytes/n:  t = 2(n-1) * (latency + n_bytes / (n * bandwidth)).
-    Exact for a ring of equal links; an upper bound where NCCL picks a tree (small messages).
-
-    Args:
-        n_bytes: tensor on each rank, bytes.   link: slowest of the ring; bytes/s one way, s.
-    Raises: ValueError if n_ranks < 1.
-    """
-    if n_ranks < 1:
-        raise ValueError(f"n_ranks={n_ranks}: need at least 1")
-    sent = all_reduce_bytes(n_bytes, n_ranks)
-    return 2 * (n_ranks - 1) * link.latency_s + sent / link.bytes_per_s
-
-
 def find_traffic(work: Work) -> list[Traffic]:
-    """All that a rank sends in a step; nothing on one device."""
+    """What work.rank sends in a step; nothing on one device."""
     data = _fsdp if "fsdp" in work.strategy else _ddp
     found = (*_tensor_parallel(work), *_pipeline(work), *data(work))
     return [traffic for traffic in found if traffic.n_bytes]
-
-
-def sent_bytes(work: Work) -> float:
-    """Bytes that a rank sends in a step."""
-    return sum(traffic.n_bytes for traffic in find_traffic(work))
 
 
 def _ddp(work: Work) -> Iterator[Traffic]:
@@ -117,8 +90,7 @@ def _tensor_parallel(work: Work) -> Iterator[Traffic]:
     """Activations between sequence slices and the whole: 4 L + 2 times forward, as often backward.
 
     Recomputation repeats three of a block's four, all but its last. Besides, three numbers per
-    token for the loss, all-reduced, and once a step the gradients of what all ranks hold: norms,
-    biases of row-split layers, the position table.
+    token for the loss, all-reduced, and once a step the gradients of what all ranks hold.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
     shape, n, (n_blocks, is_first, is_last) = work.shape, work.dims.tensor, work.part

@@ -21,7 +21,7 @@ def estimate_states(work: Work) -> dict[str, float]:
     shards = work.dims.data / work.dims.replicas if "fsdp" in work.strategy else 1
     held = sum(work.held)
     states = held * (1 if name == "SGD" and work.momentum else _STATES.get(name, 2))
-    if name == "Muon":  # one of hidden matrices, AdamW's two of the rest
+    if work.is_muon:  # one of hidden matrices, AdamW's two of the rest
         states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
     sizes = {"weights": held, "gradients": held, "optimizer": states}
     return {key: n * work.weight_bytes / shards for key, n in sizes.items()}

@@ -44,20 +44,25 @@ class DecoderShape:
         return self.vocab_size * self.d_model
 
     @property
+    def matrices(self) -> list[int]:
+        """The other sides of a block's matrices of D: q, out, k, v, and the MLP's two or three."""
+        return [self.d_model] * 2 + [self.d_kv] * 2 + [self.d_ff] * (2 + self.is_gated)
+
+    @property
     def block_matrices(self) -> int:
-        """q and out, k and v, and the MLP's two or three: 2 D D + 2 D kv + (2 or 3) D F."""
-        return self.d_model * (2 * (self.d_model + self.d_kv) + (2 + self.is_gated) * self.d_ff)
+        """2 D D + 2 D kv + (2 or 3) D F."""
+        return self.d_model * sum(self.matrices)
+
+    @property
+    def muon_flops(self) -> int:
+        """Of a block's update: five Newton-Schulz steps of three products each."""
+        sides = [sorted((self.d_model, other)) for other in self.matrices]
+        return sum(5 * short**2 * (4 * long + 2 * short) for short, long in sides)
 
     @property
     def matrix_weights(self) -> int:
         """Weights that multiply each token: all matrices and the head, not what is looked up."""
         return self.n_layers * self.block_matrices + self.table
-
-    @property
-    def block_replicated(self) -> int:
-        """What tensor parallelism leaves whole in a block: norms, the two row-split biases."""
-        qk_norms = 2 * self.has_qk_norm * (self.d_model // self.n_heads)
-        return (2 + 4 * self.has_biases) * self.d_model + qk_norms
 
     @property
     def n_parameters(self) -> int:
@@ -67,11 +72,13 @@ class DecoderShape:
     def parameters(self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1) -> float:
         """Those of some blocks, with the tables before all, with the norm and head after them.
 
-        Where first and last are apart a tied table counts in both. Of one rank of n_tensor: exact
-        where sizes divide.
+        Where first and last are apart a tied table counts in both. Of one rank of n_tensor, which
+        has norms and the two row-split biases whole: exact where sizes divide.
         """
         biases = self.has_biases * (self.d_model + 2 * self.d_kv + (1 + self.is_gated) * self.d_ff)
-        block = (self.block_matrices + biases) / n_tensor + self.block_replicated
+        norms = 2 * self.has_qk_norm * self.d_model // self.n_heads
+        norms += (2 + 4 * self.has_biases) * self.d_model
+        block = (self.block_matrices + biases) / n_tensor + norms
         n_tables = is_first + is_last - (is_first and is_last and self.is_tied)
         rows = is_first * self.n_positions + is_last * (1 + self.has_biases)
         return n_blocks * block + n_tables * self.table / n_tensor + rows * self.d_model
@@ -94,10 +101,8 @@ def llama_shape(
     return DecoderShape(*sizes, is_gated=True, is_tied=tie_head, has_qk_norm=qk_norm)
 
 
-SHAPES = {"gptrain.models.SimpleGPT": gpt_shape, "gptrain.models.Llama": llama_shape}
-
-
 def find_shape(model: Mapping[str, Any]) -> DecoderShape | None:
     """The shape of a checked model group; None for a user's own net."""
-    make = SHAPES.get(model["_target_"])
+    shapes = {"gptrain.models.SimpleGPT": gpt_shape, "gptrain.models.Llama": llama_shape}
+    make = shapes.get(model["_target_"])
     return make and make(**{key: model[key] for key in signature(make).parameters if key in model})

@@ -14,7 +14,7 @@ from typing import Any
 from gptrain.plan.communication import Traffic, find_traffic
 from gptrain.plan.dims import PIPELINE, TENSOR, ParallelDims
 from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import Device, Link
+from gptrain.plan.hardware import Device, Link, find_link
 from gptrain.plan.memory import block_activations, estimate_memory
 from gptrain.plan.work import Work
 
@@ -55,12 +55,15 @@ class Machine:
     host: Link | None = None
 
 
-def machine_of(device: Device, n_local: int, link: Link, network: Link) -> Machine:
+def machine_of(
+    device: Device, n_local: int, link: Link | None = None, network: Link | None = None
+) -> Machine:
     """A node of GPUs of the table, at what they reach of their data sheets."""
+    links = (link or find_link(device.link), network or find_link("infiniband_ndr"))
+    source = f"{device.source}; {', '.join(one.name for one in links)}"
     reached = {kind: PRODUCTS * peak for kind, peak in device.flops_per_s.items()}
-    links = [replace(one, bytes_per_s=BANDWIDTH * one.bytes_per_s) for one in (link, network)]
+    links = [replace(one, bytes_per_s=BANDWIDTH * one.bytes_per_s) for one in links]
     speeds = (reached, BANDWIDTH * device.memory_bytes_per_s, GPU_CALL_S, *links)
-    source = f"{device.source}; {link.name}, {network.name}"
     return Machine(device.name, n_local, device.memory_bytes, *speeds, source)
 
 
@@ -88,24 +91,23 @@ def count_cores() -> int:
 def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     """Bytes, FLOPs, seconds and speed of a step of the rank that has most to do.
 
-    flops are the model's, of one device on average; recomputed_flops come on top of them.
+    flops are the model's, of one device on average; recomputed and Muon's come on top of them.
     """
     shape, n_stages, n_ranks = work.shape, work.dims.pipeline, work.dims.world_size
-    ends = [replace(work, rank=rank) for rank in {0, n_stages - 1}]
-    memory = max(map(estimate_memory, ends), key=lambda one: one["total"])
-    traffic = max(map(find_traffic, ends), key=lambda found: sum(one.n_bytes for one in found))
+    memory = max(map(estimate_memory, work.ends), key=lambda one: one["total"])
+    traffic = max(map(find_traffic, work.ends), key=lambda found: sum(one.n_bytes for one in found))
     sizes = (shape.matrix_weights, shape.n_layers, shape.d_model, work.seq_len)
     flops = work.step_tokens * train_flops_per_token(*sizes) / n_ranks
-    head, down = (
-        6 * work.step_tokens / n_ranks * weights
-        for weights in (shape.table, shape.n_layers * shape.d_model * shape.d_ff)
-    )
+    each = 6 * work.step_tokens / n_ranks  # of a weight
+    head, down = each * shape.table, each * shape.n_layers * shape.d_model * shape.d_ff
     # Of a block's forward pass all but its last product.
     again = (flops - head - down) / 3 if work.checkpointing == "full" else 0.0
+    update = shape.n_layers * shape.muon_flops / n_ranks if work.is_muon else 0.0
 
     half = "bfloat16" if "bf16" in work.precision else "float16"
     kinds = (half,) if work.product_bytes == 2 else ("tf32",)  # which train.py allows
-    peak = next(machine.flops_per_s[k] for k in (*kinds, "float32") if k in machine.flops_per_s)
+    speeds = machine.flops_per_s
+    peak = next(speeds[kind] for kind in (*kinds, "float32") if kind in speeds)
     tokens = work.tokens * work.accumulate / n_stages
     passes = PASSES if work.compile == "none" else FUSED_PASSES
     moved = passes * shape.n_layers * block_activations(replace(work, checkpointing="none"))[0]
@@ -117,44 +119,55 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     busy_s = (flops + again + head * (n_stages - 1)) / peak + moved_s
     busy_s = busy_s + calls_s if machine.is_cpu else max(busy_s, calls_s)
     idle_s = busy_s * (n_stages - 1) / (work.microbatches * work.stages_per_rank)
+    update_s = update / max(speeds["float32"], speeds.get("bfloat16", 0))
 
-    sent_s, shown_s = {one: seconds(one, work.dims, machine) for one in traffic}, 0.0
+    sent_s, shown_s, wire = {}, 0.0, {}
+    for one in traffic:
+        link = find_way(one, work.dims, machine)
+        sent_s[one] = one.rounds * link.latency_s + one.n_bytes / link.bytes_per_s
+        wire[f"{one.what}, {one.axis} axis, {link.name}"] = round(one.n_bytes)
     for room in {one.room for one in traffic}:
         beside = [one for one in traffic if one.room == room]
         hidden_s = 0.0 if machine.is_cpu else room * busy_s  # a CPU's cores do both
         least_s = sum(sent_s[one] * one.exposed for one in beside)
         shown_s += max(least_s, sum(sent_s[one] for one in beside) - hidden_s)
-    step_s, all_s = busy_s + idle_s + shown_s, sum(sent_s.values())
+    step_s, all_s = busy_s + idle_s + update_s + shown_s, sum(sent_s.values())
     return {
         "bytes_per_device": {name: round(n_bytes) for name, n_bytes in memory.items()},
         "fits": memory["total"] * machine.n_local**machine.is_cpu <= machine.memory_bytes,
         "step_s": step_s,
         "flops": round(flops),
         "recomputed_flops": round(again),
-        "wire_bytes_per_step": round(sum(one.n_bytes for one in traffic)),
-        "wire": {f"{one.what}, {one.axis} axis": round(one.n_bytes) for one in traffic},
+        "muon_flops": round(update),
+        "wire_bytes_per_step": sum(wire.values()),
+        "wire": wire,
         "communication_s": all_s,
         "overlapped_s": all_s - shown_s,
         "tokens_per_s": work.step_tokens / step_s,
         "mfu": flops / step_s / peak * (1 if machine.is_cpu else PRODUCTS),
-        "scaling_efficiency": busy_s / step_s,
+        "scaling_efficiency": 1 - (idle_s + shown_s) / step_s,
     }
 
 
-def seconds(traffic: Traffic, dims: ParallelDims, machine: Machine) -> float:
-    """Time of a step's traffic, alone.
+def find_way(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
+    """The link that a step's traffic takes: the slowest of its ring, named after it.
 
     A ring over nodes leaves each by the network cards of all its ranks there: of a tensor group
     all that are in the node, of a data group those that are left. Messages follow each other as in
     a tree over the nodes, which NCCL takes where latency counts.
     """
     apart = {TENSOR: 1, PIPELINE: dims.data * dims.tensor}.get(traffic.axis, dims.tensor)
-    size, link = getattr(dims, traffic.axis), machine.link
+    size, link, network = getattr(dims, traffic.axis), machine.link, machine.network
     n_here = max(1, machine.n_local // apart)
     if 0 < machine.island < apart * min(n_here, size):
         link = machine.host
-    if n_here < size:
-        bandwidth = min(link.bytes_per_s, n_here * machine.network.bytes_per_s)
-        hops_s = machine.network.latency_s * math.log2(size / n_here) + link.latency_s * n_here
-        link = replace(link, bytes_per_s=bandwidth, latency_s=hops_s / size)
-    return traffic.rounds * link.latency_s + traffic.n_bytes / link.bytes_per_s
+    if n_here >= size:
+        return link
+    bandwidth = min(link.bytes_per_s, n_here * network.bytes_per_s)
+    hops_s = network.latency_s * math.log2(size / n_here) + link.latency_s * n_here
+    return Link(network.name, bandwidth, hops_s / size)
+
+
+def unit_of(n_bytes: float) -> tuple[str, int]:
+    """The unit to show so many bytes in, and its size."""
+    return ("GiB", 2**30) if n_bytes >= 2**30 else ("MiB", 2**20)

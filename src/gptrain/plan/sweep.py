@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from gptrain.plan.dims import ParallelDims
 from gptrain.plan.speed import Machine, estimate
-from gptrain.plan.work import Work
+from gptrain.plan.work import find_work
 
 
-def sweep(work: Work, machine: Machine, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Part of a step that waits for gradients, by number of devices, and what makes it less."""
+def report(values: dict[str, Any], machine: Machine, asked: str) -> str:
+    """A table of it by number of devices, and what makes it less; writes the plot.
+
+    Raises: ValueError if `asked` is not such as 1,2,8.
+    """
+    counts = [int(n) if n.isdigit() else 0 for n in asked.split(",")]
+    if 0 in counts:
+        raise ValueError("not a list of numbers of devices, such as 1,2,4,8,64,512")
+    work = find_work(values, "ddp", 1, machine.is_cpu)
     options, bucket = work.options, work.options.get("bucket_cap_mb", 25.0)
     variants = {
         "as given": work,
@@ -20,20 +29,15 @@ def sweep(work: Work, machine: Machine, counts: Sequence[int]) -> dict[str, list
         "bf16 hook": replace(work, options={**options, "comm_hook": "bf16"}),
         "buckets x 4": replace(work, options={**options, "bucket_cap_mb": 4 * bucket}),
     }
-    return {
-        name: [
-            1 - estimate(replace(one, dims=ParallelDims(data=n)), machine)["scaling_efficiency"]
-            for n in counts
-        ]
-        for name, one in variants.items()
-    }
-
-
-def table(counts: Sequence[int], shares: Mapping[str, Sequence[float]]) -> str:
-    """For people."""
-    lines = ["devices        " + "".join(f"{n:>8}" for n in counts)]
-    lines += [f"{k:15}" + "".join(f"{s:8.1%}" for s in row) for k, row in shares.items()]
-    return "\n".join(["part of a step that waits for gradients", *lines])
+    shares, lines = {}, ["devices        " + "".join(f"{n:>8}" for n in counts)]
+    for name, one in variants.items():
+        each = [estimate(replace(one, dims=ParallelDims(data=n)), machine) for n in counts]
+        shares[name] = [1 - found["scaling_efficiency"] for found in each]
+        lines.append(f"{name:15}" + "".join(f"{share:8.1%}" for share in shares[name]))
+    path = Path(values["output_dir"]) / "gradient-synchronisation.svg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(plot(counts, shares))
+    return "\n".join(["part of a step that waits for gradients", *lines, f"plot: {path}"])
 
 
 def plot(counts: Sequence[int], shares: Mapping[str, Sequence[float]]) -> str:

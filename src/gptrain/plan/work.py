@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gptrain.plan import dims
 from gptrain.plan.batch import plan_batch
-from gptrain.plan.dims import (
-    STAGES_PER_RANK,
-    ParallelDims,
-    count_microbatches,
-    parallel_dims,
-    stage_blocks,
-)
 from gptrain.plan.shape import DecoderShape, find_shape
 
 
@@ -29,7 +23,7 @@ class Work:
 
     shape: DecoderShape
     strategy: str
-    dims: ParallelDims
+    dims: dims.ParallelDims
     batch_size: int
     seq_len: int
     accumulate: int = 1
@@ -59,6 +53,10 @@ class Work:
         return 2 if self.is_mixed else self.weight_bytes
 
     @property
+    def is_muon(self) -> bool:
+        return self.optimizer.endswith(".Muon")
+
+    @property
     def tokens(self) -> int:
         """Positions of a micro-step on one rank."""
         return self.batch_size * self.seq_len
@@ -70,21 +68,26 @@ class Work:
 
     @property
     def stages_per_rank(self) -> int:
-        return STAGES_PER_RANK.get(self.options.get("schedule", ""), 1)
+        return dims.STAGES_PER_RANK.get(self.options.get("schedule", ""), 1)
 
     @property
     def microbatches(self) -> int:
         """Parts of a micro-step that follow each other through a pipeline; 1 without one."""
-        n_ranks = self.dims.pipeline
-        return count_microbatches(self.options.get("microbatches"), n_ranks) if n_ranks > 1 else 1
+        n_ranks, given = self.dims.pipeline, self.options.get("microbatches")
+        return dims.count_microbatches(given, n_ranks) if n_ranks > 1 else 1
 
     @property
     def part(self) -> tuple[int, bool, bool]:
         """Blocks that the rank holds, and whether the first and the last stage are its own."""
         n_stages = self.dims.pipeline * self.stages_per_rank
         stages = range(self.rank, n_stages, self.dims.pipeline)
-        blocks = (stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
+        blocks = (dims.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
         return sum(map(len, blocks)), 0 in stages, n_stages - 1 in stages
+
+    @property
+    def ends(self) -> list[Work]:
+        """The same step of the first and of the last rank of a pipeline, which have most to do."""
+        return [replace(self, rank=rank) for rank in {0, self.dims.pipeline - 1}]
 
     @property
     def held(self) -> tuple[float, float]:
@@ -94,28 +97,25 @@ class Work:
         return shape.parameters(n_blocks, False, False, tensor), shape.parameters(0, *ends, tensor)
 
 
-def find_work(
-    config: Mapping[str, Any], name: str, options: Mapping[str, Any], world_size: int, is_cpu: bool
-) -> Work | None:
+def find_work(config: Mapping[str, Any], name: str, world_size: int, is_cpu: bool) -> Work | None:
     """The step of a checked config, as plain values, under a strategy; None without a shape.
 
     Raises: ValueError where sizes do not divide.
     """
-    model, data, trainer = config["model"], config["data"], config["trainer"]
+    model, data, trainer, optimizer = (config[k] for k in ("model", "data", "trainer", "optimizer"))
     if (shape := find_shape(model)) is None or not isinstance(data.get("seq_len"), int):
         return None
-    dims = parallel_dims({**options, "name": name}, world_size)
+    options = config["strategy"] | {"name": name}
+    ranks = dims.parallel_dims(options, world_size)
     accumulate, total = trainer["accumulate_grad_batches"], data["global_batch_size"]
-    batch = plan_batch(data["batch_size"], total, accumulate, dims.data)
+    batch = plan_batch(data["batch_size"], total, accumulate, ranks.data)
     seq_len = data["seq_len"] - ("num_samples" in data)  # the last of dummy text is a target
     work = Work(
-        shape, name, dims, batch.batch_size, seq_len, batch.accumulate, str(trainer["precision"]),
-        config["optimizer"]["_target_"], config["optimizer"].get("momentum") or 0.0,
-        model["activation_checkpointing"], model.get("dropout", 0.0), model["compile"], is_cpu,
-        options=options,
+        shape, name, ranks, batch.batch_size, seq_len, batch.accumulate, str(trainer["precision"]),
+        optimizer["_target_"], optimizer.get("momentum") or 0.0, model["activation_checkpointing"],
+        model.get("dropout", 0.0), model["compile"], is_cpu, options=options,
     )  # fmt: skip
-    sizes = [(shape.n_kv_heads, dims.tensor), (batch.batch_size, work.microbatches)]
-    n_stages = dims.pipeline * work.stages_per_rank
-    if any(number % size for number, size in sizes) or n_stages > shape.n_layers:
-        raise ValueError(f"{dims}: does not divide heads, layers or batch")
+    uneven = shape.n_kv_heads % ranks.tensor or batch.batch_size % work.microbatches
+    if uneven or ranks.pipeline * work.stages_per_rank > shape.n_layers:
+        raise ValueError(f"{ranks}: does not divide heads, layers or batch")
     return work
