@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from gptrain.assemble.weights import load_weights
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
 from gptrain.export.command import DEFAULTS, ExportRun, export, write_net
 from gptrain.export.files import byte_level_tokenizer, write_json
 from gptrain.models import SimpleGPT
+from gptrain.nets.weights import load_weights
 from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import DamagedCheckpoint
 

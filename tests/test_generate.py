@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -25,7 +24,7 @@ from gptrain.config.cli import run_command
 from gptrain.config.compose import compose_config
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.command import DEFAULTS, GenerateRun, as_typed, generate
-from gptrain.generate.text import SEPARATOR, Numbers, Text, in_order
+from gptrain.generate.text import Numbers, characters, until
 
 BYTES = ByteTokenizer()
 CORPUS = "naïve café, 數據 and def f(x): return x\n" * 40
@@ -66,12 +65,18 @@ def bpe(tmp_path) -> JsonTokenizer:
 
 
 def pieces(tokens, n_prompt=1, stop=(), tokenizer=BYTES) -> list[str]:
-    """What of tokens is shown at first, and after each one that is made."""
-    text = Text(tokenizer, tokens[:n_prompt], len(tokens) - n_prompt, stop)
-    shown = [text.take()]
-    for token in tokens[n_prompt:]:
-        text.add(token)
-        shown.append(text.take())
+    """What is shown of the prompt, after each token that is made, and at the end."""
+    shown, made = [""], list(tokens[n_prompt:])
+
+    def one_by_one():
+        for token in made:
+            shown.append("")
+            yield token
+
+    text = characters(tokenizer, list(tokens[:n_prompt]), one_by_one())
+    shown[0] = next(text)
+    for piece in until(stop, text):
+        shown[-1] += piece
     return shown
 
 
@@ -91,8 +96,7 @@ def test_a_character_is_shown_when_its_last_byte_is_there():
 
 
 def test_bytes_that_are_no_text_do_not_hold_back_what_follows():
-    assert "".join(pieces(b"a\xff\xffb\xe6")) == "a\ufffd\ufffdb\ufffd"
-    assert pieces(b"\xff\xff\xff\xff\xff")[3] == "\ufffd"
+    assert pieces(b"a\xff\xffb\xe6") == ["a", "", "", "\ufffd\ufffdb", "\ufffd"]
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(1, 100))
@@ -126,17 +130,8 @@ def test_a_text_ends_before_the_first_stop_text_that_is_made(text, stop):
 
 
 def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not():
-    assert pieces(b"xab-abc-", stop=["abc"]) == ["x", "", "", "ab-", "", "", "", ""]
+    assert pieces(b"xab-abc-", stop=["abc"]) == ["x", "", "", "ab-", "", "", ""]
     assert pieces(b"xab", stop=["abc"]) == ["x", "", "ab"]  # the end
-
-
-def test_several_texts_are_shown_in_order_as_early_as_they_can_be():
-    texts = [Text(BYTES, [ord(c)], 2) for c in "abc"]
-    steps = [[49, 52, None], [None, 53, None], [50, None, 54], [None, None, 55]]
-    shown = list(in_order(texts, iter(steps)))
-    assert shown[:3] == ["a1", "", "2"]
-    assert "".join(shown) == f"a12{SEPARATOR}b45{SEPARATOR}c67\n"
-    assert shown.index("b45") < shown.index("c6") < shown.index("7")
 
 
 # What is typed
@@ -163,9 +158,8 @@ def test_lists_and_quoted_texts_are_hydras():
         (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
         (["temperature=-1"], "error: temperature=-1: must be >= 0"),
         (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
-        (["temperature=0", "top_k=5"], "error: top_k=5: has no effect: temperature=0 is greedy"),
         (["model=gpt2"], "error: model: has no effect: the net is that of from_run"),
-        (["prompt=[]"], "error: prompt=[]: must be a text, a list of texts, or one of token ids"),
+        (["prompt=[]"], "error: prompt=[]: must be a text or a list of texts"),
         (["stop="], "error: stop="),
         (["n_token=3"], "error: n_token=3: unknown key, did you mean n_tokens?"),
         (["ckpt_path=x"], "error: ckpt_path=x: unknown; allowed: best, last"),
@@ -221,27 +215,26 @@ def test_a_learned_tokenizer_travels_too(write, train, bpe, tmp_path):
 
 def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
     assert gptrain.load(saved_twice.folder, with_tokenizer=True)[1] is None
-    code, out, _ = write(saved_twice.folder, "prompt=[5,6,7]")
+    code, out, _ = write(saved_twice.folder, "prompt=5 6 7")
     assert code == 0 and re.fullmatch(r"5 6 7( \d+){12}\n", out)
     assert write(saved_twice.folder, "prompt=5 6, 7")[1] == out
-    assert write(saved_twice.folder)[1].startswith("0 ")
-    last = write(saved_twice.folder, "prompt=[5,6,7]", "ckpt_path=last", "temperature=0")[1]
-    assert last != write(saved_twice.folder, "prompt=[5,6,7]", "temperature=0")[1]
+    last = write(saved_twice.folder, "prompt=5 6 7", "ckpt_path=last", "temperature=0")[1]
+    assert last != write(saved_twice.folder, "prompt=5 6 7", "temperature=0")[1]
     code, out, err = write(saved_twice.folder, "prompt=hello")
     assert (code, out) == (2, "")
     assert err == (
-        "error: prompt=hello: not token ids, and no tokenizer lies in the run's folder; "
-        "try: prompt=[1,2,3]\n"
+        "error: prompt=hello: no tokenizer lies in the run's folder; "
+        "try: token ids, as in '1 2 3'\n"
     )
-    code, _, err = write(saved_twice.folder, "prompt=[5,256]")
-    assert code == 2 and "has tokens from 5 to 256, the net has 0 to 255" in err
+    code, _, err = write(saved_twice.folder, "prompt=5 256")
+    assert code == 2 and "not one or more tokens of the net, which has 0 to 255" in err
 
 
 def test_prompts_stop_texts_and_seeds(write, speaker):
     _, alone, _ = write(speaker, "prompt=ab", "temperature=0")
     code, out, err = write(speaker, 'prompt=["ab","a longer one"]', "temperature=0")
-    assert code == 0 and out.startswith(alone.rstrip("\n") + SEPARATOR + "a longer one")
-    assert err.startswith("24 tokens")
+    assert code == 0 and out.startswith(alone + "---\na longer one")
+    assert err.count("12 tokens") == 2
     made = alone.removeprefix("ab").rstrip("\n")
     stopped = write(speaker, "prompt=ab", "temperature=0", f"stop=[{made[3:5]!r},zz]")[1]
     assert stopped == "ab" + made[: made.index(made[3:5])] + "\n"
@@ -249,19 +242,8 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     assert texts[0] == texts[1] != texts[2]
     assert write(speaker)[1].startswith("\n")
     assert write(speaker, "prompt=")[2] == (
-        "error: prompt=: has no token for the net to go on from\n"
+        "error: prompt=: not one or more tokens of the net, which has 0 to 255\n"
     )
-
-
-def test_what_a_tokenizer_does_not_know_is_told(write, speaker, tmp_path):
-    words = {"[UNK]": 0, "def": 1, "x": 2}
-    kind = {"type": "WordLevel", "vocab": words, "unk_token": "[UNK]"}
-    tokenizer = {"version": "1.0", "model": kind, "pre_tokenizer": {"type": "Whitespace"}}
-    (speaker / "tokenizer.json").write_text(json.dumps(tokenizer))
-    code, out, err = write(speaker, "prompt=def 數 x")
-    assert code == 0 and out.startswith("def [UNK] x")
-    assert err.startswith("warning: prompt=def 數 x: the tokenizer does not know all of it")
-    assert write(speaker, "prompt=def x")[2].startswith("12 tokens")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +335,7 @@ def test_prompts_are_read_from_a_terminal_until_its_end(slow_run, monkeypatch):
     shown = "".join(piece for _, piece in read_until(ours, "> "))
     assert re.fullmatch(r"x\r\nxyz\{\|\}~\r\n6 tokens in [\d.]+ s, \d tokens/s\r\n> ", shown)
     os.write(ours, b"\n")
-    assert "has no token" in "".join(piece for _, piece in read_until(ours, "> "))
+    assert "not one or more tokens" in "".join(piece for _, piece in read_until(ours, "> "))
     os.write(ours, b"\x04")  # Ctrl-D
     assert os.waitpid(pid, 0)[1] == 0
     os.close(ours)

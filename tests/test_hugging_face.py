@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gptrain.assemble.weights import load_weights
 from gptrain.export.command import write_net
 from gptrain.models import HuggingFace
+from gptrain.nets.weights import load_weights
 from gptrain.parallel.activation import apply_activation_checkpointing
 
 SIZES = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from gptrain.assemble.parts import build_net
 from gptrain.config import compose_command
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama
+from gptrain.nets.load import build_net
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan.shape import find_shape
 

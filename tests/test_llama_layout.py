@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from gptrain.assemble.weights import load_weights
 from gptrain.export.command import write_net
 from gptrain.models import Llama
+from gptrain.nets.weights import load_weights
 
 SIZES = {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "d_ff": 40}
 NETS = {

@@ -5,7 +5,7 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     if name == "load":  # here and not above: it imports torch, and every `import gptrain` would
-        from gptrain.assemble.load import load
+        from gptrain.nets.load import load
 
         return load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

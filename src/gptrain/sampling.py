@@ -46,44 +46,32 @@ class Sampling:
 @torch.no_grad()
 def generate(
     net: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     n_tokens: int,
     sampling: Sampling,
     generator: torch.Generator,
     cache: bool = False,
-) -> Iterator[list[int | None]]:
-    """Yields the next token of each prompt, until each has n_tokens; None while one is still read.
+) -> Iterator[int]:
+    """Yields n_tokens tokens, each as it is drawn, that follow a prompt of at least one.
 
-    All go through the net at once, from the end of the shortest on token by token. It sees the
-    latest max_seq_len tokens, in evaluation mode.
+    The net sees the latest max_seq_len tokens, in evaluation mode.
 
     Args:
         cache: each position is computed once where the net offers `new_cache` (see gptrain.models),
             while the sequence is within max_seq_len; the tokens are the same.
     """
-    lengths = [len(prompt) for prompt in prompts]
-    given = torch.full((len(prompts), max(lengths)), -1)  # (B, longest), -1 beyond a prompt's end
-    for row, prompt in zip(given, prompts, strict=True):
-        row[: len(prompt)] = torch.as_tensor(prompt)
-    given = given.to(generator.device)
-    tokens = seen = given[:, : min(lengths)]  # (B, T)
-    limit = getattr(net, "max_seq_len", None)
-    held = net.new_cache(len(prompts)) if cache and hasattr(net, "new_cache") else None
+    tokens = new = torch.tensor([prompt], device=generator.device)  # (1, T)
+    limit = getattr(net, "max_seq_len", None) or 2**40  # of a net that has none: beyond any text
+    held = net.new_cache(1) if cache and hasattr(net, "new_cache") else None
     was_training = net.training
     net.eval()
     try:
-        for place in range(min(lengths), max(lengths) + n_tokens):
-            if held is not None and (limit is None or place <= limit):
-                logits = net(seen, held)
-            else:
-                logits = net(tokens[:, -limit:] if limit else tokens)
-            drawn = torch.multinomial(sampling.weights(logits[:, -1]), 1, generator=generator)
-            if place < given.shape[1]:
-                of_prompt = given[:, place : place + 1]
-                drawn = torch.where(of_prompt < 0, drawn, of_prompt)
-            tokens, seen = torch.cat([tokens, drawn], 1), drawn  # (B, T + 1), (B, 1)
-            new = zip(drawn[:, 0].tolist(), lengths, strict=True)
-            yield [token if 0 <= place - n < n_tokens else None for token, n in new]
+        for n_seen in range(len(prompt), len(prompt) + n_tokens):
+            is_held = held is not None and n_seen <= limit
+            logits = net(new, held) if is_held else net(tokens[:, -limit:])
+            new = torch.multinomial(sampling.weights(logits[:, -1]), 1, generator=generator)
+            tokens = torch.cat([tokens, new], 1)
+            yield int(new)
     finally:
         net.train(was_training)
 

@@ -14,7 +14,7 @@ def test_a_checkpoint_of_any_strategy_speaks_as_that_of_one_process(name, runs, 
     for strategy in ("single", name):
         run = claims.plain(runs, strategy)
         for source in (run.folder, run.checkpoint(4)):
-            words = (f"from_run={source}", "prompt=[7,8]", "n_tokens=12", "temperature=0.1")
+            words = (f"from_run={source}", "prompt='7 8'", "n_tokens=12", "temperature=0.1")
             capfd.readouterr()
             assert run_command(generate, list(words), GenerateRun, DEFAULTS) == 0
             spoken[strategy, source == run.folder] = capfd.readouterr().out

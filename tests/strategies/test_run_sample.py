@@ -28,8 +28,8 @@ def test_the_callback_writes_by_its_own_options(caplog):
     caplog.set_level("INFO")
     options = {"n_tokens": 20, "temperature": 0.5, "seed": 3}
     SampleText("ab", **options).on_train_end(trainer, SimpleNamespace(net=net))
-    steps = generate(net, [list(b"ab")], 20, Sampling(0.5), torch.Generator().manual_seed(3))
-    tokens = [*b"ab", *(token for (token,) in steps)]
+    made = generate(net, list(b"ab"), 20, Sampling(0.5), torch.Generator().manual_seed(3))
+    tokens = [*b"ab", *made]
     text = printable(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
     assert caplog.messages == [f"{'sample':9} {text}"]
 

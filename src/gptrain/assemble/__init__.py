@@ -1,8 +1,8 @@
-"""cfg -> (module, datamodule, trainer): the only place that instantiates a `_target_`.
+"""cfg -> (module, datamodule, trainer).
 
-Here: the order in which the parts of a run are made. `parts`: net, data, module, lengths,
-optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `weights`,
-`resume`, `load`: where weights come from, which checkpoint a run goes on from, a net in a notebook.
+Here: the order in which the parts of a run are made. `parts`: data, module, lengths, optimizer,
+schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `resume`: which
+checkpoint a run goes on from. The net and its weights: gptrain.nets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from gptrain.assemble.parts import (
     batch_of,
     build_datasets,
     build_module,
-    build_net,
     build_optimizer,
     check_sample,
     first_batches,
@@ -35,7 +34,6 @@ from gptrain.assemble.parts import (
 )
 from gptrain.assemble.resume import check_data, find_checkpoint, set_from_step
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
-from gptrain.assemble.weights import start_from
 from gptrain.config.schema import KNOWN, NETS
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.launch.devices import Machine, find_machine, set_threads
@@ -45,6 +43,8 @@ from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
+from gptrain.nets.load import build_net
+from gptrain.nets.weights import start_from
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
@@ -157,7 +157,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             precision=resolve_precision(cfg, machine),
         )
     if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, net, strategy)
+        start_from(cfg, net, strategy.stages)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):

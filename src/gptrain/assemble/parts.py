@@ -1,4 +1,4 @@
-"""What learns, from what and how: net, datasets, module, the run's lengths, optimizer, schedule."""
+"""What learns, from what and how: datasets, module, the run's lengths, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -21,6 +20,7 @@ from torchmetrics import Metric
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization, named_beside_net
+from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.fit import Unfit
@@ -30,29 +30,11 @@ from gptrain.plan.dims import ANY_NET
 from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
-MODEL_KEYS = {"compile", "activation_checkpointing"}
 MODULE_KEYS = {"_target_", "loss", "metrics"}
 OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
 PHASES = ("warmup", "decay", "total")
 SCHEDULER_KEYS = {f"{phase}_steps" for phase in PHASES} | {"start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
-
-
-def build_target(node: DictConfig) -> Any:
-    """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
-
-    Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
-    """
-    try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        raise (error.__cause__ or error) from None
-
-
-def build_net(cfg: DictConfig) -> nn.Module:
-    """The net of the model group, with initial weights that depend on torch's seed alone."""
-    keys = [key for key in cfg.model if key not in MODEL_KEYS]
-    return build_target(OmegaConf.masked_copy(cfg.model, keys))
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.parts import batch_of
-from gptrain.lit.checkpointing import STATE_NAME
+from gptrain.nets.weights import find_weights, named_source
 from gptrain.plan.batch import DECAY_FROM_HERE
 from gptrain.plan.dims import parallel_dims
-from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
 from gptrain.resilience.manifest import (
-    MANIFEST_NAME,
     Checkpoint,
-    DamagedCheckpoint,
-    NoGoodCheckpoint,
     read_manifest,
 )
 from gptrain.resilience.mirror import Mirror
@@ -41,9 +37,6 @@ INDIFFERENT = {
     "model.compile",
     "model.activation_checkpointing",
 }
-VAL_LOSS = {"monitor": "val/loss", "mode": "min"}  # of a run that says nothing else
-SAFETENSORS = "model.safetensors"
-INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 
 
 # Which checkpoint
@@ -122,54 +115,6 @@ def find_trained(cfg: DictConfig) -> Checkpoint | Path:
     key = "from_run" if asked is None else "ckpt_path"
     with named_source(key, cfg[key]):
         return find_weights(source, which, cfg.checkpoint)
-
-
-def find_weights(
-    source: str | Path, which: str = "best", by: Mapping[str, str] = VAL_LOSS
-) -> Checkpoint | Path:
-    """The verified checkpoint, or the file of another origin, that source means.
-
-    Nothing in a folder is touched, so that its run may still be going on.
-
-    Args:
-        which: of a run folder the checkpoint with the "best" metric (the newest where none was
-            measured), or the "last" that is whole.
-        by: the metric, and whether its min or its max is best: a `checkpoint` group.
-    Raises: FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint.
-    """
-    source = Path(source).expanduser()
-    if (source / CHECKPOINTS_NAME).is_dir():
-        store = CheckpointStore(source / CHECKPOINTS_NAME)
-        best = store.best(by["monitor"], by["mode"]) if which == "best" else None
-        if found := best or store.newest_good():
-            return found
-    folder = source.parent if source.name == STATE_NAME else source
-    if (folder / MANIFEST_NAME).exists():
-        return CheckpointStore(folder.parent).verify(folder)
-    for file in (source, source / SAFETENSORS, source / INDEX):
-        if file.exists() and not file.is_dir():
-            return file
-    if not source.exists():
-        raise FileNotFoundError(f"{source}: no such file or folder")
-    known = f"no {CHECKPOINTS_NAME}/step-*, no {MANIFEST_NAME}, no {SAFETENSORS}"
-    raise FileNotFoundError(f"no checkpoint in {source}, and no weights in it: {known}")
-
-
-@contextmanager
-def named_source(key: str, value: str, misfit: str = "") -> Iterator[None]:
-    """Says which key names what is not there (66), or cannot be taken (65).
-
-    Args:
-        misfit: what to try where the weights are of another net.
-    Raises: ConfigError.
-    """
-    try:
-        yield
-    except (FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint, ValueError) as error:
-        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
-        attempt = misfit if isinstance(error, ValueError) else ""
-        wrong = str(error).removeprefix(f"{Path(value).expanduser()}: ")
-        raise ConfigError.of(key, value, wrong, attempt=attempt, code=code) from error
 
 
 def _find_own(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | Path | None:

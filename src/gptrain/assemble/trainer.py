@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import build_target, peak_lr
+from gptrain.assemble.parts import peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
 from gptrain.launch.devices import Machine, native_precision
@@ -40,6 +40,7 @@ from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
+from gptrain.nets.load import build_target
 from gptrain.parallel.fit import Unfit
 from gptrain.plan.batch import Lengths
 from gptrain.plan.dims import ANY_NET

@@ -43,10 +43,9 @@ def export(cfg: DictConfig) -> None:
     Raises: ConfigError with code 65 or 66 for a checkpoint that cannot be taken.
     """
     from gptrain import launch  # here, so that a wrong option is answered without torch
-    from gptrain.assemble.load import find_tokenizer
-    from gptrain.assemble.parts import build_net
-    from gptrain.assemble.resume import find_trained, named_source
-    from gptrain.assemble.weights import load_weights
+    from gptrain.assemble.resume import find_trained
+    from gptrain.nets.load import build_net, find_tokenizer
+    from gptrain.nets.weights import load_weights, named_source
 
     cfg = launch.settle(cfg)
     net, folder = build_net(cfg), Path(cfg.run_dir)

@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from gptrain.resilience.draft import Draft
+from gptrain.resilience.manifest import STATE_NAME
 from gptrain.resilience.safe_load import load_file
-
-STATE_NAME = "state.ckpt"
 
 
 class StoreIO(TorchCheckpointIO):

@@ -29,6 +29,7 @@ State = dict[str, Any]
 Parameters = Mapping[str, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
 _PLAIN = (bool, int, float, str, type(None))
+BESIDE = "module."  # in a file, in front of what a module holds beside its net
 _SHOWN = 4  # names told in a message; a net of another width has one for each tensor
 
 

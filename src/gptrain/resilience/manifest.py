@@ -21,6 +21,7 @@ from gptrain.resilience.status import to_json
 from gptrain.small_files import UnreadableFile, open_regular, parse_json, read_bytes
 
 MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.ckpt"  # all that is not in the ranks' own files
 FORMAT = 1
 MAX_BYTES = 2**22  # 120 a file: tens of thousands of ranks
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache

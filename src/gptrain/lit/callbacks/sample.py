@@ -55,8 +55,7 @@ class SampleText(Callback):
         device = trainer.strategy.root_device
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         generator = torch.Generator(device).manual_seed(self.seed)
-        written = generate(net, [tokens], self.n_tokens, Sampling(self.temperature), generator)
-        tokens += [token for (token,) in written]
+        tokens += generate(net, tokens, self.n_tokens, Sampling(self.temperature), generator)
         text = printable(tokenizer.decode(tokens))
         self._written = trainer.global_step, text
         log_note(trainer, "sample", text)

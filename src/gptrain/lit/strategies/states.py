@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from gptrain.lit.strategies.base import named_beside_net
 from gptrain.parallel import state as states
+from gptrain.parallel.state import BESIDE
 from gptrain.resilience.safe_load import SafeFileSystemReader
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
-NET, BESIDE = "net.", "module."
+NET = "net."
 
 
 def to_saved_name(name: str) -> str:

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from gptrain.assemble.parts import build_net
-from gptrain.assemble.resume import find_weights
-from gptrain.assemble.weights import load_weights
 from gptrain.config import trust
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
+from gptrain.nets.weights import find_weights, load_weights
 from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.resilience.safe_load import load_file
 from gptrain.small_files import read_yaml
 
 CHOICES = ("best", "last")
+MODEL_KEYS = {"compile", "activation_checkpointing"}  # which the net's class does not take
 _PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
@@ -67,6 +68,23 @@ def load(
         raise ConfigError.of("model", model["model"]["_target_"], wrong, code=BAD_DATA) from error
     load_weights(net, found)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
+
+
+def build_target(node: DictConfig) -> Any:
+    """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
+
+    Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
+    """
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
+
+
+def build_net(cfg: DictConfig) -> nn.Module:
+    """The net of the model group, with initial weights that depend on torch's seed alone."""
+    keys = [key for key in cfg.model if key not in MODEL_KEYS]
+    return build_target(OmegaConf.masked_copy(cfg.model, keys))
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:

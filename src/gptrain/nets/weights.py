@@ -3,24 +3,82 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from lightning.pytorch.strategies import Strategy
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from gptrain.assemble.resume import INDEX, SAFETENSORS, find_weights, named_source
-from gptrain.lit.checkpointing import STATE_NAME
-from gptrain.lit.strategies.states import BESIDE
-from gptrain.parallel.state import WHOLE, Stages, Unmatched, load_net_state
-from gptrain.resilience.manifest import Checkpoint, DamagedCheckpoint
+from gptrain.parallel.state import BESIDE, WHOLE, Stages, Unmatched, load_net_state
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.resilience.manifest import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    Checkpoint,
+    DamagedCheckpoint,
+    NoGoodCheckpoint,
+)
 from gptrain.resilience.safe_load import SafeFileSystemReader, load_file
+from gptrain.resilience.status import CHECKPOINTS_NAME
+from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import MAX_JSON_BYTES, UnreadableFile, open_regular, read_json
 
 log = logging.getLogger(__name__)
+VAL_LOSS = {"monitor": "val/loss", "mode": "min"}  # of a run that says nothing else
+SAFETENSORS = "model.safetensors"
+INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 LONGEST = 2000  # characters of the names in a warning
+
+
+def find_weights(
+    source: str | Path, which: str = "best", by: Mapping[str, str] = VAL_LOSS
+) -> Checkpoint | Path:
+    """The verified checkpoint, or the file of another origin, that source means.
+
+    Nothing in a folder is touched, so that its run may still be going on.
+
+    Args:
+        which: of a run folder the checkpoint with the "best" metric (the newest where none was
+            measured), or the "last" that is whole.
+        by: the metric, and whether its min or its max is best: a `checkpoint` group.
+    Raises: FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint.
+    """
+    source = Path(source).expanduser()
+    if (source / CHECKPOINTS_NAME).is_dir():
+        store = CheckpointStore(source / CHECKPOINTS_NAME)
+        best = store.best(by["monitor"], by["mode"]) if which == "best" else None
+        if found := best or store.newest_good():
+            return found
+    folder = source.parent if source.name == STATE_NAME else source
+    if (folder / MANIFEST_NAME).exists():
+        return CheckpointStore(folder.parent).verify(folder)
+    for file in (source, source / SAFETENSORS, source / INDEX):
+        if file.exists() and not file.is_dir():
+            return file
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    known = f"no {CHECKPOINTS_NAME}/step-*, no {MANIFEST_NAME}, no {SAFETENSORS}"
+    raise FileNotFoundError(f"no checkpoint in {source}, and no weights in it: {known}")
+
+
+@contextmanager
+def named_source(key: str, value: str, misfit: str = "") -> Iterator[None]:
+    """Says which key names what is not there (66), or cannot be taken (65).
+
+    Args:
+        misfit: what to try where the weights are of another net.
+    Raises: ConfigError.
+    """
+    try:
+        yield
+    except (FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint, ValueError) as error:
+        code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
+        attempt = misfit if isinstance(error, ValueError) else ""
+        wrong = str(error).removeprefix(f"{Path(value).expanduser()}: ")
+        raise ConfigError.of(key, value, wrong, attempt=attempt, code=code) from error
 
 
 def load_weights(
@@ -57,7 +115,7 @@ def load_weights(
         raise ValueError(f"{path} does not fit the net: {error}") from error
 
 
-def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
+def start_from(cfg: DictConfig, net: nn.Module, stages: Stages) -> None:
     """Fills the net, as this rank holds it, with the weights that init_from names.
 
     Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
@@ -68,7 +126,7 @@ def start_from(cfg: DictConfig, net: nn.Module, strategy: Strategy) -> None:
             net,
             find_weights(cfg.init_from, by=cfg.checkpoint),
             strict=cfg.init_strict,
-            stages=strategy.stages,
+            stages=stages,
         )
     log.info("%-9s from the weights of %s", "start", path)
     for names, what in (
