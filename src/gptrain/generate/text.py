@@ -53,7 +53,7 @@ class Writer:
             except ConfigError as error:
                 print(error, file=sys.stderr)
             except KeyboardInterrupt:
-                print()
+                print(" (Ctrl-D ends it)")
             except EOFError:
                 return print(end="\n" * is_typed)
 
