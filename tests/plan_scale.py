@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gptrain.plan.dims import ParallelDims
 from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import find_device, find_link
+from gptrain.plan.hardware import DEVICES, LINKS
 from gptrain.plan.shape import llama_shape
 from gptrain.plan.speed import estimate, machine_of
 from gptrain.plan.work import Work
@@ -47,11 +47,11 @@ ROWS = (
 def predict(row: tuple) -> tuple[float, float | None, float]:
     """Predicted and published MFU, of 989 TFLOP/s, and the predicted bytes of a GPU."""
     net, data, tensor, pipeline, batch, mode, compiles, published, source = row
-    shape, dims, device = SHAPES[net], ParallelDims(data, tensor, pipeline), find_device("h100_sxm")
+    shape, dims, device = SHAPES[net], ParallelDims(data, tensor, pipeline), DEVICES["h100_sxm"]
     if source[:3] in ("[2]", "[3]"):
-        cooler = find_device("h100_nvl").flops_per_s
+        cooler = DEVICES["h100_nvl"].flops_per_s
         device = replace(device, flops_per_s=cooler, memory_bytes_per_s=2.4e12)
-    machine = machine_of(device, 8, find_link("nvlink4"), find_link("infiniband_ndr"))
+    machine = machine_of(device, 8, LINKS["nvlink4"], LINKS["infiniband_ndr"])
     options = {"reshard_after_forward": pipeline == 1, "microbatches": batch}
     options["schedule"] = "interleaved_1f1b" if pipeline > 1 else ""
     more = {"precision": "bf16-mixed", "checkpointing": mode, "compile": compiles}

@@ -8,7 +8,7 @@ from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
 from gptrain.plan.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.plan.dims import ParallelDims
-from gptrain.plan.hardware import Link, find_device
+from gptrain.plan.hardware import DEVICES, Link
 from gptrain.plan.memory import estimate_states
 from gptrain.plan.shape import find_shape, gpt_shape, llama_shape
 from gptrain.plan.speed import find_way, machine_of
@@ -153,7 +153,7 @@ def test_a_hundred_megabytes_take_what_the_textbooks_say():
     sent = Traffic("gradients", "data", all_reduce_bytes(25e6 * 4, 2), 2)
     for bytes_per_s, ms, share in ((16e9, 6.25, 0.11), (300e9, 0.33, 0.0066)):
         link = Link("", bytes_per_s / 0.8, 0.0)  # which reaches 0.8 of what it has
-        machine = machine_of(find_device("h100_sxm"), 2, link)
+        machine = machine_of(DEVICES["h100_sxm"], 2, link)
         way = find_way(sent, ParallelDims(data=2), machine)
         seconds = sent.rounds * way.latency_s + sent.n_bytes / way.bytes_per_s
         assert 1e3 * seconds == pytest.approx(ms, abs=0.01)

@@ -124,8 +124,11 @@ def test_the_sweep_is_a_table_and_a_plot(plan, tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["hardware=h1000"], "error: hardware=h1000: no such device"),
-        (["hardware=h100_sxm", "hardware.link=rope"], "error: hardware.link=rope: no such link"),
+        (["hardware=h1000"], "error: hardware.name=h1000: unknown, did you mean"),
+        (
+            ["hardware=t4", "hardware.link=rope"],
+            "error: hardware.link=rope: unknown; allowed: pcie3,",
+        ),
         (["hardware=h100_sxm", "trainer.devices=auto"], "error: trainer.devices=auto: devices of"),
         (["topology=nowhere"], "error: topology=nowhere: No such file"),
         (["--sweep", "devices=1,x"], "error: devices=1,x: not a list of numbers of devices"),

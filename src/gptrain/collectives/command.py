@@ -56,21 +56,15 @@ def work(cfg: DictConfig, guard: Guard) -> dict[str, float]:
     set_threads(machine.n_local)
     start_group(backend, device, rank, n_ranks, cfg.strategy.timeout_s)
     operations.say(f"{backend}, {n_ranks} ranks; the root is rank 0")
-    links = {}
+    times = {}
     for name in operations.COLLECTIVES:
         guard.heartbeat.beat(phase=name)
-        if not cfg.bench:
+        if cfg.bench:
+            times[name] = measure.sweep(name, device, cfg.max_bytes)
+        else:
             operations.explain(name, device)
-            continue
-        times = measure.sweep(name, device, cfg.max_bytes)
-        if name == "all_reduce" and n_ranks > 1:
-            links = {backend: {str(n_ranks): measure.fit_link(times)}}
     measure.compare_all_reduces(device, cfg.max_bytes)
     if cfg.bench:
-        facts = measure.measure_machine(device) | {"links": links}
-        if rank == 0:
-            path = Path(cfg.output_dir) / "machine.json"
-            measure.keep(facts, path)
-            print(f"\nkept in {path}, for python -m gptrain.plan")
+        measure.keep(times["all_reduce"], device, Path(cfg.output_dir) / "machine.json")
     dist.destroy_process_group()
     return {}

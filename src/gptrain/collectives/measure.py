@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from gptrain.collectives.operations import (
+    COLLECTIVES,
     all_reduce_by_center,
     all_reduce_by_ring,
-    bus_factor,
-    run_collective,
+    from_all,
     say,
 )
 from gptrain.launch.devices import cores_per_rank
@@ -39,26 +38,20 @@ def seconds_of(call: Callable[[], Any], device: torch.device, calls: int) -> flo
             call()
         wait_for(device)
         found.append((time.perf_counter() - start_s) / calls)
-    return over_ranks(sorted(found[1:])[BATCHES // 2], dist.ReduceOp.MAX, device)
-
-
-def over_ranks(value: float, how: dist.ReduceOp, device: torch.device) -> float:
-    """The largest, smallest or sum of a number of each rank."""
-    box = torch.tensor(value, device=device)
-    dist.all_reduce(box, how)
-    return box.item()
+    return max(from_all(sorted(found[1:])[BATCHES // 2]))
 
 
 def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, float]]:
     """Prints a line per size; returns bytes of a rank's buffer and seconds."""
     n_ranks, found, n_bytes = dist.get_world_size(), [], SMALLEST_BYTES
+    *_, (a, b), call = COLLECTIVES[name]
     say(f"\n{name:14}      bytes       time us  algorithm GB/s  bus GB/s")
     while n_bytes <= max_bytes:
         mine, got = torch.zeros(2, n_ranks, n_bytes // 4 // n_ranks, device=device)
         calls = max(1, min(20, 2**24 // n_bytes))
-        seconds = seconds_of(lambda m=mine, g=got: run_collective(name, m, g), device, calls)
+        seconds = seconds_of(lambda m=mine, g=got: call(m, g), device, calls)
         rate = mine.nbytes / seconds / 1e9
-        bus = rate * bus_factor(name, n_ranks)
+        bus = (a + b / n_ranks) * rate
         say(f"{mine.nbytes:25}{seconds * 1e6:14.1f}{rate:16.3f}{bus:10.3f}")
         found.append((mine.nbytes, seconds))
         n_bytes *= FACTOR
@@ -74,14 +67,43 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
     say(f"\nall-reduce of {mine.nbytes / 2**20:.1f} MiB   rank 0 sent   other ranks   time ms")
     ways = {"through rank 0": all_reduce_by_center, "around a ring": all_reduce_by_ring}
     for name, way in (ways | {dist.get_backend(): dist.all_reduce}).items():
-        sent = way(result := mine.clone())
+        sent = from_all(way(result := mine.clone()))
         if not torch.equal(result, expected):
             raise RuntimeError(f"all-reduce {name} differs from the library's on rank {rank}")
-        each = [0] * n_ranks
-        dist.all_gather_object(each, sent or 0)
-        columns = "".join(f"{n / 2**20:10.1f} MiB" if n else f"{'-':>14}" for n in (each * 2)[:2])
+        ends = "".join(f"{n / 2**20:10.1f} MiB" if n else f"{'-':>14}" for n in (sent[0], sent[-1]))
         result.zero_()
-        say(f"{name:21}{columns}{seconds_of(lambda w=way: w(result), device, 1) * 1e3:10.2f}")
+        say(f"{name:21}{ends}{seconds_of(lambda w=way: w(result), device, 1) * 1e3:10.2f}")
+    say("n ranks: rank 0 sends n - 1 buffers; of a ring each sends 2(n - 1)/n, all at once")
+
+
+def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:
+    """Measures this machine while all ranks compute, and writes it with the link of all_reduce.
+
+    FLOP/s are those of the slowest rank, bytes/s of memory those of all together. Of an older file
+    the links of other numbers of ranks stay.
+    """
+    flops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        dist.barrier()
+        slowest = min(from_all(measure_matmul(device, dtype)))
+        flops[str(dtype).removeprefix("torch.")] = slowest
+    left, right = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device=device)
+    copy_s, one = seconds_of(lambda: left.copy_(right), device, 1), torch.zeros(1, device=device)
+    facts = {
+        "cores": cores_per_rank(1),
+        "threads": torch.get_num_threads(),
+        "flops_per_s": flops,
+        "memory_bytes_per_s": dist.get_world_size() * 2 * COPIED_BYTES / copy_s,
+        "op_s": seconds_of(lambda: one.add_(1), device, 1000),
+        "links": read_json(path)["links"] if path.exists() else {},
+    }
+    if dist.get_world_size() > 1:
+        links = facts["links"].setdefault(dist.get_backend(), {})
+        links[str(dist.get_world_size())] = fit_link(all_reduce)
+    if dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fileops.replace(path, json.dumps(facts, indent=1).encode() + b"\n")
+        print(f"\nkept in {path}, for python -m gptrain.plan")
 
 
 def fit_link(times: list[tuple[int, float]]) -> dict[str, float]:
@@ -90,30 +112,3 @@ def fit_link(times: list[tuple[int, float]]) -> dict[str, float]:
     messages = 2 * (n_ranks - 1)
     rate = messages / n_ranks * (large - small) / max(1e-9, large_s - small_s)
     return {"latency_s": small_s / messages, "bytes_per_s": rate}
-
-
-def measure_machine(device: torch.device) -> dict[str, Any]:
-    """Speed while all ranks compute: FLOP/s of the slowest, bytes/s of memory of all together."""
-    flops = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        dist.barrier()
-        found = measure_matmul(device, dtype)
-        flops[str(dtype).removeprefix("torch.")] = over_ranks(found, dist.ReduceOp.MIN, device)
-    left, right = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device=device)
-    copy_s, one = seconds_of(lambda: left.copy_(right), device, 1), torch.zeros(1, device=device)
-    return {
-        "cores": cores_per_rank(1),
-        "threads": torch.get_num_threads(),
-        "flops_per_s": flops,
-        "memory_bytes_per_s": dist.get_world_size() * 2 * COPIED_BYTES / copy_s,
-        "op_s": seconds_of(lambda: one.add_(1), device, 1000),
-    }
-
-
-def keep(facts: dict[str, Any], path: Path) -> None:
-    """Replaces what is known of the machine, but for the links of other numbers of ranks."""
-    with suppress(OSError, ValueError, LookupError, AttributeError):
-        for backend, links in read_json(path)["links"].items():
-            facts["links"][backend] = links | facts["links"].get(backend, {})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fileops.replace(path, json.dumps(facts, indent=1).encode() + b"\n")

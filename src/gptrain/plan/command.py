@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
@@ -31,7 +31,7 @@ from gptrain.launch.process import count_devices
 from gptrain.plan import sweep
 from gptrain.plan.choice import command_line, compare
 from gptrain.plan.doctor import doctor
-from gptrain.plan.hardware import device_of, find_device, find_link
+from gptrain.plan.hardware import DEVICES, LINKS, device_of
 from gptrain.plan.speed import Machine, machine_of, this_machine, unit_of
 from gptrain.plan.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError
@@ -42,9 +42,9 @@ DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topolog
 
 
 class Hardware(Closed):
-    name: str | None
-    link: str | None
-    network: str
+    name: Literal[tuple(DEVICES)] | None
+    link: Literal[tuple(LINKS)] | None
+    network: Literal[tuple(LINKS)]
 
 
 class PlanRun(Run):
@@ -89,13 +89,14 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str], counts: list[str]) 
     found["machine"] = {"name": machine.name, "source": machine.source}
     if topology is not None:
         found["topology"] = topology.to_json()
-    print(json.dumps(found, indent=1) if "--json" in flags else table(found, changes), flush=True)
+    as_json = "--json" in flags
+    print(json.dumps(found, indent=1) if as_json else table(found, changes, topology), flush=True)
 
 
 def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
     hardware, trainer, topology = values["hardware"], values["trainer"], None
-    here, device = [], hardware["name"] and _find("hardware", hardware["name"], find_device)
+    here, device = [], DEVICES.get(hardware["name"])
     if not device and trainer["accelerator"] != "cpu":
         here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
         device = here and device_of(here[0])
@@ -106,15 +107,14 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
         wrong = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
     else:
-        link = _find("hardware.link", hardware["link"] or device.link, find_link)
-        network = _find("hardware.network", hardware["network"], find_link)
+        link, network = LINKS.get(hardware["link"]), LINKS[hardware["network"]]
         machine = machine_of(device, n_local, link, network)
     if values["topology"] or here:
         topology = _find("topology", values["topology"], read_topology)
     slowest = topology and topology.slowest_ring_link
     if slowest and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
-        machine = replace(machine, island=island, host=find_link("pcie4"))
+        machine = replace(machine, island=island, host=LINKS["pcie4"])
     if trainer["precision"] == "auto":
         has_bf16 = machine.flops_per_s.get("bfloat16", 0) > machine.flops_per_s["float32"]
         trainer["precision"] = "bf16-mixed" if has_bf16 else "32-true"
@@ -131,7 +131,7 @@ def _find(key: str, value: str | None, find: Callable[[str | None], Any]) -> Any
         raise ConfigError.of(key, value, str(error.strerror), code=INPUT_NOT_FOUND) from error
 
 
-def table(found: dict[str, Any], changes: dict[str, Any] | None) -> str:
+def table(found: dict[str, Any], changes: dict[str, Any] | None, topology: Topology | None) -> str:
     """For people: what a device holds, and what a step takes."""
     machine, rows = found["machine"], found["strategies"]
     held = [row["bytes_per_device"] for row in rows.values()]
@@ -153,8 +153,9 @@ def table(found: dict[str, Any], changes: dict[str, Any] | None) -> str:
         if "hours" in row:
             line += f"{row['hours']:10,.1f}{row['device_hours']:14,.1f}"
         lines.append(f"{line}  {max(wire, key=wire.get).rpartition(' ')[2] if wire else ''}")
-    if "topology" in found:
-        lines.append(f"topology  {json.dumps(found['topology'])}")
+    if topology and topology.gpus:
+        lines.append(f"topology  tensor parallelism inside {topology.tensor_groups}")
+        lines[-1] += f", slowest link of a ring {topology.slowest_ring_link}"
     if not changes:
         return "\n".join([*lines, "best      nothing fits: more devices, or a smaller model"])
     needed = [f"{key}={changes[key]}" for key in changes if not key.startswith(("s", "t"))]

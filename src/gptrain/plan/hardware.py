@@ -102,20 +102,6 @@ DEVICES = {
 }
 
 
-def find_device(name: str) -> Device:
-    """The device of the table. Raises: ValueError that lists all."""
-    if name not in DEVICES:
-        raise ValueError(f"no such device: {name}; allowed: {', '.join(DEVICES)}")
-    return DEVICES[name]
-
-
-def find_link(name: str) -> Link:
-    """The link of the table. Raises: ValueError that lists all."""
-    if name not in LINKS:
-        raise ValueError(f"no such link: {name}; allowed: {', '.join(LINKS)}")
-    return LINKS[name]
-
-
 def device_of(driver_name: str) -> Device | None:
     """The device that the driver calls so; None for a slice of one and what is not in the table."""
     words = set(re.split(r"[\s_-]+", driver_name.upper()))

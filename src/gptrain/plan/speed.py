@@ -14,7 +14,7 @@ from typing import Any
 from gptrain.plan.communication import Traffic, find_traffic
 from gptrain.plan.dims import PIPELINE, TENSOR, ParallelDims
 from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import Device, Link, find_link
+from gptrain.plan.hardware import LINKS, Device, Link
 from gptrain.plan.memory import block_activations, estimate_memory
 from gptrain.plan.work import Work
 
@@ -59,7 +59,7 @@ def machine_of(
     device: Device, n_local: int, link: Link | None = None, network: Link | None = None
 ) -> Machine:
     """A node of GPUs of the table, at what they reach of their data sheets."""
-    links = (link or find_link(device.link), network or find_link("infiniband_ndr"))
+    links = (link or LINKS[device.link], network or LINKS["infiniband_ndr"])
     source = f"{device.source}; {', '.join(one.name for one in links)}"
     reached = {kind: PRODUCTS * peak for kind, peak in device.flops_per_s.items()}
     links = [replace(one, bytes_per_s=BANDWIDTH * one.bytes_per_s) for one in links]
