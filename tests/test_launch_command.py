@@ -87,6 +87,10 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, code, restarts, goes
         (("slurm", "slurm.save_s=0"), "error: slurm.save_s=0: must be >= 1"),
         (("slurm", "trainer.devices=auto"), "error: trainer.devices=auto: the cluster chooses"),
         (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),
+        (
+            ("kubernetes", "-m", "seed=1,2", "kubernetes.image=a", "kubernetes.claim=b"),
+            "error: -m: for slurm alone",
+        ),
         (("kubernetes", "kubernetes.claim=a"), "error: kubernetes.image: required and not set"),
     ],
 )

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,8 @@ class Node:
         self.kill()
         run("ip", "netns", "del", self.namespace)
         shutil.rmtree(self.etc)
+        with suppress(OSError):  # others use it
+            self.etc.parent.rmdir()
 
 
 def run(*command: str) -> str:

@@ -54,8 +54,8 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     """
     store, trains = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id), cfg.task == "fit"
     cools_down = trains and cfg.scheduler._target_ == DECAY_FROM_HERE
-    if trains and cfg.checkpoint.mirror and not cfg.trainer.fast_dev_run:
-        use_mirror(cfg, store)
+    if trains and cfg.checkpoint.mirror and cfg.ckpt_path == "last" and not store.steps():
+        Mirror(cfg.checkpoint.mirror).restore(store)
     if cfg.ckpt_path is None and (trains or cfg.from_run is None):
         if trains and not cfg.trainer.fast_dev_run and (steps := store.steps()):
             wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
@@ -80,20 +80,6 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
         raise ConfigError(problems)
     log.info("%-9s from step %d: %s", "resume" if trains else cfg.task, found.step, found.path)
     return found.path
-
-
-def use_mirror(cfg: DictConfig, store: CheckpointStore) -> None:
-    """Brings the checkpoints of a run that goes on back, where its own folder has none.
-
-    Raises: ConfigError with code 73 if the mirror holds another run's.
-    """
-    mirror = Mirror(url := cfg.checkpoint.mirror)
-    if mirror.run_id() not in (None, store.run_id):
-        wrong, attempt = "holds another run", "ckpt_path=last in a new run_dir to go on with that"
-        code = FOLDER_UNUSABLE
-        raise ConfigError.of("checkpoint.mirror", url, wrong, attempt=attempt, code=code)
-    if cfg.ckpt_path == "last" and not store.steps():
-        mirror.restore(store)
 
 
 def set_from_step(cfg: DictConfig, manifest: Mapping[str, Any]) -> None:

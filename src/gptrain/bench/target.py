@@ -26,12 +26,11 @@ COMMON = (
     "trainer.enable_progress_bar=false", "trainer.val_check_interval=10",
     "trainer.limit_val_batches=16",
 )  # fmt: skip
-STOP = {
-    "_target_": "lightning.pytorch.callbacks.EarlyStopping",
-    "monitor": "val/loss",
-    "mode": "min",
-    "patience": 2**31,  # it ends at the threshold alone
-}
+# Patient: it ends at the threshold alone.
+STOP = (
+    "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 1000000, "
+    "stopping_threshold: %r}"
+)
 
 
 def race(
@@ -51,36 +50,34 @@ def race(
 
     Raises: JobFailed.
     """
-    targets = dict.fromkeys(seeds, None if target == "first" else float(target))
-    results = []
+    results: list[dict[str, Any]] = []
     for number, config in enumerate(configs):
         runs = []
-        for seed in seeds:
+        for at, seed in enumerate(seeds):
+            first = results[0]["runs"][at] if results else None
+            aim = target if target != "first" else first and first["target"]
             own = [*shlex.split(config), *words, f"seed={seed}"]
-            run = run_to(targets[seed], own, folder / f"{number}-seed-{seed}")
-            targets[seed] = run["val_loss"] if targets[seed] is None else targets[seed]
-            is_reached = run["val_loss"] <= targets[seed]
-            runs.append({"seed": seed, "target": targets[seed], "is_reached": is_reached, **run})
-            print(f"{config}: {describe(runs[-1])}", file=sys.stderr, flush=True)
-        ways = {key: middle(runs, key) for key in ("tokens", "steps", "seconds")}
-        first = results[0]["runs"] if results else runs
-        for run, base in zip(runs, first, strict=True):
-            run["tokens_ratio"] = run["tokens"] / base["tokens"]
-        ratio = middle(runs, "tokens_ratio")
-        results.append({"config": config, **ways, "tokens_ratio": ratio, "runs": runs})
+            run = {"seed": seed, **run_to(aim, own, folder / f"{number}-seed-{seed}")}
+            runs.append({**run, "tokens_ratio": run["tokens"] / (first or run)["tokens"]})
+            loss, lasted = run["val_loss"], describe(run)
+            print(f"{config} seed={seed}: val/loss {loss:.4f} after {lasted}", file=sys.stderr)
+        keys = ("tokens", "steps", "seconds", "tokens_ratio")
+        results.append({"config": config, **{key: middle(runs, key) for key in keys}, "runs": runs})
     return results
 
 
 def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, Any]:
-    """Tokens, steps, seconds and last validation loss of one run of train.py in this folder."""
-    stop = {} if target is None else {**STOP, "stopping_threshold": target}
-    overrides = [*COMMON, *words, *(f"+callbacks.target.{key}={stop[key]}" for key in stop)]
-    command = [sys.executable, str(PROJECT / "train.py"), *overrides, f"run_dir='{folder}'"]
+    """What one run of train.py took; without a target its own last loss is one that it reached."""
+    stop = [] if target is None else [f"+callbacks.target={STOP % target}"]
+    overrides = [*COMMON, *words, *stop, f"run_dir='{folder}'"]
+    command = [sys.executable, str(PROJECT / "train.py"), *overrides]
     if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
         raise JobFailed(code, f"{shlex.join(words)}: exit code {code}")
     result = json.loads((folder / "result.json").read_text())
+    loss = result["metrics"]["val/loss"]
+    aim = {"target": loss if target is None else target, "val_loss": loss}
     counts = {key: result[key] for key in ("tokens", "steps", "seconds")}
-    return {**counts, "val_loss": result["metrics"]["val/loss"]}
+    return {**aim, "is_reached": loss <= aim["target"], **counts}
 
 
 def middle(runs: list[dict[str, Any]], key: str) -> float | None:
@@ -89,11 +86,9 @@ def middle(runs: list[dict[str, Any]], key: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def describe(run: dict[str, Any]) -> str:
-    """A run, or the medians of some."""
-    if run["tokens"] is None or not run.get("is_reached", True):
-        return f"target missed, val/loss {run['val_loss']:.4f}" if "val_loss" in run else "missed"
-    return f"{run['tokens']:,.0f} tokens, {run['steps']:,.0f} steps, {run['seconds']:.0f} s"
+def describe(one: dict[str, Any]) -> str:
+    """What a run took, or the medians of some."""
+    return f"{one['tokens']:,.0f} tokens, {one['steps']:,.0f} steps, {one['seconds']:.0f} s"
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -101,6 +96,8 @@ def table(results: list[dict[str, Any]]) -> str:
     lines = []
     for one in results:
         low, high = (f(run["target"] for run in one["runs"]) for f in (min, max))
-        ratio = "" if one["tokens_ratio"] is None else f", {one['tokens_ratio']:.2f} x the tokens"
-        lines += [one["config"], f"  to val/loss {low:.3f}-{high:.3f}: {describe(one)}{ratio}"]
+        took = "missed"
+        if one["tokens"] is not None:
+            took = f"{describe(one)}, {one['tokens_ratio']:.2f} x the tokens"
+        lines += [one["config"], f"  to val/loss {low:.3f}-{high:.3f}: {took}"]
     return "\n".join(lines)

@@ -91,17 +91,22 @@ def keep_config(cfg: DictConfig) -> None:
 @contextmanager
 def _held_folder(cfg: DictConfig, again: bool) -> Iterator[RunLock]:
     """The run folder, held; it is free again when the process ends, however that ends."""
-    run_id = ""
-    if cfg.checkpoint.mirror and cfg.ckpt_path == "last":  # maybe all that is left of the run
+    mirrored = ""
+    if (url := cfg.checkpoint.mirror) and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         from gptrain.resilience.mirror import Mirror
 
-        run_id = Mirror(cfg.checkpoint.mirror).run_id() or ""
-    lock = RunLock(cfg.run_dir, run_id)
+        mirrored = Mirror(url).run_id()  # maybe all that is left of the run
+    lock = RunLock(cfg.run_dir, mirrored if cfg.ckpt_path == "last" else "")
     try:
         lock.acquire(LOST_HOST_S if again else NAMED_AFTER_S)
     except (RunFolderHeld, OSError) as error:
         raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
     try:
+        if mirrored not in ("", lock.run_id):
+            attempt = "ckpt_path=last in a new run_dir to go on with that"
+            raise ConfigError.of(
+                "checkpoint.mirror", url, "holds another run", attempt=attempt, code=FOLDER_UNUSABLE
+            )
         yield lock
     finally:
         lock.release()

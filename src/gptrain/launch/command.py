@@ -11,7 +11,6 @@ python -m gptrain.launch dockerfile | docker build -t NAME -f - .          its i
   slurm.cpus_per_task              null: one, and one a data worker
   slurm.save_s                     before the time is up the run is asked to save
   kubernetes.claim                 a volume claim that all pods can write: /outputs
-  kubernetes.runtime               Kubeflow's, of which a pod runs torchrun
 
 All else of a cluster goes into batch.sh and trainjob.yaml, in src/gptrain/launch.
 """
@@ -23,28 +22,26 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import config
-from gptrain.config.compose import PROJECT
+from gptrain.config.compose import PROJECT, parse
 from gptrain.config.kinds import Count, Name, integer
 from gptrain.config.schema import Closed, Run
 from gptrain.launch.process import run_stamp
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 
 HERE, KEY = Path(__file__).parent, r"<([\w.]+)>"  # of the texts there
-OWN = "partition", "account", "time", "cpus_per_task"
-ENGINES = {
-    "slurm": dict.fromkeys(OWN, "null") | {"save_s": 120},
-    "kubernetes": {"image": "???", "claim": "???", "runtime": "torch-distributed"},
+DEFAULTS = {
+    "slurm": "{partition:null,account:null,time:null,cpus_per_task:null,save_s:120}",
+    "kubernetes": "{image:'???',claim:'???'}",
 }
 
 
@@ -59,13 +56,12 @@ class Slurm(Closed):
 class Kubernetes(Closed):
     image: Name
     claim: Name
-    runtime: Name
 
 
 class LaunchRun(Run):
     """A run's keys and those of one engine."""
 
-    runs_here: ClassVar[bool] = False
+    runs_here = False
     slurm: Slurm = None
     kubernetes: Kubernetes = None
 
@@ -75,45 +71,43 @@ def main() -> None:
     engine, *typed = sys.argv[1:] or [""]
     if engine == "dockerfile":
         return print((HERE / "Dockerfile").read_text(), end="")
-    if engine not in (*ENGINES, "--help", "-h"):
-        allowed = ", ".join([*ENGINES, "dockerfile"])
+    if engine not in (*DEFAULTS, "--help", "-h"):
+        allowed = ", ".join([*DEFAULTS, "dockerfile"])
         print(Problem("", None, f"{engine!r} is no engine", allowed).line, file=sys.stderr)
         sys.exit(BAD_CONFIG)
-    defaults = {f"{engine}.{key}": value for key, value in ENGINES.get(engine, {}).items()}
-    shared = [word for word in typed if word not in ("--submit", "-m", "--multirun")]
-    jobs: list[list[str]] = [[]]
-    if engine == "slurm" and {"-m", "--multirun"} & set(typed):
+    flags = {"--submit", "-m", "--multirun"} & set(typed)
+    shared, jobs = [word for word in typed if word not in flags], [[]]
+    if flags - {"--submit"}:
         shared, jobs = split_sweep(shared)
 
     def launch(cfg: DictConfig) -> None:
+        if flags and engine != "slurm":
+            raise ConfigError.of(min(flags), None, "for slurm alone")
         for job in jobs[1:]:  # the first has been
-            own = [f"+{key}={value}" for key, value in defaults.items()]
-            config.check(config.compose_command([*own, *shared, *job]), LaunchRun)
+            own = f"+{engine}={DEFAULTS[engine]}"
+            config.check(config.compose_command([own, *shared, *job]), LaunchRun)
         if type(cfg.trainer.devices) is not int or cfg.trainer.devices < 0:
             wrong = "the cluster chooses the devices, it must know how many of a node"
             raise ConfigError.of("trainer.devices", cfg.trainer.devices, f"{wrong}, as 8")
         words = [word for word in shared if not word.startswith((f"{engine}.", "run_dir="))]
         if engine == "kubernetes":
-            print(train_job(cfg, words), end="")
-        elif "--submit" in typed:
-            print(submit(cfg, batch_script(cfg, words, jobs)))
-        else:
-            print(batch_script(cfg, words, jobs), end="")
+            return print(train_job(cfg, words), end="")
+        script = batch_script(cfg, words, jobs)
+        print(submit(cfg, script) if "--submit" in flags else script, end="")
 
+    defaults = {engine: DEFAULTS[engine]} if engine in DEFAULTS else {}
     sys.argv[1:] = [*shared, *jobs[0]] if defaults else ["--help"]
     config.main(launch, LaunchRun, defaults, usage=__doc__)
 
 
 def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
     """The words that all jobs of a sweep share, and those of each job."""
-    shared, choices = [], []
-    for word in words:
-        try:
-            (one,) = OverridesParser.create().parse_overrides([word])
-            values = one.sweep_string_iterator()
-            choices.append([f"{word.partition('=')[0]}={value}" for value in values])
-        except HydraException:  # no list of values; where it is wrong, the front explains it
-            shared.append(word)
+    varied = [one for one in parse(words)[0] if one.is_discrete_sweep()]
+    shared = [word for word in words if word not in {one.input_line for one in varied}]
+    choices = (
+        [f"{one.input_line.partition('=')[0]}={value}" for value in one.sweep_string_iterator()]
+        for one in varied
+    )
     return shared, [list(job) for job in itertools.product(*choices)]
 
 
@@ -124,6 +118,7 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
         file, task, own = "%A_%a", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", '"${job[@]}"'
         lines = [f"  {n}) job=({shlex.join(job)}) ;;" for n, job in enumerate(jobs)]
         cases = "\n".join(["", "case $SLURM_ARRAY_TASK_ID in", *lines, "esac"])
+    train = [sys.executable, str(PROJECT / "train.py"), *words]
     is_named = cases or run_stamp() in cfg.run_dir
     return fill("batch.sh", cfg, {
         "array": f"0-{len(jobs) - 1}" if cases else None,
@@ -132,7 +127,7 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
         "here": shlex.quote(os.getcwd()),
         "log": shlex.quote(run_folder(cfg, file) + ".log"),
         "cases": cases,
-        "command": f"{shlex.join([sys.executable, str(PROJECT / 'train.py'), *words])} {own}",
+        "command": f"{shlex.join(train)} {own}".strip(),
         "folder": run_folder(cfg, task) if is_named else cfg.run_dir,
     })  # fmt: skip
 
@@ -145,24 +140,23 @@ def run_folder(cfg: DictConfig, task: str) -> str:
 
 def submit(cfg: DictConfig, script: str) -> str:
     """Hands a script to sbatch; what to type next. Raises: ConfigError."""
+    if not shutil.which("sbatch"):
+        raise ConfigError.of("--submit", None, "no sbatch on this machine")
     log = run_folder(cfg, "")
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    streams = {"input": script, "text": True, "capture_output": True}
-    try:
-        done = subprocess.run(["sbatch", "--parsable"], check=True, **streams)
-    except FileNotFoundError as error:
-        raise ConfigError.of("--submit", None, "no sbatch on this machine") from error
-    except subprocess.CalledProcessError as error:
-        raise ConfigError.of("--submit", None, " ".join(error.stderr.split())) from error
+    sbatch = ["sbatch", "--parsable"]
+    done = subprocess.run(sbatch, input=script, text=True, capture_output=True)
+    if done.returncode:
+        raise ConfigError.of("--submit", None, " ".join(done.stderr.split()))
     job = done.stdout.strip().partition(";")[0]  # behind it the cluster, where there are several
-    return f"job       {job}\nlog       {log}{job}*.log\ncancel    scancel {job}"
+    return f"job       {job}\nlog       {log}{job}*.log\ncancel    scancel {job}\n"
 
 
 def train_job(cfg: DictConfig, words: list[str]) -> str:
     """The manifest that kubectl takes, and above it the Dockerfile of its image."""
     job = re.sub("[^a-z0-9]+", "-", f"{cfg.name}-{run_stamp()}".lower())
-    is_typed = run_stamp() not in cfg.run_dir
-    words.append(f"run_dir={cfg.run_dir if is_typed else f'/outputs/{cfg.name}/{job}'}")
+    folder = cfg.run_dir.replace(run_stamp(), job).replace(cfg.output_dir, "/outputs")
+    words.append(f"run_dir={folder}")
     if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):
         words.append("ckpt_path=last")  # a first start that finds none begins anew
     gpus = 0 if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices

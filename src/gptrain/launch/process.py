@@ -5,23 +5,21 @@ Standard library only: read before torch is imported, and by Hydra's resolvers.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
-import struct
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 _START_S = time.time()  # of this process, nearly
-_held: dict[str, socket.socket] = {}  # names of GPUs that are this process's
+_held: list[ExitStack] = []  # names of GPUs that are this process's
 
 
 @dataclass(frozen=True)
@@ -77,12 +75,9 @@ def count_devices(devices: Any) -> int | None:
 
 def count_nodes(num_nodes: int | str) -> int:
     """Nodes of the job that trainer.num_nodes asks for; auto: as many as the launcher started."""
-    if num_nodes != "auto":
-        return int(num_nodes)
-    env, process = os.environ, this_process()
-    if process.launcher == "torchrun":
-        return process.world_size // int(env.get("LOCAL_WORLD_SIZE", process.world_size))
-    return int(env["SLURM_STEP_NUM_NODES"]) if process.launcher == "slurm" else 1
+    names = {"torchrun": "GROUP_WORLD_SIZE", "slurm": "SLURM_STEP_NUM_NODES"}
+    started = os.environ.get(names.get(this_process().launcher, ""), 1)
+    return int(started if num_nodes == "auto" else num_nodes)
 
 
 def calm_threads() -> None:
@@ -105,12 +100,9 @@ def run_stamp() -> str:
     env = os.environ
     process = this_process()
     if process.launcher == "slurm":
-        step = int(env.get("SLURM_STEP_ID", 0))  # one after another, where srun is typed by hand
-        return (
-            f"slurm-{env.get('SLURM_ARRAY_JOB_ID', env['SLURM_JOB_ID'])}"
-            + (f"_{env['SLURM_ARRAY_TASK_ID']}" if "SLURM_ARRAY_TASK_ID" in env else "")
-            + (f".{step}" if step else "")
-        )
+        array, step = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), env.get("SLURM_STEP_ID", "0")
+        job = "_".join(env[name] for name in array if name in env) or env["SLURM_JOB_ID"]
+        return f"slurm-{job}" + (f".{step}" if step != "0" else "")  # srun is typed by hand
     started_s = parent_start_s() if process.launcher == "torchrun" else _START_S
     return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s)) + (
         f"-{int(started_s * 1000) % 1000:03d}"
@@ -152,34 +144,22 @@ def set_rendezvous() -> None:
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # a prime
         env.setdefault("MASTER_PORT", str(PORTS[number % len(PORTS)]))
-    if (
-        launcher in on_one_node
-        and "GLOO_SOCKET_IFNAME" not in env
-        and (name := interface_towards(env["MASTER_ADDR"]))
-    ):
-        env["GLOO_SOCKET_IFNAME"] = name
+    if launcher in on_one_node and (name := interface_towards(env["MASTER_ADDR"])):
+        env.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface from which this node reaches host; None where that is not known.
+    """The network interface by which this node's routes reach host; None where that is not known.
 
     gloo takes that of the node's own name, which many a hosts file calls 127.0.1.1: the other nodes
-    are then refused. Where host is this node itself, its first interface is taken, of containers'
-    bridges and the loopback none (as NCCL does by itself).
+    are then refused. Where host is such a name of this node, it is the default route's.
     """
-    names = [name for _, name in socket.if_nameindex() if not name.startswith(("lo", "docker"))]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        addresses = {}
-        for name in names:
-            with suppress(OSError):  # it has no address
-                asked = struct.pack("256s", name.encode())
-                found = fcntl.ioctl(probe, SIOCGIFADDR, asked)
-                addresses[socket.inet_ntoa(found[20:24])] = name
-        probe.connect((host, 9))  # sends nothing
-        mine = probe.getsockname()[0]
-        if mine.startswith("127."):
-            return next(iter(addresses.values()), None)
-        return addresses.get(mine)
+    with suppress(OSError):
+        address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+        _, *lines = Path("/proc/net/route").read_text().splitlines()
+        routes = [(int(r[7], 16), int(r[1], 16), r[0]) for r in map(str.split, lines)]
+        fitting = [route for route in routes if address & route[0] == route[1]] or routes
+        return max(fitting, key=lambda route: route[0].bit_count())[2] if fitting else None
     return None
 
 
@@ -205,25 +185,22 @@ def take_gpus(devices: Any) -> None:
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get("SUBMITIT_EXECUTOR") != "local" or not shown:
         return
-    gpus, taken = shown.split(","), []
-    while not _hold("turn"):  # one job at a time collects: no two wait for each other
+    gpus = shown.split(",")
+    n = min(count_devices(devices) or len(gpus), len(gpus))
+    blocks = [gpus[first : first + n] for first in range(0, len(gpus) - n + 1, n)]
+    while (taken := next(filter(_hold, blocks), None)) is None:
         time.sleep(0.2)
-    while len(taken) < min(count_devices(devices) or len(gpus), len(gpus)):
-        if (free := next(filter(_hold, gpus), None)) is None:
-            time.sleep(0.2)
-        else:
-            taken.append(free)
-    _held.pop("turn").close()
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
 
 
-def _hold(name: str) -> bool:
-    """Whether a name was free, and is this process's now."""
-    with suppress(OSError):
-        one = socket.socket(socket.AF_UNIX)
-        one.bind(f"\0gptrain-gpu-{name}")
-        _held[name] = one
-    return _held.get(name) is one
+def _hold(names: list[str]) -> bool:
+    """Whether all of the names were free, and are this process's now."""
+    with ExitStack() as sockets, suppress(OSError):
+        for name in names:
+            sockets.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0gptrain-gpu-{name}")
+        _held.append(sockets.pop_all())
+        return True
+    return False
 
 
 def first_host(nodes: str) -> str:

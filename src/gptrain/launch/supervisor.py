@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import runpy
-import sys
 import tempfile
 import time
 import uuid
@@ -123,6 +122,7 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
     context, ranks, hydra = multiprocessing.get_context(START_METHOD), [], plain_hydra()
+    by_file = partial(run_function, train.__code__.co_filename, train.__name__)
     with tempfile.TemporaryDirectory(prefix="gptrain-") as folder:
         environment = {
             "GPTRAIN_SUPERVISED": "1",
@@ -138,7 +138,7 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
         try:
             for rank in range(n_ranks):
                 place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (portable(train), cfg, hydra, place, os.getpid())
+                arguments = (by_file, cfg, hydra, place, os.getpid())
                 process = context.Process(target=rank_process, args=arguments)
                 with hold_back():  # a signal waits until the rank can take it as a request
                     process.start()
@@ -151,14 +151,8 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
     return job_code(cfg, ranks)
 
 
-def portable(train: Callable) -> Callable:
-    """A script's function for a spawned rank, by its file where `__main__` is submitit's."""
-    script, name = train.__code__.co_filename, train.__name__
-    is_there = getattr(sys.modules[train.__module__], name, None) is train
-    return train if is_there else partial(run_function, script, name)
-
-
 def run_function(script: str, name: str, *arguments: object) -> object:
+    """Calls a function by its file: of a job of submitit `__main__` is not the script."""
     return runpy.run_path(script)[name](*arguments)
 
 

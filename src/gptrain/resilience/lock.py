@@ -138,10 +138,8 @@ def is_held(run_dir: str | Path) -> bool:
     try:
         with open_regular(Path(run_dir) / LOCK_NAME) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except (OSError, UnreadableFile):
-        return False
+    except (OSError, UnreadableFile) as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -10,13 +10,13 @@ is saved again: a folder without one is no checkpoint, and what comes back is ve
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from fsspec.core import url_to_fs
 
@@ -54,30 +54,29 @@ class Mirror:
 
     def update(self, store: CheckpointStore) -> None:
         """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
-        if self._last is not None and not (self._last.running() or self._last.done()):
-            return  # the one that waits for its turn will see all
+        if self._last is not None:
+            self._last.cancel()  # unless it has begun: this one will see all
         self._last = self._thread.submit(self._copy, store)
-        self._last.add_done_callback(self._warn)
 
     def wait(self) -> None:
         """Until the last update is done, or has failed."""
         if self._last is not None:
-            self._last.exception()
+            self._last.result()
 
-    def run_id(self) -> str | None:
-        """Of the run whose checkpoints are there, None where there are none.
+    def run_id(self) -> str:
+        """Of the run whose checkpoints are there, "" where there are none.
 
         Raises: ConfigError where nothing can be read there.
         """
         try:
             for name in self._names():
-                with suppress(DamagedCheckpoint), TemporaryDirectory() as folder:
-                    return self._fetch_manifest(name, Path(folder))["run_id"]
+                with suppress(FileNotFoundError, ValueError, LookupError):  # never finished
+                    manifest = self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
+                    return json.loads(manifest)["run_id"]
         except OSError as error:
-            raise ConfigError.of(
-                "checkpoint.mirror", self.url, first_line(error), code=code_of(error)
-            ) from error
-        return None
+            about = "checkpoint.mirror", self.url, first_line(error)
+            raise ConfigError.of(*about, code=code_of(error)) from error
+        return ""
 
     def restore(self, store: CheckpointStore) -> None:
         """Brings every checkpoint that is whole back into the store. Raises: OSError."""
@@ -85,10 +84,8 @@ class Mirror:
         for name in self._names():
             draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
             fileops.remove_tree(draft)
-            draft.mkdir()
             try:
-                for file in self._fetch_manifest(name, draft)["files"]:
-                    self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+                self.files.get(f"{self.root}/{name}", str(draft), recursive=True)
                 verify(draft, run_id=store.run_id)
             except (FileNotFoundError, DamagedCheckpoint) as error:
                 _log.warning("warning: %s/%s is left there: %s", self.url, name, first_line(error))
@@ -98,11 +95,15 @@ class Mirror:
 
     def _copy(self, store: CheckpointStore) -> None:
         kept = [folder_name(step) for step in store.steps()]
-        for name in kept:
-            with suppress(FileNotFoundError, DamagedCheckpoint):  # pruned meanwhile
-                self._put(store.folder / name)
-        for name in set(self._names()) - set(kept):
-            self.files.rm(f"{self.root}/{name}", recursive=True)
+        try:
+            for name in kept:
+                with suppress(FileNotFoundError, DamagedCheckpoint):  # pruned meanwhile
+                    self._put(store.folder / name)
+            for name in set(self._names()) - set(kept):
+                self.files.rm(f"{self.root}/{name}", recursive=True)
+        except Exception as error:  # of a package that we do not know; the run itself is well
+            wrong = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
+            _log.warning("%s", Problem("checkpoint.mirror", self.url, wrong, code=DONE).line)
 
     def _put(self, source: Path) -> None:
         """Copies a checkpoint, unless it is there as it is here."""
@@ -116,12 +117,6 @@ class Mirror:
         for file in (*files, MANIFEST_NAME):
             self.files.put_file(str(source / file), f"{target}/{file}")
 
-    def _fetch_manifest(self, name: str, folder: Path) -> dict:
-        source = f"{self.root}/{name}/{MANIFEST_NAME}"
-        with suppress(FileNotFoundError):  # of a copy that was never finished
-            self.files.get_file(source, str(folder / MANIFEST_NAME))
-        return read_manifest(folder)
-
     def _names(self) -> list[str]:
         """Folders of steps that are there, complete or not, the newest first."""
         self.files.invalidate_cache()
@@ -129,8 +124,3 @@ class Mirror:
             names = (Path(path).name for path in self.files.ls(self.root, detail=False))
             return sorted(filter(_STEP.fullmatch, names), reverse=True)
         return []
-
-    def _warn(self, copying: Future) -> None:
-        if (error := copying.exception()) is not None:
-            wrong = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
-            _log.warning("%s", Problem("checkpoint.mirror", self.url, wrong, code=DONE).line)
