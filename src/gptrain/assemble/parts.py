@@ -33,7 +33,8 @@ from gptrain.problems import BAD_DATA, ConfigError
 MODULE_KEYS = {"_target_", "loss", "metrics"}
 OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
 PHASES = ("warmup", "decay", "total")
-SCHEDULER_KEYS = {f"{phase}_steps" for phase in PHASES} | {"start_factor", "min_factor"}
+SCHEDULER_KEYS = {f"{phase}_{unit}" for phase in PHASES for unit in ("steps", "tokens")}
+SCHEDULER_KEYS |= {"start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
 
 
@@ -260,8 +261,6 @@ def build_schedule(
         with as_config_errors(cfg, "scheduler.decay_steps"):
             asked = plan.DEFAULT_DECAY if decay is None else decay
             options["decay_steps"] = plan.phase_steps(asked, total_steps)
-    for phase in PHASES:
-        options.pop(f"{phase}_tokens", None)
     options = {k: v for k, v in options.items() if k in named or k not in SCHEDULER_KEYS}
     if not inspect.isclass(schedule):
         return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}

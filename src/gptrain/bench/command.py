@@ -89,8 +89,7 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
 
     cfg = launch.settle(cfg)
     if cfg.target_loss is not None:
-        compare_recipes(cfg, as_json)
-        return
+        return compare_recipes(cfg, as_json)
     machine, folder = find_machine(cfg), Path(cfg.run_dir)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
@@ -129,12 +128,11 @@ def typed_words() -> list[str]:
 
 def compare_recipes(cfg: DictConfig, as_json: bool) -> None:
     """Runs each config to the target loss, prints what it took, writes result.json."""
-    folder, seeds = Path(cfg.run_dir), range(cfg.seed, cfg.seed + cfg.seeds)
     left = ("run_dir", "name", "seed")
     words = [word for word in typed_words() if word.partition("=")[0] not in left]
-    results = target.race(cfg.target_loss, list(cfg.configs), list(seeds), words, folder)
+    results = target.race(cfg, words)
     text = json.dumps({"target_loss": cfg.target_loss, "configs": results}, indent=1)
-    (folder / "result.json").write_text(text + "\n")
+    (Path(cfg.run_dir) / "result.json").write_text(text + "\n")
     print(text if as_json else target.table(results), flush=True)
 
 

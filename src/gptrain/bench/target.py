@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from omegaconf import DictConfig
+
 from gptrain.config.compose import PROJECT
 from gptrain.problems import JobFailed
 
@@ -33,9 +35,7 @@ STOP = (
 )
 
 
-def race(
-    target: float | str, configs: list[str], seeds: list[int], words: list[str], folder: Path
-) -> list[dict[str, Any]]:
+def race(cfg: DictConfig, words: list[str]) -> list[dict[str, Any]]:
     """One result per config, with a run per seed, which ends where it reaches the target.
 
     tokens, steps, seconds: to the target, the median over seeds; null where most missed it. Seconds
@@ -43,21 +43,19 @@ def race(
     tokens_ratio: over those of the first config with the same seed, their median.
 
     Args:
-        target: a loss; or "first": what the first config has at the end of its budget, seed by
-            seed.
-        configs: overrides of train.py, separated by spaces.   words: more, for all of them.
-        folder: of the runs and what they print.
+        cfg: of BenchRun; target_loss=first is what the first config has at its end, seed by seed.
+        words: overrides of all runs, which come after their own.
 
     Raises: JobFailed.
     """
     results: list[dict[str, Any]] = []
-    for number, config in enumerate(configs):
+    for number, config in enumerate(cfg.configs):
         runs = []
-        for at, seed in enumerate(seeds):
-            first = results[0]["runs"][at] if results else None
-            aim = target if target != "first" else first and first["target"]
+        for seed in range(cfg.seed, cfg.seed + cfg.seeds):
+            first = results[0]["runs"][len(runs)] if results else None
+            aim = cfg.target_loss if cfg.target_loss != "first" else first and first["target"]
             own = [*shlex.split(config), *words, f"seed={seed}"]
-            run = {"seed": seed, **run_to(aim, own, folder / f"{number}-seed-{seed}")}
+            run = {"seed": seed, **run_to(aim, own, Path(cfg.run_dir) / f"{number}-seed-{seed}")}
             runs.append({**run, "tokens_ratio": run["tokens"] / (first or run)["tokens"]})
             loss, lasted = run["val_loss"], describe(run)
             print(f"{config} seed={seed}: val/loss {loss:.4f} after {lasted}", file=sys.stderr)

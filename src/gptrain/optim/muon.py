@@ -100,7 +100,8 @@ class Muon(torch.optim.Optimizer):
             updates = orthogonalize_shared(averages, self.replicas)
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                local_part(parameter).add_(update, alpha=-step_size)
+                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                held.add_(update, alpha=-step_size)
 
     def _average(self, parameter: Tensor, momentum: float) -> Tensor:
         """The gradient looked ahead by Nesterov's momentum."""
@@ -153,11 +154,6 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.baddbmm(wide, polynomial, wide, beta=a)
     return wide.mT if is_tall else wide
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
