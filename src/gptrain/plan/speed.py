@@ -20,9 +20,10 @@ from gptrain.plan.work import Work
 
 # What training reaches of a data sheet's figures, fitted to published speeds: tests/plan_scale.py.
 PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
-# What a step does besides its products, counted in both nets: writings and readings of an
-# activation, plain and compiled, of a logit, of a parameter; calls of torch for a block and a step.
-PASSES, FUSED_PASSES, LOSS_PASSES, UPDATE_PASSES, BLOCK_CALLS, STEP_CALLS = 8, 4, 10, 10, 60, 150
+# What a step does besides its products: writings and readings of an activation, plain and compiled,
+# of a logit, of a parameter, of a score of attention; calls of torch for a block and a step.
+# A GPU's counted in both nets; a CPU's fitted to seven sizes of SimpleGPT on one thread, in fp32.
+_GPU, _CPU = (8, 4, 10, 10, 0, 60, 150), (9, 5, 75, 30, 146, 362, 50)
 GUESS = {  # one slow core of 2020
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1e10,
     "op_s": 5e-6, "links": {"gloo": {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9}}},
@@ -109,12 +110,15 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     speeds = machine.flops_per_s
     peak = next(speeds[kind] for kind in (*kinds, "float32") if kind in speeds)
     tokens = work.tokens * work.accumulate / n_stages
-    passes = PASSES if work.compile == "none" else FUSED_PASSES
+    plain, fused, *passes, block_calls, step_calls = _CPU if machine.is_cpu else _GPU
+    of_logit, of_weight, of_score = passes
+    passes = plain if work.compile == "none" else fused
     moved = passes * shape.n_layers * block_activations(replace(work, checkpointing="none"))[0]
-    moved = tokens * (moved + LOSS_PASSES * 4 * shape.vocab_size / work.dims.tensor)
-    moved_s = (moved + UPDATE_PASSES * memory["weights"]) / machine.memory_bytes_per_s
+    moved += of_score * 4 * shape.n_layers * shape.n_heads / work.dims.tensor * work.seq_len
+    moved = tokens * (moved + of_logit * 4 * shape.vocab_size / work.dims.tensor)
+    moved_s = (moved + of_weight * memory["weights"]) / machine.memory_bytes_per_s
     calls = work.accumulate * work.microbatches
-    calls_s = machine.op_s * calls * (BLOCK_CALLS * shape.n_layers / n_stages + STEP_CALLS)
+    calls_s = machine.op_s * calls * (block_calls * shape.n_layers / n_stages + step_calls)
     # The last stage has the head besides its blocks.
     busy_s = (flops + again + head * (n_stages - 1)) / peak + moved_s
     busy_s = busy_s + calls_s if machine.is_cpu else max(busy_s, calls_s)
