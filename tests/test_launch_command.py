@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT
 
 from gptrain.launch import command as launch_command
+from tests.conftest import ROOT
 
 
 @pytest.fixture

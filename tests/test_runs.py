@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import json
 import os
@@ -15,7 +14,7 @@ import yaml
 
 from gptrain.runs import __main__ as command
 from gptrain.runs.folder import read_run
-from gptrain.runs.page import read_curves, read_starts
+from gptrain.runs.page import read_curves
 from tests.conftest import ROOT
 
 
@@ -74,15 +73,16 @@ def test_the_best_run_is_first_and_what_varied_is_shown(four, show):
     assert lines[2].endswith("early stop: val/loss=3.5 not better than 3.4, at step 10")
     assert lines[3].split(maxsplit=3) == ["sweep/1", "9", "7", "nonfinite: the loss is nan"]
     assert lines[4].split() == ["sweep/10", "lost"]
+    assert show("--diff", four / "sweep" / "1", four / "a")[1][0].split() == ["sweep/1", "a"]
 
 
 def test_json_is_a_list_and_its_direction_that_of_the_runs(four, show):
-    make_run(four / "b", "optimizer.lr=1e-3", "+x=1", loss=3.0, mode="max")  # the newest
+    last = make_run(four / "z", "optimizer.lr=1e-3", "+x=1", loss=3.0, mode="max")
     code, lines, _ = show(four, "--json")
     runs = json.loads("\n".join(lines))
-    assert code == 0 and [Path(run["run"]).name for run in runs][:3] == ["a", "b", "0"]
+    assert code == 0 and [Path(run["run"]).name for run in runs][:3] == ["a", "z", "0"]
     assert runs[1] == {
-        "run": str(four / "b"), "overrides": ["optimizer.lr=1e-3", "+x=1"],
+        "run": str(last), "overrides": ["optimizer.lr=1e-3", "+x=1"],
         "metrics": {"val/loss": 3.0}, "steps": 10, "seconds": 1.5, "ended": "done",
     }  # fmt: skip
 
@@ -94,22 +94,13 @@ def test_filters(four, show):
     assert names(four, "--where", "optimizer.lr=0.001") == ["a"]  # typed as 1e-3
     assert names(four, "--where", "optimizer.lr=3e-4") == ["10"]  # composed
     assert names(four, "--where", "ended=nonfinite", "--where", "model=gpt_nano") == ["1"]
-    assert names(f"{four}/sweep/*", four / "a", "--mode", "max") == [
-        "a",
-        "sweep/0",
-        "sweep/1",
-        "sweep/10",
-    ]
-    os.utime(four / "a" / ".hydra/overrides.yaml", (2e9, 2e9))
-    assert names(four, "--last", 1) == ["a"]
-    assert names(four / "a", four, four / "a", "--last", 4).count("a") == 1
+    assert names(four / "a", four, four / "a").count("a") == 1
 
 
 @pytest.mark.parametrize(
     "words, code, said",
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
-        (["--metric", "loss"], 2, "error: --metric=loss: no run has it; allowed: val/loss"),
         (["--where", "seed=7"], 66, "error: no run with seed=7 in"),
         (["--diff"], 2, "error: --diff: compares two runs, and these are 4"),
         (["nowhere"], 66, "error: no run in nowhere"),
@@ -172,7 +163,7 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
     one = train("optimizer.lr=1e-3", "logger=csv", name="one")
     other = train("optimizer.lr=2e-3", "logger=csv", name="other")
     code, lines, _ = show("--diff", one.folder, other.folder)
-    assert code == 0 and lines[0].split() == [str(one.folder), str(other.folder)]
+    assert code == 0 and lines[0].split() == ["one", "other"]
     keys = {line.split()[0] for line in lines[1:]}
     assert "optimizer.lr" in keys and "metrics.train/loss" in keys
     assert not [key for key in keys if not key.startswith(("optimizer.lr", "metrics.", "seconds"))]
@@ -193,8 +184,6 @@ def test_the_page_has_every_run_curve_and_restart(train, show, tmp_path):
         assert train(*words, *limit, name="outputs/b").code == 0
     stop = make_run(tmp_path / "outputs" / "c", "seed=</script><b>", loss=9.0)
     write(stop / "metrics.csv", "step,train/loss\n1,3.0\n2,2.0\n3,\n")
-    assert [start["step"] for start in read_starts(tmp_path / "outputs/b")] == [0, 2]
-    assert read_starts(tmp_path / "outputs/b")[1]["after"] == "done"
     events = read_curves(tmp_path / "outputs/b")
     assert [step for step, _ in events["train/loss"]] == [1, 2, 3, 4] or events["train/loss"][-1][
         0
@@ -225,12 +214,3 @@ def test_the_page_has_every_run_curve_and_restart(train, show, tmp_path):
         window.click("tbody tr", "c")
         assert window.run("return document.querySelectorAll('.faded').length") >= 8
         assert window.run("return document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_csv_opens_in_a_spreadsheet(four):
-    from gptrain.runs.folder import find_runs
-    from gptrain.runs.table import csv_table
-
-    rows = list(csv.DictReader(csv_table([*map(read_run, find_runs(four))]).splitlines()))
-    assert [row["run"] for row in rows] == ["a", "sweep/0", "sweep/1", "sweep/10"]
-    assert rows[0]["val/loss"] == "3.5" and rows[3]["optimizer.lr"] == ""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Finished
 from slurm_cluster import (
     NODES,
     Cluster,
@@ -20,6 +19,8 @@ from slurm_cluster import (
     running_cluster,
     wait_for,
 )
+
+from tests.conftest import TINY, Finished
 
 pytestmark = pytest.mark.skipif(
     bool(missing_programs()), reason="no SLURM: apt-get install slurm-wlm munge"

@@ -7,11 +7,11 @@ import json
 import weakref
 
 import pytest
-from conftest import TINY
 from omegaconf import OmegaConf
 
 from gptrain import assemble as build
 from gptrain.config.compose import job_folder, parse
+from tests.conftest import TINY
 
 
 def jobs(folder):

@@ -275,6 +275,6 @@ def test_a_save_in_the_background_is_waited_for_where_the_run_ends_early(
     with patch.object(checkpoints, "BACKGROUND_BYTES", 0):
         assert claims.run_train([*words], tmp_path / "said") == code
     said = (tmp_path / "said").read_text()
-    assert f"step {step}" in said.splitlines()[-2], said
+    assert any(f"step {step}" in line for line in said.splitlines()[-3:]), said
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.newest_good().step == step

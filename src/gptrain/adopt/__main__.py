@@ -18,7 +18,6 @@ from gptrain.small_files import read_yaml
 
 ROOT, NAME = Path(__file__).parents[3], "gptrain"
 STAYS = ("src/gptrain/adopt", "tests/house")
-KNOWN = ("*.*", "LICENSE", ".ci", ".github", "conf", "src", "tests", "outputs/.gitkeep")
 README_SECTION = r"\n## Take parts out\n.*?(?=\n## )"  # tells of this command
 LINT = 'select = ["E"', 'ignore = ["E501"] # lines are longer by the name\nselect = ["E"'
 TIDY = ("check --fix-only --select I", "format")  # a name has its place among the imports
@@ -40,7 +39,7 @@ def main() -> NoReturn:
         ours = isinstance(error, ConfigError)
         print(error if ours else f"error: {error}", file=sys.stderr)
         sys.exit(error.code if ours else code_of(error))
-    print(f"{'copied':9} {n_files} files to {args.to}")
+    print(f"copied    {n_files} files to {args.to}")
     print(f'next      cd {args.to} && git init && pip install -e ".[dev]" && python -m pytest')
     sys.exit()
 
@@ -48,25 +47,23 @@ def main() -> NoReturn:
 def check(args: Namespace, without: list[str], parts: dict[str, list[str]]) -> None:
     """Raises: ConfigError, with all that is wrong with what was typed."""
     found, name = [], args.name
-    if not name.isidentifier() or keyword.iskeyword(name):
-        found.append(Problem("name", name, "no name that Python imports", attempt="my_project"))
-    elif importlib.util.find_spec(name):
-        found.append(Problem("name", name, "a package of this name is there already"))
+    if not name.isidentifier() or keyword.iskeyword(name) or importlib.util.find_spec(name):
+        wrong = "no name that Python imports, or that of a package that is there already"
+        found.append(Problem("name", name, wrong, attempt="my_project"))
     if args.to.exists():
         found.append(Problem("--to", args.to, "is there already, and nothing is written over"))
-    for part in without:
-        if part not in parts:
-            found.append(Problem("--without", part, "no such part", ", ".join(parts)))
+    for part in set(without) - parts.keys():
+        found.append(Problem("--without", part, "no such part", ", ".join(parts)))
+    if not (ROOT / ".git").exists():
+        found.append(Problem("", None, f"{ROOT} is no clone: git tells which files are copied"))
     if found:
         raise ConfigError(found)
 
 
 def read_parts() -> dict[str, list[str]]:
-    """Part -> its files and folders, each name with braces as a shell expands it."""
+    """Part -> its files and folders."""
     parts = read_yaml(Path(__file__).with_name("parts.yaml"))
-    return {
-        part: [path for name in names for path in expand(name)] for part, names in parts.items()
-    }
+    return {part: list(itertools.chain(*map(expand, names))) for part, names in parts.items()}
 
 
 def expand(name: str) -> list[str]:
@@ -77,7 +74,9 @@ def expand(name: str) -> list[str]:
 
 def copy(to: Path, name: str, gone: set[str]) -> int:
     """Writes the renamed files that are not gone; returns how many. Raises: OSError."""
-    files = [file for file in list_files() if not _is_below(file, {*STAYS, *gone})]
+    command = ["git", "ls-files", "-z", "--", ".", *(f":!{path}" for path in (*STAYS, *gone))]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    files = [file for file in listed if (ROOT / file).is_file()]
     for file in files:
         target, content = to / rename(file, name), (ROOT / file).read_bytes()
         if b"\0" not in content:  # a picture
@@ -89,36 +88,13 @@ def copy(to: Path, name: str, gone: set[str]) -> int:
     readme.write_text(re.sub(README_SECTION, "", readme.read_text(), flags=re.DOTALL))
     project.write_text(project.read_text().replace(*LINT))
     for words in TIDY if importlib.util.find_spec("ruff") else ():
-        subprocess.run(
-            [sys.executable, "-m", "ruff", *words.split(), "-qn", "."], cwd=to, check=False
-        )
+        subprocess.run([sys.executable, "-m", "ruff", *words.split(), "-qn"], cwd=to, check=False)
     return len(files)
-
-
-def list_files() -> list[str]:
-    """What git tracks; without git what a project consists of."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
-    try:
-        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
-            "\0"
-        )
-    except (OSError, subprocess.CalledProcessError):
-        names = []
-    found = [ROOT / name for name in names if name]
-    if not found:
-        above = [path for pattern in KNOWN for path in ROOT.glob(pattern)]
-        found = [file for path in above for file in ([path] if path.is_file() else path.rglob("*"))]
-    kept = (path.relative_to(ROOT) for path in found if path.is_file())
-    return [str(path) for path in kept if not {"__pycache__", "local"} & set(path.parts)]
 
 
 def rename(text: str, name: str) -> str:
     """The text of the project with that name."""
     return text.replace(NAME, name).replace(NAME.upper(), name.upper())
-
-
-def _is_below(file: str, paths: set[str]) -> bool:
-    return any(f"{file}/".startswith(f"{path}/") for path in paths)
 
 
 if __name__ == "__main__":

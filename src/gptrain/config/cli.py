@@ -213,7 +213,7 @@ def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> i
             return None
         codes.append(DONE)
         if sweep:
-            sweep.end(node)
+            sweep.end(node, cfg.objective)
         return value
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
@@ -227,8 +227,11 @@ def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> i
             _tell([Problem("", None, first_line(error))])
     finally:
         sys.argv = typed
-    if sweep:
-        sweep.report()
+    try:
+        if sweep:
+            sweep.report()
+    except OSError as error:
+        code = _ending(error)[0]
     return code or next(filter(None, codes), DONE)
 
 

@@ -5,8 +5,8 @@ All that a job says is in its train.log; warnings and errors are shown in full.
 
 from __future__ import annotations
 
+import csv
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptrain.resilience import fileops
 from gptrain.resilience.status import write_status
-from gptrain.runs.folder import OVERRIDES, find_runs, read_run
-from gptrain.runs.table import csv_table, ranked, summary, text_table
+from gptrain.runs.folder import OVERRIDES, read_run, read_runs
+from gptrain.runs.table import cell, ending, ranked, table, text_table
 from gptrain.small_files import UnreadableFile
 
 LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
@@ -29,34 +29,34 @@ class Sweep:
     """The jobs of one command.
 
     Attributes:
-        fixed: overrides that all jobs have.   quiet: overrides that keep their words off the
-            terminal.   mode: which value of the objective is the best.
+        fixed: keys that all jobs have alike.
+        quiet: overrides that keep the words of jobs off the terminal.
     """
 
     folder: Path
     fixed: frozenset[str]
-    quiet: tuple[str, ...]
-    objective: str
-    mode: str
+    quiet: list[str]
 
     @classmethod
     def of(cls, overrides: Sequence[Override], first: DictConfig) -> Sweep:
         """The sweep that was typed; `first` is the config of its first job."""
-        fixed = frozenset(_key(o.input_line) for o in overrides if not o.is_sweep_override())
-        quiet = (f"{key}=WARNING" for key in LEVELS if OmegaConf.select(first, key))
-        folder = Path(first.hydra.sweep.dir)
-        return cls(folder, fixed, tuple(quiet), first.objective, first.checkpoint.mode)
+        fixed = frozenset(o.key_or_group for o in overrides if not o.is_sweep_override())
+        quiet = [f"{key}=WARNING" for key in LEVELS if OmegaConf.select(first, key)]
+        return cls(Path(first.hydra.sweep.dir), fixed, quiet)
 
     def begin(self, node: DictConfig) -> None:
         """Says which job it is, by what varies."""
-        own = (word for word in node.overrides.task if _key(word) not in self.fixed)
+        words = (word.lstrip("+") for word in node.overrides.task)
+        own = (word for word in words if word.partition("=")[0] not in self.fixed)
         print(f"{f'job {node.job.num}':9} {' '.join(own)}", flush=True)
 
-    def end(self, node: DictConfig) -> None:
+    def end(self, node: DictConfig, objective: str) -> None:
         """Says what became of a job that is done."""
         with suppress(UnreadableFile, OSError):  # of a command that keeps no record
-            line = summary(read_run(Path(node.runtime.output_dir)), self.objective)
-            print(f"{'ended':9} {line}", flush=True)
+            run = read_run(Path(node.runtime.output_dir))
+            value = run.metrics.get(objective)
+            facts = "" if value is None else f"{objective} {cell(value)} · "
+            print(f"{'ended':9} {facts}{cell(run.steps)} steps · {ending(run)}", flush=True)
 
     def note_refusal(self, node: DictConfig, code: int, said: str) -> None:
         """Keeps the record of a job that did not start, in the empty folder that it had."""
@@ -66,23 +66,13 @@ class Sweep:
         write_status(folder, cause="refused", exit_code=code, message=said)
 
     def report(self) -> None:
-        """Prints the table of all jobs, the best first, and writes results.csv."""
-        runs = []
-        for path in find_runs(self.folder):
-            with suppress(UnreadableFile, OSError):
-                runs.append(read_run(path))
-        if not runs:
-            return
-        runs = ranked(runs, self.objective, self.mode)
-        print(f"\n{text_table(runs, self.objective)}")
-        try:
-            fileops.replace(self.folder / "results.csv", csv_table(runs).encode())
+        """Prints the table of all jobs, the best first, and writes results.csv. Raises: OSError."""
+        if runs := read_runs([self.folder]):
+            metric, runs = ranked(runs)
+            print(f"\n{text_table(runs, metric)}")
+            every = sorted({name for run in runs for name in run.metrics})
+            with open(self.folder / "results.csv", "w", newline="") as file:
+                csv.writer(file).writerows(table(runs, every))
             print(f"{'results':9} {self.folder / 'results.csv'}")
-        except OSError as error:
-            print(f"warning: no results.csv: {error}", file=sys.stderr)
-        folder = shlex.quote(str(self.folder))
-        print(f"{'next':9} python -m gptrain.runs {folder} --html runs.html", flush=True)
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
+            folder = shlex.quote(str(self.folder))
+            print(f"{'next':9} python -m gptrain.runs {folder} --html runs.html", flush=True)

@@ -116,6 +116,7 @@ def find_work(config: Mapping[str, Any], name: str, world_size: int, is_cpu: boo
         model.get("dropout", 0.0), model["compile"], is_cpu, options=options,
     )  # fmt: skip
     uneven = shape.n_kv_heads % ranks.tensor or batch.batch_size % work.microbatches
+    uneven = uneven or ranks.data % ranks.replicas
     if uneven or ranks.pipeline * work.stages_per_rank > shape.n_layers:
-        raise ValueError(f"{ranks}: does not divide heads, layers or batch")
+        raise ValueError(f"{ranks}: does not divide heads, layers, batch or copies")
     return work

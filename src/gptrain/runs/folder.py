@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gptrain.problems import DONE
+from gptrain.problems import DONE, Problem
 from gptrain.resilience.lock import is_held
 from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
@@ -24,7 +28,7 @@ class RunRecord:
         overrides: as typed.
         metrics: final ones; of a run that is not done those of its newest checkpoint.
         ended, detail: why it ended, in a word or two, and more of it.
-        started_s: of its last start, since the epoch.   result: all of result.json.
+        result: all of result.json.
     """
 
     path: Path
@@ -34,55 +38,62 @@ class RunRecord:
     seconds: float | None
     ended: str
     detail: str
-    started_s: float
     result: dict[str, Any]
 
     @property
     def typed(self) -> dict[str, str]:
         """Key -> value of the overrides."""
-        return {
-            key.lstrip("+"): value for key, _, value in (o.partition("=") for o in self.overrides)
-        }
+        pairs = (override.partition("=") for override in self.overrides)
+        return {key.lstrip("+"): value for key, _, value in pairs}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The composed config, dotted key -> value."""
+        return flatten(read_facts(self.path / CONFIG, read_yaml))
 
 
-def find_runs(folder: Path) -> list[Path]:
-    """The run folders at or below a folder, in order."""
-    found = [path.parent for path in folder.rglob(".hydra")]
-    return sorted(found, key=lambda path: [(len(part), part) for part in path.parts])
+def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
+    """The runs at or below each folder, once; one that cannot be read is a warning."""
+    runs = []
+    found = (file.parent for folder in folders for file in sorted(folder.rglob(".hydra")))
+    for path in dict.fromkeys(found):
+        try:
+            runs.append(read_run(path))
+        except (UnreadableFile, OSError) as error:
+            print(Problem("", None, f"{path}: {error}", code=DONE).line, file=sys.stderr)
+    return runs
 
 
 def read_run(folder: Path) -> RunRecord:
     """The run of a folder. Raises: UnreadableFile, OSError."""
-    overrides = _whole(folder / OVERRIDES, list, read_yaml(folder / OVERRIDES))
-    path = folder / RESULT_NAME
-    result = _whole(path, dict, read_json(path) if path.exists() else {})
-    status, runs = read_status(folder) or {}, is_held(folder)
-    if (status or result) and status.get("exit_code", DONE) == DONE and not runs:
-        why = result.get("ended")
-        why, facts = why if isinstance(why, dict) else {}, result
+    overrides, path = _as(list, read_yaml(folder / OVERRIDES)), folder / RESULT_NAME
+    result = _as(dict, read_json(path)) if path.exists() else {}
+    status, is_running = read_status(folder) or {}, is_held(folder)
+    if (status or result) and status.get("exit_code", DONE) == DONE and not is_running:
+        facts, why = result, _as(dict, result.get("ended"))
         ended, detail = why.get("reason", "done"), why.get("detail", "")
     else:
-        facts = {"steps": status.get("step")} | _newest_checkpoint(folder)
-        ended = "running" if runs else status.get("cause", "lost")
+        facts = _newest_checkpoint(folder) or {"steps": status.get("step")}
+        ended = "running" if is_running else status.get("cause", "lost")
         detail = status.get("message", "")
-    metrics = facts.get("metrics")
-    items = metrics.items() if isinstance(metrics, dict) else ()
+    metrics = _as(dict, facts.get("metrics")).items()
     return RunRecord(
         path=folder,
         overrides=[str(one) for one in overrides],
-        metrics={str(name): value for name, value in items if _number(value) is not None},
+        metrics={name: value for name, value in metrics if _number(value) is not None},
         steps=_number(facts.get("steps")),
         seconds=_number(facts.get("seconds")),
         ended=str(ended),
         detail=str(detail).removeprefix("error: "),
-        started_s=(folder / OVERRIDES).stat().st_mtime,
         result=result,
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The composed config, dotted key -> value. Raises: UnreadableFile, OSError."""
-    return flatten(read_yaml(folder / CONFIG)) if (folder / CONFIG).exists() else {}
+def read_facts(path: Path, read: Callable[[Path], Any] = read_json) -> dict[str, Any]:
+    """The values of a small file; none where there is no such file of ours."""
+    with suppress(UnreadableFile, OSError):
+        return _as(dict, read(path))
+    return {}
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -96,19 +107,15 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
     """Steps and metrics of the newest checkpoint whose manifest is whole."""
     for path in sorted((folder / CHECKPOINTS_NAME).glob("step-*"), reverse=True):
-        try:
+        with suppress(DamagedCheckpoint):
             manifest = read_manifest(path)
-        except DamagedCheckpoint:
-            continue
-        metrics = {name: value for name, value in manifest["metrics"].items() if name != "step"}
-        return {"steps": manifest["step"], "metrics": metrics}
+            return {"steps": manifest["step"], "metrics": manifest["metrics"] | {"step": None}}
     return {}
 
 
-def _whole(path: Path, kind: type, value: Any) -> Any:
-    if not isinstance(value, kind):
-        raise UnreadableFile(path, f"not a {kind.__name__}")
-    return value
+def _as(kind: type, value: Any) -> Any:
+    """A value of a kind; an empty one in place of another's."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _number(value: Any) -> float | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from gptrain.resilience import fileops
-from gptrain.runs.folder import RunRecord, read_config
-from gptrain.runs.table import names, same, varied
-from gptrain.small_files import UnreadableFile, read_bytes, read_json
+from gptrain.runs.folder import RunRecord, read_facts
+from gptrain.runs.table import differing, names
+from gptrain.small_files import read_bytes
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Logged name -> TensorBoard's tag. It sorts its sections by what stands before the slash: so losses
@@ -26,52 +25,47 @@ TAGS = {
 }
 N_POINTS = 500  # of a curve
 MAX_CSV_BYTES = 2**26
+SHOWN = ("typed", "metrics", "steps", "seconds", "ended", "detail")
 
 
 def write_page(path: Path, runs: Sequence[RunRecord], metric: str) -> None:
     """Writes the page; runs in their order, the first is the best. Raises: OSError."""
-    configs = [read_config(run.path) for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config if "_dir" not in key)
-    differ = [
-        key for key in keys if not all(same(c.get(key), configs[0].get(key)) for c in configs)
-    ]
-    shown = []
-    for run, name, config in zip(runs, names(runs), configs, strict=True):
-        known = ("typed", "metrics", "steps", "seconds", "ended", "detail")
-        facts = {key: getattr(run, key) for key in known} | {"name": name}
-        facts |= {"config": {key: config.get(key) for key in differ}, "path": str(run.path)}
-        shown.append(facts | {"curves": read_curves(run.path), "starts": read_starts(run.path)})
-    data = {"metric": metric, "varied": varied(runs), "runs": shown}
+    differ, shown = differing([run.config for run in runs]), []
+    for run, name in zip(runs, names(runs), strict=True):
+        facts = {key: getattr(run, key) for key in SHOWN} | {"name": name}
+        facts["starts"] = read_facts(run.path / ".restarts").get("starts", [])
+        facts["config"] = {key: run.config.get(key) for key in differ}
+        shown.append(facts | {"curves": read_curves(run.path)})
+    varied = differing([run.typed for run in runs])
+    data = {"metric": metric, "varied": varied, "differ": differ, "runs": shown}
     text = json.dumps(data, default=str).replace("<", "\\u003c")  # ends no script
     fileops.replace(path, TEMPLATE.read_text().replace("{/*runs*/}", text).encode())
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
     """Logged name -> points (step, value), of metrics.csv or of TensorBoard's events."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    path = folder / "metrics.csv"
+    for name, step, value in _csv_points(path) if path.exists() else _event_points(folder):
+        curves.setdefault(name, []).append((step, value))
+    return {name: points[:: len(points) // N_POINTS + 1] for name, points in curves.items()}
+
+
+def _csv_points(path: Path) -> Iterator[tuple[str, float, float]]:
+    lines = read_bytes(path, MAX_CSV_BYTES).decode(errors="replace").splitlines()
+    for row in csv.DictReader(lines):
+        for name in row.keys() - {"step"}:
+            if row[name]:
+                yield name, float(row["step"]), float(row[name])
+
+
+def _event_points(folder: Path) -> Iterator[tuple[str, float, float]]:
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-    curves: dict[str, list[tuple[float, float]]] = {}
-    if (folder / "metrics.csv").exists():
-        lines = read_bytes(folder / "metrics.csv", MAX_CSV_BYTES).decode(errors="replace")
-        for row in csv.DictReader(lines.splitlines()):
-            for name in row.keys() - {"step"} if row.get("step") else ():
-                if row[name]:
-                    curves.setdefault(name, []).append((float(row["step"]), float(row[name])))
-        return {k: points[:: len(points) // N_POINTS + 1] for k, points in curves.items()}
     if not all(file.is_file() for file in folder.glob("*tfevents*")):
-        return {}  # a pipe would block
-    events, logged = (
-        EventAccumulator(str(folder), {SCALARS: N_POINTS}),
-        {t: n for n, t in TAGS.items()},
-    )
-    for tag in events.Reload().Tags()[SCALARS]:
-        curves[logged.get(tag, tag)] = [(one.step, one.value) for one in events.Scalars(tag)]
-    return curves
-
-
-def read_starts(folder: Path) -> list[Any]:
-    """Each start of the run: step, time, and how the one before had ended."""
-    try:
-        return list(read_json(folder / ".restarts")["starts"])
-    except (OSError, UnreadableFile, LookupError, TypeError):
-        return []
+        return  # a pipe would block
+    events = EventAccumulator(str(folder), {SCALARS: N_POINTS}).Reload()
+    logged = {tag: name for name, tag in TAGS.items()}
+    for tag in events.Tags()[SCALARS]:
+        for one in events.Scalars(tag):
+            yield logged.get(tag, tag), one.step, one.value

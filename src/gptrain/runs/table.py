@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptrain.runs.folder import RunRecord, read_config
+from gptrain.runs.folder import RunRecord
 
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # beside the objective
-PLACES = {"run_dir", "output_dir", "from_run", "ckpt_path"}  # where, not what
-CELL = 32  # characters of a value; an ending has what is left of a line
+PLACES = ("_dir", "dirpath", "from_run", "ckpt_path", "checkpoint")  # keys of where, not of what
+CELL = 32  # characters of a value; an ending has all it needs
 SPELT = {"None": "null", "True": "true", "False": "false"}
 
 
-def varied(runs: Sequence[RunRecord]) -> list[str]:
-    """Keys that were not typed alike in all runs."""
-    keys = dict.fromkeys(key for run in runs for key in run.typed if key not in PLACES)
-    typed = {key: [run.typed.get(key) for run in runs] for key in keys}
-    return [key for key in keys if not all(same(value, typed[key][0]) for value in typed[key])]
+def differing(sides: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys whose values are not the same in all, but for places."""
+    keys = dict.fromkeys(key for side in sides for key in side if not key.endswith(PLACES))
+    return [key for key in keys if not all(same(one.get(key), sides[0].get(key)) for one in sides)]
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one, however they are spelt: 1e-3 is 0.001, None null."""
+    """Whether two values are one, however they are spelt: 1e-3 is 0.001, null None."""
     try:
         return float(one) == float(other)
     except (TypeError, ValueError):
         return SPELT.get(str(one), str(one)) == SPELT.get(str(other), str(other))
 
 
-def direction(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """The objective of the newest run, and whether its best is the min or the max."""
-    config = read_config(max(runs, key=lambda run: run.started_s).path)
-    return str(config.get("objective", "val/loss")), str(config.get("checkpoint.mode", "min"))
-
-
-def ranked(runs: Sequence[RunRecord], metric: str, mode: str) -> list[RunRecord]:
-    """The best first; those without the metric last."""
-    sign = -1 if mode == "max" else 1
-    return sorted(runs, key=lambda run: sign * run.metrics.get(metric, sign * math.inf))
+def ranked(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
+    """The objective of the last run, and the runs by it: the best first, those without it last."""
+    config = runs[-1].config
+    metric, is_max = (
+        str(config.get("objective", "val/loss")),
+        config.get("checkpoint.mode") == "max",
+    )
+    sign = -1 if is_max else 1
+    return metric, sorted(runs, key=lambda run: sign * run.metrics.get(metric, sign * math.inf))
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:
@@ -51,32 +47,31 @@ def names(runs: Sequence[RunRecord]) -> list[str]:
     return [os.path.relpath(path, common) for path in paths]
 
 
-def text_table(runs: Sequence[RunRecord], metric: str, width: int | None = None) -> str:
-    """For a terminal of this width."""
+def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
+    """A head and a row a run: its name, what was typed differently, metrics, how it ended."""
+    keys = differing([run.typed for run in runs])
+    rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", "ended"]]
+    for run, name in zip(runs, names(runs), strict=True):
+        values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
+        seconds = None if run.seconds is None else round(run.seconds, 1)
+        rows.append([name, *values, run.steps, seconds, ending(run)])
+    return rows
+
+
+def text_table(runs: Sequence[RunRecord], metric: str) -> str:
+    """For a terminal."""
     shown = [one for one in dict.fromkeys((metric, *SHOWN)) if any(one in r.metrics for r in runs)]
-    rows = [[*map(cell, row[:-1]), row[-1]] for row in _rows(runs, shown)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    n_left = len(widths) - len(shown) - 2
-    form = "  ".join(f"{{:{'<' if i < n_left else '>'}{n}}}" for i, n in enumerate(widths))
-    return "\n".join(f"{form}  {{}}".format(*row)[:width].rstrip() for row in rows)
+    rows = table(runs, shown)
+    return aligned([[*map(cell, row[:-1]), row[-1]] for row in rows], len(shown) + 2)
 
 
-def summary(run: RunRecord, metric: str) -> str:
-    """One run on one line."""
-    value = f"{metric} {cell(run.metrics[metric])} · " if metric in run.metrics else ""
-    return f"{value}{cell(run.steps)} steps in {cell(seconds(run))} s · {ending(run)}"
-
-
-def csv_table(runs: Sequence[RunRecord]) -> str:
-    """For a spreadsheet, with every metric."""
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows(_rows(runs, sorted({name for run in runs for name in run.metrics})))
-    return text.getvalue()
-
-
-def seconds(run: RunRecord) -> float | None:
-    """Its duration, as exact as a person reads it."""
-    return None if run.seconds is None else round(run.seconds, 1)
+def aligned(rows: Sequence[Sequence[str]], n_numbers: int = 0) -> str:
+    """Rows of text as columns; of the numbers before the last column the right ends align."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    n_left = len(widths) - 1 - n_numbers
+    sides = "<" * n_left + ">" * n_numbers + "<"
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def ending(run: RunRecord) -> str:
@@ -94,12 +89,3 @@ def cell(value: Any) -> str:
 def printable(text: object) -> str:
     """On one line, without a terminal's control characters."""
     return "".join(char if char.isprintable() else " " for char in str(text))
-
-
-def _rows(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
-    keys = varied(runs)
-    rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", "ended"]]
-    for run, name in zip(runs, names(runs), strict=True):
-        values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
-        rows.append([name, *values, run.steps, seconds(run), ending(run)])
-    return rows
