@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gptrain import runs as package
-from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser
+from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser, code_of
 from gptrain.runs.folder import RunRecord, flatten, read_runs
 from gptrain.runs.table import aligned, differing, names, printable, ranked, same, text_table
 
@@ -49,7 +49,10 @@ def answer(args: Namespace) -> str:
     if args.html:
         from gptrain.runs.page import write_page
 
-        write_page(Path(args.html), runs, metric)
+        try:
+            write_page(Path(args.html), runs, metric)
+        except OSError as error:
+            raise ConfigError.of("--html", args.html, str(error), code=code_of(error)) from error
         return f"{args.html}: {len(runs)} runs"
     if args.json:
         facts = ({key: getattr(run, key) for key in AS_JSON} for run in runs)

@@ -54,7 +54,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
 def _csv_points(path: Path) -> Iterator[tuple[str, float, float]]:
     lines = read_bytes(path, MAX_CSV_BYTES).decode(errors="replace").splitlines()
     for row in csv.DictReader(lines):
-        for name in row.keys() - {"step"}:
+        for name in row.keys() - {"step"} if row.get("step") else ():
             if row[name]:
                 yield name, float(row["step"]), float(row[name])
 
