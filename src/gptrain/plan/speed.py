@@ -77,9 +77,10 @@ def this_machine(measured: Path, n_local: int) -> Machine:
     links = facts["links"].get("gloo") or GUESS["links"]["gloo"]
     link = Link("gloo", **links.get(str(n_local), next(iter(links.values()))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    share = max(1, n_cores // n_local) / facts["threads"]
-    flops = {kind: share * peak for kind, peak in facts["flops_per_s"].items()}
-    speeds = (flops, facts["memory_bytes_per_s"] / n_local, facts["op_s"], link, link)
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = int(asked) if asked.isdigit() else max(1, n_cores // n_local)
+    flops = {kind: threads / facts["threads"] * peak for kind, peak in facts["flops_per_s"].items()}
+    speeds = (flops, facts["memory_bytes_per_s"] * threads / n_cores, facts["op_s"], link, link)
     return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, is_cpu=True)
 
 
