@@ -101,7 +101,7 @@ def test_filters(four, show):
     "words, code, said",
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
-        (["--html", "/dev/null/x"], 66, "error: --html=/dev/null/x: "),
+        (["--html", "/dev/null/x"], 73, "error: --html=/dev/null/x: "),
         (["--where", "seed=7"], 66, "error: no run with seed=7 in"),
         (["--diff"], 2, "error: --diff: compares two runs, and these are 4"),
         (["nowhere"], 66, "error: no run in nowhere"),
