@@ -34,12 +34,12 @@ def result(run) -> dict:
         (
             (*EVERY_2, f"{EARLY} stopping_threshold: 99}}"),
             "early stop",
-            r"val/loss=5\.\d+ reached 99, at step 2",
+            r"val/loss=5\.\d+ stopping threshold, at step 2",
         ),
         (
             (*EVERY_2, f"{EARLY} patience: 1, min_delta: 9}}"),
             "early stop",
-            r"val/loss=5\.\d+ not better than 5\.\d+ in 1 checks, at step 4",
+            r"val/loss=5\.\d+ patience exhausted, at step 4",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

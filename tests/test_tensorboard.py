@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 
 import pytest
-from browser import browser, tensorboard
+from browser import browser, tensorboard, wait
+from forked import forked_ranks
 
-from tests.conftest import ROOT, TINY
+import train
+from gptrain.config import cli
+from gptrain.lit.loggers import TensorBoardLogger
+from tests.conftest import TINY
 
 WORDS = (
     *TINY, "trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "trainer.max_steps=2",
@@ -27,8 +30,8 @@ def outputs(tmp_path_factory):
         one,
         (*one, "trainer.max_steps=4", "ckpt_path=last"),
     ):
-        command = [sys.executable, "train.py", *WORDS, *words]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        with forked_ranks(folder / "said", folder / "said"):
+            assert cli.run_command(train.main, [*WORDS, *words]) == 0
     return folder
 
 
@@ -38,18 +41,23 @@ def window():
         yield window
 
 
+def points(window) -> list[tuple[int, float]]:
+    """Step and value of the training losses, as TensorBoard gives them to its page."""
+    found = window.run(
+        "const found = new XMLHttpRequest(); found.open('GET', "
+        "'/data/plugin/scalars/scalars?run=.&tag=loss/train', false); found.send();"
+        "return found.responseText;"
+    )
+    return [(step, value) for _, step, value in json.loads(found)]
+
+
 def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs):
     with tensorboard(outputs / "one") as address:
         window.open(f"{address}#timeseries")
         text = window.wait_for("loss 2 cards", "optim 2 cards", "perf 5 cards")
         assert text.index("loss 2 cards") < text.index("optim 2 cards") < text.index("perf 5 cards")
         assert "epoch" not in text
-        points = window.run(
-            "const found = new XMLHttpRequest(); found.open('GET', "
-            "'/data/plugin/scalars/scalars?run=.&tag=loss/train', false); found.send();"
-            "return JSON.parse(found.responseText);"
-        )
-        assert [step for _, step, _ in points] == [1, 2, 3, 4]
+        assert [step for step, _ in points(window)] == [1, 2, 3, 4]
         window.open(f"{address}?#text")
         window.wait_for("run/config/text_summary", "_target_: gptrain.models.SimpleGPT")
         window.wait_for(
@@ -58,6 +66,9 @@ def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs
         window.open(f"{address}?2#custom_scalars")
         text = window.wait_for("training and validation", "Matches (2)", "tokens per second")
         assert text.index("training and validation") < text.index("learning rate")
+        window.open(f"{address}?3#hparams")
+        text = window.wait_for("loss/val", "perf/tokens_per_s", "scheduler", "constant")
+        assert "model.d_model" in text and "checkpoint" not in text and "run_dir" not in text
 
 
 def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs):
@@ -69,3 +80,25 @@ def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs
         text = window.wait_for("loss/val", "perf/tokens_per_s", names[3][:12])
         assert "optimizer.lr" in text and "seed" in text
         assert "d_model" not in text and "checkpoint" not in text
+
+
+def test_a_run_that_goes_on_shows_its_new_points_after_a_reload(window, tmp_path):
+    logger = TensorBoardLogger(str(tmp_path))
+    logger.go_on_from(0)
+
+    def steps(*numbers: int) -> None:
+        for step in numbers:
+            logger.log_metrics({"train/loss": 1 / step}, step)
+        logger.save()
+
+    def is_shown(n_points: int) -> bool:
+        return "loss /train" in window.text() and len(points(window)) == n_points
+
+    steps(1, 2)
+    with tensorboard(tmp_path) as address:
+        window.open(f"{address}#timeseries")
+        wait(lambda: is_shown(2), bool, "two points")
+        steps(3, 4)  # its writer is still open
+        window.ask("POST", "refresh")
+        wait(lambda: is_shown(4), bool, "four points")
+    logger.finalize("success")

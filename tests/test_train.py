@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gptrain.lit import LanguageModel
-from gptrain.lit.callbacks import progress
 from gptrain.models import SimpleGPT
 from gptrain.resilience import fileops
 
@@ -258,7 +258,7 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
         return training_step(self, batch, batch_idx)
 
     monkeypatch.setattr(LanguageModel, "training_step", told_to_stop)
-    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run = train("trainer.enable_progress_bar=true", "trainer.max_steps=20")
     assert run.code == 75
     lines = run.out.splitlines()  # also where a bar returns to the start of its line
@@ -268,7 +268,7 @@ def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, m
 
 
 def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     (tmp_path / "text").write_text("some words of a line\n" * 500)
     run = train(
         "trainer.enable_progress_bar=true", "data=text", f"data.path={tmp_path}/text",
@@ -292,7 +292,7 @@ def test_without_a_terminal_progress_is_a_line_at_a_time(train):
 
 
 def test_the_progress_bar_counts_what_this_run_takes_of_the_epoch(train, monkeypatch):
-    monkeypatch.setattr(progress, "is_terminal", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     words = ("trainer.enable_progress_bar=true", "data.global_batch_size=8", "data.batch_size=4",
              "data.num_samples=4000")  # fmt: skip
 

@@ -200,7 +200,7 @@ def build_report(
         "batch": " · ".join(parts),
     }
     facts = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
-    options, typed = OmegaConf.to_container(cfg, resolve=True), typed_options(cfg, facts)
+    options = OmegaConf.to_container(cfg, resolve=True) | {"typed": typed_options(cfg, facts)}
     planned = None
     if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         precise = options["trainer"] | {"precision": trainer.precision}
@@ -209,7 +209,7 @@ def build_report(
             planned = Planned(config, info.name, lengths.sample_tokens, machine)
             lines["plan"] = str(planned)
     lines["run"] = cfg.run_dir
-    return Report(lines, lengths.step_tokens, options, typed, facts, planned)
+    return Report(lines, lengths.step_tokens, options, facts, planned)
 
 
 def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:

@@ -33,16 +33,14 @@ class TorchProfiler(Profiler):
 
     def __init__(self, dirpath: str, n_steps: int = 5):
         super().__init__(dirpath=dirpath, filename="profile")
-        self.n_steps = n_steps
+        self.n_steps, self._stepped = n_steps, False
         self._profile: profile | None = None
-        self._is_done = self._stepped = False
         self._parts: dict[str, record_function] = {}
 
     def start(self, action_name: str) -> None:
-        if action_name == BATCH and self._profile is None and not self._is_done:
+        if action_name == BATCH and self._profile is None:
             self._begin()
-        part = PARTS.get(action_name[action_name.rfind(".") :])
-        if part and self._profile is not None:
+        if part := PARTS.get(action_name[action_name.rfind(".") :]):
             self._parts[action_name] = record_function(part)
             self._parts[action_name].__enter__()
 
@@ -50,14 +48,14 @@ class TorchProfiler(Profiler):
         if action_name in self._parts:
             self._parts.pop(action_name).__exit__(None, None, None)
         self._stepped |= action_name.endswith(STEP)
-        if action_name == BATCH and self._stepped and self._profile is not None:
+        if action_name == BATCH and self._stepped:
             self._stepped = False
-            self._profile.step()
-            if self._is_done:
-                self._end()
+            self._profile.step()  # after the last that is recorded it costs nothing
 
     def teardown(self, stage: str | None) -> None:
-        self._end()  # of a run that is shorter
+        if self._profile is not None:
+            self._profile.stop()  # writes what there is of a run that is shorter
+            self._profile = None
         super().teardown(stage)
 
     def _begin(self) -> None:
@@ -69,14 +67,7 @@ class TorchProfiler(Profiler):
         self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
         self._profile.start()
 
-    def _end(self) -> None:
-        ended, self._profile = self._profile, None
-        if ended is not None:
-            ended.stop()
-            self._is_done = True
-
     def _write(self, recorded: profile) -> None:
-        self._is_done = True
         place, has_gpu = Path(self.dirpath), torch.cuda.is_available()
         order = f"self_{'cuda' if has_gpu else 'cpu'}_time_total"
         table = recorded.key_averages().table(order, N_ROWS, max_name_column_width=50)

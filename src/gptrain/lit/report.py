@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from omegaconf import OmegaConf
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.step_log import STEP, StepLog
-from gptrain.lit.ending import Ended
 from gptrain.lit.planned import Planned
 from gptrain.resilience.status import result_path, write_result
 
@@ -28,8 +26,8 @@ class Report:
     Args:
         lines: label -> what the start says of it, in the order of printing.
         step_tokens: tokens per optimizer step over all ranks.
-        hyper_parameters: the whole config, for the loggers.
-        typed: option -> value, of those that were typed and tell this run from another.
+        hyper_parameters: the whole config, for the loggers, and `typed`: option -> value, of those
+            that were typed and tell this run from another.
         facts: what else result.json keeps, of what the run was made by.
         planned: what the planner says of it.
     """
@@ -39,12 +37,11 @@ class Report:
         lines: dict[str, str],
         step_tokens: int,
         hyper_parameters: dict[str, Any],
-        typed: dict[str, Any],
         facts: dict[str, Any],
         planned: Planned | None = None,
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.typed, self.facts, self.planned = typed, facts, planned
+        self.facts, self.planned = facts, planned
         self.step_tokens, self.hyper_parameters = step_tokens, hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
@@ -59,8 +56,6 @@ class Report:
                 self.planned.keep(self.run_dir)
         for logger in trainer.loggers:
             logger.log_hyperparams(self.hyper_parameters)
-            if hasattr(logger, "log_typed"):
-                logger.log_typed(self.typed, self.hyper_parameters["objective"])
 
     def end(self, trainer: pl.Trainer) -> dict[str, float]:
         """Prints the result and what to type next, and writes result.json; returns the metrics."""
@@ -73,9 +68,8 @@ class Report:
         checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = result_path(self.run_dir, self.hyper_parameters["task"])
-        ended = steps_log.ended or Ended(
-            f"{trainer.state.fn.value} done", f"of {trainer.ckpt_path}"
-        )
+        ended = {"reason": f"{trainer.state.fn.value} done", "detail": f"of {trainer.ckpt_path}"}
+        ended = steps_log.ended or ended
         is_new = not is_fit or steps_log.first_step is not None
         if not trainer.fast_dev_run and (is_new or not path.exists()):
             write_result(
@@ -85,7 +79,7 @@ class Report:
                 tokens=steps * self.step_tokens,
                 seconds=seconds,
                 checkpoint=best,
-                ended=asdict(ended),
+                ended=ended,
                 **self.facts,
             )
         first = steps_log.first_step
@@ -96,11 +90,11 @@ class Report:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         if "perf/mfu" in metrics:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps_log.speed.peak}")
-        parts.insert(len(parts) if is_new else 0, str(ended))
+        parts.insert(len(parts) if is_new else 0, ", ".join(ended.values()))
         log.info("%-9s %s", "result", " · ".join(parts))
         if self.planned is not None and (compared := self.planned.compare(metrics)):
             log.info("%-9s %s", "planned", compared)
-        profiles = self._profiles(getattr(trainer.profiler, "filename", None))
+        profiles = self._profiles(trainer)
         for path in profiles:
             if path.suffix == ".txt":
                 lines = path.read_text().expandtabs(2).splitlines()[:PROFILE_LINES]
@@ -108,11 +102,10 @@ class Report:
         log.info("%-9s %s", "next", " · ".join([self._next(trainer, best), *map(str, profiles)]))
         return metrics
 
-    def _profiles(self, name: str | None) -> list[Path]:
+    def _profiles(self, trainer: pl.Trainer) -> list[Path]:
         """What the profiler has written of rank 0: tables, traces."""
-        found = sorted(self.run_dir.glob(f"*{name}*")) if self.hyper_parameters["profiler"] else []
-        ours = (str(name), f"{name}-0")
-        return [path for path in found if path.name.partition(".")[0].endswith(ours)]
+        name = getattr(trainer.profiler, "filename", None)
+        return [*self.run_dir.glob(f"*-{name}.*"), *self.run_dir.glob(f"*-{name}-0.*")]
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if trainer.fast_dev_run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -24,15 +23,13 @@ class ProgressBar(TQDMProgressBar):
         n_batches: micro-batches of an epoch, or of a run that is shorter.
 
     Attributes:
-        loss: of the last step that was logged; read from its device once.
-        lr, tokens_per_s, step_s: of that step.
+        logged: name -> what is shown of the last step that was logged; a loss that is still a
+            tensor is read from its device once.
     """
 
-    loss: Tensor | float | None = None
-    lr = tokens_per_s = step_s = 0.0
-
     def __init__(self, n_batches: int):
-        self.in_terminal, self.n_batches = is_terminal(), n_batches
+        self.in_terminal, self.n_batches = sys.stdout.isatty(), n_batches
+        self.logged: dict[str, Any] = {}
         super().__init__(refresh_rate=1)
         if not self.in_terminal:
             self.disable()
@@ -57,11 +54,9 @@ class ProgressBar(TQDMProgressBar):
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         n_done, total = batch_idx + 1, self.total_train_batches
         is_due = n_done == total or n_done % max(1, self.n_batches // LINES_IN_A_FILE) == 0
-        if is_due and not self.in_terminal and self.loss is not None:
-            shown = {"": f"{n_done}/{total}", **self.get_metrics(trainer, module)}
-            left_s = (total - n_done) * self.step_s / trainer.accumulate_grad_batches
-            shown["left"] = timedelta(seconds=round(left_s))
-            words = (f"{name} {value}".strip() for name, value in shown.items())
+        if is_due and not self.in_terminal:
+            shown = self.get_metrics(trainer, module).items()
+            words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown)]
             log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,14 +74,6 @@ class ProgressBar(TQDMProgressBar):
         self.end_line()
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        metrics = super().get_metrics(trainer, pl_module)
-        if self.loss is None:
-            return metrics
-        self.loss = float(self.loss)
-        ours = {"train/loss": f"{self.loss:.4f}", "lr": f"{self.lr:.3g}"}
-        return {**ours, "tokens/s": f"{self.tokens_per_s:,.0f}", **metrics}
-
-
-def is_terminal() -> bool:
-    """Whether somebody watches what is printed."""
-    return sys.stdout.isatty()
+        if isinstance(loss := self.logged.get("train/loss"), Tensor):
+            self.logged["train/loss"] = f"{float(loss):.4f}"
+        return {**self.logged, **super().get_metrics(trainer, pl_module)}

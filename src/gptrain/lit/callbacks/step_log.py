@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.ending import Ended, log_note, why_ended
+from gptrain.lit.ending import log_note, why_ended
 from gptrain.lit.lightning import ends_step
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
@@ -36,12 +37,12 @@ class StepLog(Callback):
 
     Attributes:
         speed, first_step: clock, and steps done, when training began; None: nothing was left.
-        ended: why a training ended.
+        ended: why a training did, `reason` and `detail`.
     """
 
     speed: Speed | None = None
     first_step: int | None = None
-    ended: Ended | None = None
+    ended: dict[str, str] | None = None
 
     def __init__(self, every_n_steps: int, lengths: Lengths, model_config: dict[str, Any]):
         self.every_n_steps, self.lengths = every_n_steps, lengths
@@ -78,18 +79,20 @@ class StepLog(Callback):
         strategy.check_finite.resolve_pending()
         if losses := strategy.micro_losses:  # over the number of micro-steps already
             loss = torch.stack(losses).mean() * trainer.accumulate_grad_batches
-            bar = trainer.progress_bar_callback
-            theirs = not isinstance(bar, ProgressBar | None)
+            theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
             module.log("train/loss", loss, sync_dist=True, prog_bar=theirs)
-            if bar and not theirs:  # Lightning would read it from the device at every micro-batch
-                bar.loss = trainer.callback_metrics["train/loss"]
         metrics = {"lr": self.lr, STEP: float(step)}
         if strategy.grad_norm is not None:
             metrics["grad_norm"] = strategy.grad_norm
         metrics |= self.speed.read()
         if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-            bar.lr, bar.tokens_per_s = self.lr, metrics["perf/tokens_per_s"]
-            bar.step_s = metrics["perf/step_s"]
+            # Of prog_bar=True Lightning would read the loss from its device at every micro-batch.
+            bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
+            bar.logged["lr"] = f"{self.lr:.3g}"
+            bar.logged["tokens/s"] = f"{metrics['perf/tokens_per_s']:,.0f}"
+            if self.lengths.n_steps:
+                left_s = (self.lengths.n_steps - step) * metrics["perf/step_s"]
+                bar.logged["left"] = timedelta(seconds=round(left_s))
         module.log_dict({name: exact(value) for name, value in metrics.items()})
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -98,7 +101,7 @@ class StepLog(Callback):
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.ended = why_ended(trainer, self.lengths, self.first_step)
         if self.first_step is not None:
-            log_note(trainer, "ended", str(self.ended))
+            log_note(trainer, "ended", ", ".join(self.ended.values()))
 
     def on_exception(self, trainer: Trainer, module: LightningModule, error: Exception) -> None:
         log_note(trainer, "ended", f"{type(error).__name__}: {first_line(error)}")

@@ -8,15 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 log = logging.getLogger(__name__)
-WRITES = (
-    "log_metrics",
-    "log_hyperparams",
-    "log_typed",
-    "log_note",
-    "go_on_from",
-    "save",
-    "finalize",
-)
+WRITES = ("log_metrics", "log_hyperparams", "log_note", "go_on_from", "save", "finalize")
 
 
 class SurvivesTrouble:

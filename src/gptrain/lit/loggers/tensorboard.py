@@ -15,13 +15,16 @@ from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
 from gptrain.runs.page import TAGS
 
 LAYOUT = {  # of the tab Custom Scalars: section -> card -> its curves
-    "loss": {"training and validation": ["loss/train", "loss/val"]},
-    "optimizer": {"learning rate": ["optim/lr"], "gradient norm": ["optim/grad_norm"]},
+    "loss": {"training and validation": ("Multiline", ["loss/train", "loss/val"])},
+    "optimizer": {
+        "learning rate": ("Multiline", ["optim/lr"]),
+        "gradient norm": ("Multiline", ["optim/grad_norm"]),
+    },
     "speed": {
-        "tokens per second": ["perf/tokens_per_s"],
-        "model FLOPs utilization": ["perf/mfu"],
-        "seconds of a step, and of it waiting for data": ["perf/step_s", "perf/data_wait_s"],
-        "peak GPU memory, GiB": ["perf/gpu_mem_peak_gib"],
+        "tokens per second": ("Multiline", ["perf/tokens_per_s"]),
+        "model FLOPs utilization": ("Multiline", ["perf/mfu"]),
+        "seconds of a step, and of it waiting": ("Multiline", ["perf/step_s", "perf/data_wait_s"]),
+        "peak GPU memory, GiB": ("Multiline", ["perf/gpu_mem_peak_gib"]),
     },
 }
 COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # in the tab HPARAMS
@@ -43,25 +46,14 @@ class TensorBoardLogger(SurvivesTrouble, pl_loggers.TensorBoardLogger):
             tagged.pop("epoch", None)  # a staircase over steps
             super().log_metrics(tagged, step)
 
-    def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Keeps the whole config for the tab Text."""
-        self._config = yaml.safe_dump(dict(params), sort_keys=False)
-
     @rank_zero_only
-    def log_typed(self, typed: dict[str, Any], objective: str) -> None:
-        """Fills the tab HPARAMS with the options that were typed, beside what runs are compared by.
-
-        Args:
-            objective: the name of the metric that a sweep optimises.
-        """
-        names = dict.fromkeys((objective, *COMPARED))
+    def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
+        """Fills HPARAMS with what was typed and what runs are compared by; keeps all for Text."""
+        self._config = yaml.safe_dump(params, sort_keys=False)
+        names = (params["objective"], *COMPARED)
         metrics = {TAGS.get(name, name): math.nan for name in names}  # without a step: no point
-        super().log_hyperparams(typed, metrics)
-        cards = {
-            section: {title: ["Multiline", tags] for title, tags in charts.items()}
-            for section, charts in LAYOUT.items()
-        }
-        self.experiment.add_custom_scalars(cards)
+        super().log_hyperparams(params["typed"], metrics)
+        self.experiment.add_custom_scalars(LAYOUT)
 
     @rank_zero_only
     def log_note(self, name: str, text: str, step: int) -> None:
