@@ -66,10 +66,10 @@ def test_forward_is_head_of_norm_of_blocks_of_embed():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_attention_depends_on_distances_and_not_on_positions(interleaved):
-    attention = small_llama(rope_interleaved=interleaved).blocks[0].attention
-    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 1, 40, 8)
-    turned_q, turned_k = attention.rotate(q, k)
-    products = (turned_q @ turned_k.mT)[0, 0]  # (T, T)
+    attention = small_llama(rope_interleaved=interleaved, qk_norm=False).blocks[0].attention
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 40, 1, 8)  # (B, T, H, K)
+    turned_q, turned_k = (part[0, :, 0] for part in attention.place(q, k, 0))
+    products = turned_q @ turned_k.mT  # (T, T)
     for distance in (0, 1, 7):
         along = products.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)

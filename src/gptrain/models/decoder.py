@@ -1,14 +1,15 @@
-"""What the nets that ship share: the order of their parts, a cache, and initial weights."""
+"""What the nets that ship share: the order of their parts, attention, and initial weights."""
 
-# B batch, T time, D d_model, V vocab
+# B batch, T time, D d_model, H heads, G heads of k and v, K d_head, V vocab
 
 import hashlib
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptrain.models.cache import KVCache
+from gptrain.models.cache import KVCache, LayerCache
 
 INIT_STD = 0.02  # GPT-2's, for every matrix and all embeddings
 
@@ -121,6 +122,57 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.token_embedding.weight
         return self
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
+
+    def __init__(
+        self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module,
+        dropout: float = 0.0,
+    ):  # fmt: skip
+        super().__init__()
+        self.norm_1, self.attention, self.norm_2, self.mlp = norm_1, attention, norm_2, mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm_1(x), cache))
+        return x + self.dropout(self.mlp(self.norm_2(x)))
+
+
+class CausalSelfAttention(nn.Module):
+    """Each position attends to itself and to those before it.
+
+    Args:
+        n_kv_heads: heads of k and v, each shared by n_heads / n_kv_heads heads of q.
+    """
+
+    def __init__(
+        self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0
+    ):
+        super().__init__()
+        self.d_head, self.dropout = d_model // n_heads, dropout
+        self.q_proj = nn.Linear(d_model, d_model, bias)
+        self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
+        self.v_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
+        self.out_proj = nn.Linear(d_model, d_model, bias)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        # H, G are read off the width: this rank's heads where they are split over ranks
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (one(x).unflatten(-1, (-1, self.d_head)) for one in projections)  # (B, T, H, K)
+        q, k = self.place(q, k, 0 if cache is None else cache.length)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H or G, T, K)
+        k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
+
+    def place(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Where a net's positions are in its heads: q and k (B, T, H or G, K), from start on."""
+        return q, k
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:

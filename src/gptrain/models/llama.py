@@ -5,7 +5,7 @@ biases. Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024 (
 arXiv:2407.21783; normalised q and k: Dehghani et al. 2023, arXiv:2302.05442, as in Qwen3.
 """
 
-# B batch, T time, D d_model, H heads, G key-value heads, K d_head, V vocab
+# B batch, T time, D d_model, H heads, G heads of k and v, K d_head
 
 import math
 from typing import ClassVar
@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.models import llama_layout
-from gptrain.models.cache import LayerCache
-from gptrain.models.decoder import Decoder, make_embedding
+from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
 
 LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
 
@@ -87,8 +86,16 @@ class Llama(Decoder):
 
         with torch.device("meta"):
             self.token_embedding = make_embedding(vocab_size, d_model)
-            self.blocks = nn.ModuleList(Block(self) for _ in range(n_layers))
-            self.norm = nn.RMSNorm(d_model, norm_eps)
+            self.blocks = nn.ModuleList(
+                Block(
+                    RMSNorm(d_model, norm_eps),
+                    RotaryAttention(self),
+                    RMSNorm(d_model, norm_eps),
+                    SwiGLU(d_model, d_ff),
+                )
+                for _ in range(n_layers)
+            )
+            self.norm = RMSNorm(d_model, norm_eps)
             self.head = nn.Linear(d_model, vocab_size, bias=False)
             if tie_head:
                 self.head.weight = self.token_embedding.weight
@@ -98,76 +105,79 @@ class Llama(Decoder):
     to_hugging_face, from_hugging_face = llama_layout.to_llama, llama_layout.from_llama
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
+class RotaryAttention(CausalSelfAttention):
+    """Causal self-attention whose positions are rotations of q and k."""
 
     def __init__(self, sizes: Llama):
-        super().__init__()
-        self.norm_1 = nn.RMSNorm(sizes.d_model, sizes.norm_eps)
-        self.attention = CausalSelfAttention(sizes)
-        self.norm_2 = nn.RMSNorm(sizes.d_model, sizes.norm_eps)
-        self.mlp = SwiGLU(sizes.d_model, sizes.d_ff)
-
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.norm_1(x), cache)
-        return x + self.mlp(self.norm_2(x))
-
-
-class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it; positions are rotations."""
-
-    def __init__(self, sizes: Llama):
-        super().__init__()
-        self.d_head = sizes.d_model // sizes.n_heads
+        super().__init__(sizes.d_model, sizes.n_heads, sizes.n_kv_heads, bias=False)
         self.rope_base, self.rope_scaling = sizes.rope_base, sizes.rope_scaling
         self.rope_interleaved = sizes.rope_interleaved
-        d_kv = sizes.n_kv_heads * self.d_head
-        self.q_proj = nn.Linear(sizes.d_model, sizes.d_model, bias=False)
-        self.k_proj = nn.Linear(sizes.d_model, d_kv, bias=False)
-        self.v_proj = nn.Linear(sizes.d_model, d_kv, bias=False)
-        self.out_proj = nn.Linear(sizes.d_model, sizes.d_model, bias=False)
         self.norm_q = self.norm_k = None
         if sizes.qk_norm:
-            self.norm_q, self.norm_k = (nn.RMSNorm(self.d_head, sizes.norm_eps) for _ in range(2))
+            self.norm_q, self.norm_k = (RMSNorm(self.d_head, sizes.norm_eps) for _ in range(2))
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        q, k, v = (
-            # H, G are read off the width: this rank's heads where they are split over ranks
-            projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H or G, T, K)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.norm_q is not None:  # autocast's 16 bit and a scale of 32 have no common kernel
-            dtype = self.norm_q.weight.dtype
-            q, k = self.norm_q(q.to(dtype)), self.norm_k(k.to(dtype))
-        start = 0 if cache is None else cache.length
-        q, k = (turned.to(v.dtype) for turned in self.rotate(q, k, start=start))
-        k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
-        y = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
-
-    def rotate(self, *parts: Tensor, start: int = 0) -> list[Tensor]:
-        """Parts (B, H, T, K), each pair of a head's numbers turned by an angle, in fp32 or above.
+    def place(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Normalised, then each pair of a head's numbers turned by an angle, in fp32 or above.
 
         The angle grows with the position, from start on, so that q times k depends on the distance
         alone. Autograd saves the angles only. Source: Su et al. 2021, arXiv:2104.09864.
         """
-        device, half = parts[0].device, self.d_head // 2
-        speeds = self.rope_base ** -(torch.arange(half, device=device) / half)  # radians a position
+        parts = (q, k) if self.norm_q is None else (self.norm_q(q), self.norm_k(k))
+        cos, sin = self.angles(torch.arange(start, start + q.shape[1], device=q.device))
+        if self.rope_interleaved:
+            others = (x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) for x in parts)
+        else:
+            others = (x.roll(self.d_head // 2, -1) for x in parts)
+        return tuple(
+            torch.addcmul(x * cos, other, sin).to(q.dtype)
+            for x, other in zip(parts, others, strict=True)
+        )
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine (T, 1, K): of a pair a cos - b sin, and b cos + a sin."""
+        half = self.d_head // 2
+        speeds = self.rope_base ** -(torch.arange(half, device=positions.device) / half)
         if self.rope_scaling != 1:  # whole for 4 turns in Llama 3's context and more, none for one
             whole = ((speeds * LLAMA3_CONTEXT / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
             speeds = speeds * (whole + (1 - whole) / self.rope_scaling)
-        positions = torch.arange(start, start + parts[0].shape[2], device=device)
-        angles = torch.outer(positions, speeds)  # (T, K/2)
-        cos, sin = (angles.cos(),) * 2, (-angles.sin(), angles.sin())  # (a, b): a cos - b sin, ...
-        if self.rope_interleaved:
-            cos, sin = (torch.stack(one, -1).flatten(-2) for one in (cos, sin))  # (T, K)
-            others = (x.unflatten(-1, (half, 2)).flip(-1).flatten(-2) for x in parts)
-        else:
-            cos, sin = (torch.cat(one, -1) for one in (cos, sin))
-            others = (x.roll(half, -1) for x in parts)
-        return [torch.addcmul(x * cos, b, sin) for x, b in zip(parts, others, strict=True)]
+        angles = torch.outer(positions, speeds)[:, None]  # (T, 1, K/2), radians
+        dim = -1 if self.rope_interleaved else -2  # of the two of a pair
+        cos = torch.stack((angles.cos(),) * 2, dim).flatten(-2)
+        return cos, torch.stack((-angles.sin(), angles.sin()), dim).flatten(-2)
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the weight's type.
+
+    torch has one kernel for it on a GPU; on a CPU its gradient is taken of eight, each a pass over
+    memory. Source: Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.weight.dtype)  # autocast's 16 bit and a scale of 32 have no common kernel
+        if x.is_cpu and x.dtype == torch.float32:
+            return _FewPasses.apply(x, self.weight, self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class _FewPasses(torch.autograd.Function):
+    """Keeps x and one number a row."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normal = x * scale
+        product = grad * normal
+        along = (product @ weight)[..., None] / x.shape[-1]
+        grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(scale)
+        return grad_x, product.flatten(0, -2).sum(0), None
 
 
 class SwiGLU(nn.Module):

@@ -4,17 +4,15 @@ Pre-LayerNorm, causal self-attention, GELU MLP of 4 * d_model, learned positions
 token embedding. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
-# B batch, T time, D d_model, H heads, K d_head, V vocab
+# B batch, T time, D d_model
 
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gptrain.models import gpt2_layout
-from gptrain.models.cache import LayerCache
-from gptrain.models.decoder import Decoder, make_embedding
+from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
 
 GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # the second is GPT-2's own
 
@@ -52,6 +50,10 @@ class SimpleGPT(Decoder):
         activation: str = "gelu",
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head=True)
+        if d_model % n_heads:
+            raise ValueError(
+                f"n_heads={n_heads}: does not divide d_model={d_model}, all heads are of one size"
+            )
         self.activation = activation
 
         with torch.device("meta"):
@@ -59,7 +61,14 @@ class SimpleGPT(Decoder):
             self.position_embedding = make_embedding(max_seq_len, d_model)
             self.dropout = nn.Dropout(dropout)
             self.blocks = nn.ModuleList(
-                Block(d_model, n_heads, dropout, activation) for _ in range(n_layers)
+                Block(
+                    nn.LayerNorm(d_model),
+                    CausalSelfAttention(d_model, n_heads, n_heads, bias=True, dropout=dropout),
+                    nn.LayerNorm(d_model),
+                    MLP(d_model, activation),
+                    dropout,
+                )
+                for _ in range(n_layers)
             )
             self.norm = nn.LayerNorm(d_model)
             self.head = nn.Linear(d_model, vocab_size, bias=False)
@@ -74,49 +83,6 @@ class SimpleGPT(Decoder):
         return self.dropout(x + self.position_embedding(positions))
 
     to_hugging_face, from_hugging_face = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
-
-
-class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
-
-    def __init__(self, d_model: int, n_heads: int, dropout: float, activation: str):
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(d_model)
-        self.attention = CausalSelfAttention(d_model, n_heads, dropout)
-        self.norm_2 = nn.LayerNorm(d_model)
-        self.mlp = MLP(d_model, activation)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm_1(x), cache))
-        return x + self.dropout(self.mlp(self.norm_2(x)))
-
-
-class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it."""
-
-    def __init__(self, d_model: int, n_heads: int, dropout: float):
-        super().__init__()
-        if d_model % n_heads:
-            raise ValueError(
-                f"n_heads={n_heads}: does not divide d_model={d_model}, all heads are of one size"
-            )
-        self.d_head = d_model // n_heads
-        self.dropout = dropout
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(d_model, d_model) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        q, k, v = (
-            # H is read off the width: this rank's heads where the columns are split over ranks
-            projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)  # (B, H, T, K)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
-        dropout, is_causal = self.dropout if self.training else 0.0, mask is None
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-        return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
 
 
 class MLP(nn.Module):

@@ -78,7 +78,8 @@ def check_tensor_parallel(net: nn.Module, options, dims) -> None:
         )
     for name, role in _roles(net):
         layer, known = net.get_submodule(name), _ROLES[role][1]
-        if type(layer) not in known or (role == "vocab_head" and layer.bias is not None):
+        fits = isinstance(layer, known) if known is _NORMS else type(layer) in known
+        if not fits or (role == "vocab_head" and layer.bias is not None):
             raise Unfit(
                 "strategy.name",
                 f"tensor_plan makes {name} {role}: it is a {type(layer).__name__}, the role is for "
@@ -138,12 +139,9 @@ class _Rowwise:
         return y if self.bias is None else y + _local(self.bias).to(y.dtype)
 
 
-class _PerHead:
-    def forward(self, part: Tensor) -> Tensor:
-        weight = _local(self.weight)
-        if isinstance(self, nn.LayerNorm):
-            return F.layer_norm(part, self.normalized_shape, weight, _local(self.bias), self.eps)
-        return F.rms_norm(part, self.normalized_shape, weight, self.eps)
+class _PerHead:  # a norm, as its class computes it, of local weights
+    weight = property(lambda self: _local(self._parameters["weight"]))
+    bias = property(lambda self: _local(self._parameters.get("bias")))
 
 
 class _Sequence(_PerHead):
@@ -188,11 +186,12 @@ def _mixed(role: type, layer: type) -> type:
     return type(layer.__name__, (role, layer), {})
 
 
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # or a class of either
 _ROLES = {  # role -> its class, the layers that it knows, the dimensions in which they are split
     "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
     "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
-    "sequence": (_Sequence, (nn.LayerNorm, nn.RMSNorm), {}),
-    "per_head": (_PerHead, (nn.LayerNorm, nn.RMSNorm), {}),
+    "sequence": (_Sequence, _NORMS, {}),
+    "per_head": (_PerHead, _NORMS, {}),
     "position_embedding": (_PositionEmbedding, (nn.Embedding,), {}),
     "vocab_embedding": (_VocabEmbedding, (nn.Embedding,), {"weight": 0}),
     "vocab_head": (_VocabHead, (nn.Linear,), {"weight": 0}),
