@@ -31,15 +31,23 @@ def net(request) -> torch.nn.Module:
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("parts", [[16], [1] * 16, [5, 1, 1, 6, 3], [1, 15], [15, 1]], ids=str)
 def test_tokens_given_in_parts_have_the_logits_of_the_whole(net, parts, batch_size):
-    tokens, cache = torch.randint(97, (batch_size, 16)), net.new_cache(batch_size)
+    tokens, cache = torch.randint(97, (batch_size, 16)), net.new_cache()
     logits = [net(part, cache) for part in tokens.split(parts, dim=1)]
     assert [one.shape for one in logits] == [(batch_size, n, 97) for n in parts]
     torch.testing.assert_close(torch.cat(logits, 1), net(tokens), **CLOSE)
     assert cache.length == 16
 
 
+def test_memory_is_taken_for_at_most_twice_the_positions_and_rarely(net):
+    cache, sizes = net.new_cache(), []
+    for token in torch.randint(97, (2, 16)).split(1, dim=1):
+        net(token, cache)
+        sizes.append(cache.layers[1].k.shape[2])
+    assert all(n <= size <= 2 * n for n, size in enumerate(sizes, 1)) and len(set(sizes)) <= 5
+
+
 def test_a_cache_takes_the_type_that_attention_computes_in(net):
-    tokens, cache = torch.randint(97, (2, 8)), net.new_cache(2)
+    tokens, cache = torch.randint(97, (2, 8)), net.new_cache()
     with torch.autocast("cpu", torch.bfloat16):
         logits = torch.cat([net(part, cache) for part in tokens.split(4, dim=1)], 1)
         whole = net(tokens)
@@ -47,12 +55,12 @@ def test_a_cache_takes_the_type_that_attention_computes_in(net):
     # bf16 has 8 bits of mantissa; logits are of about 10
     torch.testing.assert_close(logits, whole, rtol=0, atol=0.25)
     net.double()
-    net(tokens, cache := net.new_cache(2))
+    net(tokens, cache := net.new_cache())
     assert cache.layers[0].v.dtype == torch.float64
 
 
 def test_a_full_cache_is_refused_by_both_numbers(net):
-    cache = net.new_cache(1)
+    cache = net.new_cache()
     net(torch.zeros(1, 16, dtype=torch.int64), cache)
     with pytest.raises(ValueError, match=r"17 tokens.*max_seq_len=16"):
         net(torch.zeros(1, 1, dtype=torch.int64), cache)

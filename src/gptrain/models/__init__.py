@@ -19,7 +19,7 @@ more, and what a net lacks is named in the error of the strategy that needs it:
     construction on the meta device, one parameter at a time
 `to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`
     export to, and a start from, folders of transformers
-`forward(tokens, cache=None)` and `new_cache(batch_size) -> KVCache` (see cache.py)
+`forward(tokens, cache=None)` and `new_cache() -> KVCache` (see cache.py)
     generation that computes each position once; with a cache, tokens are the new positions only
 `vocab_size`, `max_seq_len`
     a check against the data before anything starts

@@ -3,13 +3,14 @@
 # B batch, T new positions, S positions so far with the new ones, H heads of k and v, K d_head
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class KVCache:
     """The keys and values of all layers, for sequences that grow by as many tokens each.
 
-        cache = net.new_cache(batch_size=1)
+        cache = net.new_cache()
         net(tokens, cache)  # logits (1, T, V)
         net(next_token, cache)  # logits (1, 1, V): those of the whole sequence's last position
 
@@ -17,8 +18,8 @@ class KVCache:
     Beyond them a window slides over the tokens, all positions change, and none can be used again.
     """
 
-    def __init__(self, n_layers: int, batch_size: int, max_seq_len: int):
-        self.layers = [LayerCache(batch_size, max_seq_len) for _ in range(n_layers)]
+    def __init__(self, n_layers: int):
+        self.layers = [LayerCache() for _ in range(n_layers)]
 
     @property
     def length(self) -> int:
@@ -27,11 +28,9 @@ class KVCache:
 
 
 class LayerCache:
-    """Of one layer; its memory is taken at the first use, of the type and heads that k has."""
+    """Of one layer; a full one takes memory for twice as many positions."""
 
-    def __init__(self, batch_size: int, max_seq_len: int):
-        self.batch_size, self.max_seq_len, self.length = batch_size, max_seq_len, 0
-        self.k = self.v = torch.empty(0)
+    length = 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Adds k and v (B, H, T, K), and returns those of all positions, (B, H, S, K).
@@ -41,12 +40,12 @@ class LayerCache:
         """
         start, self.length = self.length, self.length + k.shape[2]
         if not start:
-            shape = (self.batch_size, k.shape[1], self.max_seq_len, k.shape[3])
-            self.k, self.v = k.new_empty(shape), v.new_empty(shape)
+            self.k, self.v = k, v
+            return k, v, None
+        if (room := self.k.shape[2]) < self.length:
+            more = (0, 0, 0, 2 * self.length - room)
+            self.k, self.v = F.pad(self.k, more), F.pad(self.v, more)
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
-        mask = None
-        if start:
-            mask = torch.ones(k.shape[2], self.length, dtype=torch.bool, device=k.device)
-            mask = mask.tril(start)
+        mask = torch.ones(k.shape[2], self.length, dtype=torch.bool, device=k.device).tril(start)
         return self.k[:, :, : self.length], self.v[:, :, : self.length], mask

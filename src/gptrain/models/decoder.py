@@ -80,9 +80,9 @@ class Decoder(nn.Module):
             )
         return self.token_embedding(tokens)
 
-    def new_cache(self, batch_size: int) -> KVCache:
-        """An empty one, for max_seq_len positions of as many sequences."""
-        return KVCache(self.n_layers, batch_size, self.max_seq_len)
+    def new_cache(self) -> KVCache:
+        """An empty one."""
+        return KVCache(self.n_layers)
 
     def fill(self) -> None:
         """Initial weights on the default device; none if that is the meta device."""
