@@ -56,6 +56,17 @@ def test_activation_checkpointing_changes_no_gradient(name):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_takes_a_step_of_train_py(train, name):
+    config = json.dumps(CONFIGS[name]).replace('"', "")
+    run = train(
+        "model=hugging_face", "model.vocab_size=256", f"model.config={config}", "trainer.accelerator=cpu", "trainer.max_steps=1", "data.seq_len=16", "data.batch_size=2",
+        "data.num_samples=8", "logger=none", tiny=False,
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    assert run.state(1)["state_dict"].keys() == HuggingFace(256, CONFIGS[name]).state_dict().keys()
+
+
 def test_a_model_that_bounds_its_logits_offers_no_head():
     net = HuggingFace(61, {"model_type": "gemma2", **SIZES, "final_logit_softcapping": 1e-3})
     assert not hasattr(net, "head") and not hasattr(net, "hidden") and len(net.blocks) == 2

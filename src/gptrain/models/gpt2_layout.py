@@ -27,18 +27,8 @@ _OUTSIDE = {
     "norm.weight": "ln_f.weight",
     "norm.bias": "ln_f.bias",
 }
-_SIZES = {  # theirs -> ours
-    "vocab_size": "vocab_size",
-    "n_positions": "max_seq_len",
-    "n_embd": "d_model",
-    "n_layer": "n_layers",
-    "n_head": "n_heads",
-}
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers in old files; not learned
-# Theirs by default, and fixed in SimpleGPT: key -> value.
-_FIXED = {
-    "model_type": "gpt2",
+_FIXED = {  # theirs by default
     "layer_norm_epsilon": 1e-5,
     "n_inner": None,
     "scale_attn_weights": True,
@@ -54,10 +44,8 @@ def to_gpt2(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     The tensors are views where the layout allows; the head is tied and therefore left out.
     """
     config = {
-        **_FIXED,
+        **_config(net),
         "architectures": ["GPT2LMHeadModel"],
-        **{theirs: getattr(net, ours) for theirs, ours in _SIZES.items()},
-        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[net.activation],
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), net.dropout.p),
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
     }
@@ -79,22 +67,50 @@ def from_gpt2(
 
     Raises: ValueError, one line that names both sides of all that does not fit.
     """
-    _check(net, config)
+    there = {**_FIXED, "activation_function": "gelu_new", **config}
+    if there["n_inner"] == 4 * net.d_model:
+        there["n_inner"] = None
+    if there["activation_function"] == "gelu_pytorch_tanh":
+        there["activation_function"] = "gelu_new"
+    check_same(there, _config(net))
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    theirs = {name: tensor for name, tensor in theirs.items() if not _MASK.fullmatch(name)}
     head = theirs.pop("lm_head.weight", None)
     if head is not None and not torch.equal(head, theirs.get("wte.weight", head)):
         raise ValueError("lm_head.weight differs from wte.weight there; here the head is tied")
     state = {}
     for ours, name, is_transposed in _names(net.n_layers):
-        if name not in theirs:
-            raise ValueError(f"{name}: here, and missing there")
-        tensor = theirs.pop(name)
-        parts = (tensor.t() if is_transposed else tensor).chunk(len(ours))
-        state |= zip(ours, parts, strict=True)
-    if theirs:
-        raise ValueError(f"{', '.join(theirs)}: there, and nothing like it here")
-    return state | {"head.weight": state["token_embedding.weight"]}
+        if name in theirs:
+            tensor = theirs.pop(name)
+            parts = (tensor.t() if is_transposed else tensor).chunk(len(ours))
+            state |= zip(ours, parts, strict=True)
+    if "token_embedding.weight" in state:
+        state["head.weight"] = state["token_embedding.weight"]
+    return state | {name: theirs[name] for name in theirs if not _MASK.fullmatch(name)}
+
+
+def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises: ValueError that names both sides of all that is here and not the same there."""
+    wrong = [
+        f"{key}={there.get(key)} there, {value} here"
+        for key, value in here.items()
+        if there.get(key) != value
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _config(net: nn.Module) -> dict[str, Any]:
+    """What decides what a net computes, in their words."""
+    return {
+        "model_type": "gpt2",
+        "vocab_size": net.vocab_size,
+        "n_positions": net.max_seq_len,
+        "n_embd": net.d_model,
+        "n_layer": net.n_layers,
+        "n_head": net.n_heads,
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[net.activation],
+        **_FIXED,
+    }
 
 
 def _names(n_layers: int) -> Iterator[tuple[list[str], str, bool]]:
@@ -108,21 +124,3 @@ def _names(n_layers: int) -> Iterator[tuple[list[str], str, bool]]:
             for kind in ("weight", "bias"):
                 names = [f"blocks.{block}.{name}.{kind}" for name in ours]
                 yield names, f"h.{block}.{theirs}.{kind}", is_projection and kind == "weight"
-
-
-def _check(net: nn.Module, config: Mapping[str, Any]) -> None:
-    wrong = [
-        f"{key}={config[key]} there, always {value} here"
-        for key, value in _FIXED.items()
-        if config.get(key, value) not in (value, 4 * net.d_model if key == "n_inner" else value)
-    ]
-    wrong += [
-        f"{theirs}={config.get(theirs)} there, {ours}={getattr(net, ours)} here"
-        for theirs, ours in _SIZES.items()
-        if config.get(theirs) != getattr(net, ours)
-    ]
-    activation = config.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or _ACTIVATIONS.get(activation) != net.activation:
-        wrong.append(f"activation_function={activation} there, activation={net.activation} here")
-    if wrong:
-        raise ValueError("; ".join(wrong))

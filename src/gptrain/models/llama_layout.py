@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gptrain.models.gpt2_layout import check_same
+
 _OUTSIDE = {"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _INSIDE = {
     "norm_1": "input_layernorm",
@@ -23,7 +25,9 @@ _INSIDE = {
 }
 _TURNED = re.compile(r".*\.attention\.([qk]_proj|norm_[qk])\.weight")
 _TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old files; not learned
-_ABSENT = {"rms_norm_eps": 1e-6, "hidden_act": "silu"}  # theirs where a config says nothing
+_NOT_HERE = ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings")
+# Theirs where a config says nothing.
+_ABSENT = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(_NOT_HERE, False)}
 
 
 def to_llama(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -53,19 +57,13 @@ def from_llama(
 
     Raises: ValueError, one line that names both sides of all sizes that do not fit.
     """
-    theirs = {"model_type": None, **_ABSENT, **config}
+    theirs = {**_ABSENT, **config}
     theirs["head_dim"] = theirs.get("head_dim") or net.d_model // net.n_heads
     theirs["num_key_value_heads"] = theirs.get("num_key_value_heads") or net.n_heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **rope}
     theirs["rope_parameters"] = {key: rope[key] for key in rope if key != "type"}
-    wrong = [
-        f"{key}={theirs.get(key, False)} there, {value} here"
-        for key, value in _config(net).items()
-        if theirs.get(key, False) != value
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    check_same(theirs, _config(net))
     names = {name: ours for ours, name in _names(net.n_layers).items()}
     state = {names.get(k, k): tensor for k, tensor in tensors.items() if not _TABLE.fullmatch(k)}
     if net.tie_head and "token_embedding.weight" in state:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from gptrain.parallel.fit import Unfit
 
@@ -139,9 +139,20 @@ class _Rowwise:
         return y if self.bias is None else y + _local(self.bias).to(y.dtype)
 
 
-class _PerHead:  # a norm, as its class computes it, of local weights
-    weight = property(lambda self: _local(self._parameters["weight"]))
-    bias = property(lambda self: _local(self._parameters.get("bias")))
+class _PerHead:  # a norm, computed as its class does
+    def forward(self, part: Tensor) -> Tensor:
+        return self.of_class(_WithLocal(self), part)
+
+
+class _WithLocal:
+    """What the forward of a layer without children sees of it, with local parameters."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer = layer
+
+    def __getattr__(self, name: str):
+        value = getattr(self.layer, name)
+        return value.to_local() if isinstance(value, DTensor) else value
 
 
 class _Sequence(_PerHead):
@@ -183,7 +194,7 @@ def _local(parameter: Tensor | None) -> Tensor | None:
 
 @cache
 def _mixed(role: type, layer: type) -> type:
-    return type(layer.__name__, (role, layer), {})
+    return type(layer.__name__, (role, layer), {"of_class": staticmethod(layer.forward)})
 
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # or a class of either
