@@ -60,7 +60,8 @@ def test_activation_checkpointing_changes_no_gradient(name):
 def test_it_takes_a_step_of_train_py(train, name):
     config = json.dumps(CONFIGS[name]).replace('"', "")
     run = train(
-        "model=hugging_face", "model.vocab_size=256", f"model.config={config}", "trainer.accelerator=cpu", "trainer.max_steps=1", "data.seq_len=16", "data.batch_size=2",
+        "model=hugging_face", "model.vocab_size=256", f"model.config={config}",
+        "trainer.accelerator=cpu", "trainer.max_steps=1", "data.seq_len=16", "data.batch_size=2",
         "data.num_samples=8", "logger=none", tiny=False,
     )  # fmt: skip
     assert run.code == 0, run.err
