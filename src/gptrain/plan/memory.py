@@ -83,12 +83,14 @@ def block_activations(work: Work) -> tuple[float, float]:
 
     The inputs of both norms; what q, k, v and the MLP multiply; q, k, v and the attention's output;
     the MLP's inner values; the statistics of norms and softmax. Under autocast each matrix has a
-    16-bit copy of its input to itself. A CPU's RMSNorm keeps what it multiplies by its weight, too.
+    16-bit copy of its input to itself. A CPU's RMSNorm keeps what it multiplies by its weight, too,
+    where that is not fp32.
     """
     shape, n, each = work.shape, work.dims.tensor, work.product_bytes
     row = shape.d_model * max(each, work.weight_bytes) / n
     normed = (4 + shape.is_gated if work.is_mixed else 2) * shape.d_model * each
-    n_norms = 1 + (work.is_cpu and not shape.has_biases)  # numbers that a norm keeps
+    # Numbers that a norm keeps.
+    n_norms = 1 + (work.is_cpu and not shape.has_biases and work.weight_bytes != 4)
     attended = (2 * shape.d_model + 2 * shape.d_kv) / n * each + 4 * shape.n_heads / n
     inner, out = shape.d_ff / n * each, shape.d_model / n * each
     # torch's fused attention for CPUs knows no dropout, whose masks are numbers there.
