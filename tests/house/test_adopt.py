@@ -51,9 +51,9 @@ def test_a_copy_without_any_part_is_whole(monkeypatch, capsys, tmp_path):
     [
         (["a-b", "--to", "new"], "error: name=a-b: no name that Python imports"),
         (["torch", "--to", "new"], "error: name=torch: no name that Python imports, or that of a"),
-        (["mine", "--to", "."], "error: --to=.: is there already"),
-        (["mine", "--to", "new", "--without", "pipes"], "error: --without=pipes: no such part"),
-        (["mine"], "error: the following arguments are required: --to; try: python -m gptrain"),
+        (["another", "--to", "."], "error: --to=.: is there already"),
+        (["another", "--to", "new", "--without", "pipes"], "error: --without=pipes: no such part"),
+        (["another"], "error: the following arguments are required: --to; try: python -m gptrain"),
     ],
 )
 def test_what_cannot_be_copied_is_a_line(words, said, monkeypatch, capsys, tmp_path):

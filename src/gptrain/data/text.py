@@ -5,12 +5,15 @@ import json
 import logging
 import os
 import shutil
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+
+from tqdm import tqdm
 
 from gptrain.data import corpus
 from gptrain.data.token_files import token_dtype
@@ -137,6 +140,9 @@ def _write(
         tokenizer = train_bpe(corpus.read_blocks(train), vocab_size, folder / FILE_NAME)
     else:
         tokenizer.save(folder)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaks
+    options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False, "disable": None}
+    bar = tqdm(desc="tokenizing", total=n_bytes, **options)  # in a terminal alone
     for name, parts in (("train", train), ("val", val)):
         # The newline in front is context and never a target, so that every byte of the text is
         # predicted, and counted, whatever the tokenizer.
@@ -144,9 +150,11 @@ def _write(
         with (folder / f"{name}.bin").open("wb") as file:
             while blocks:
                 file.write(tokenizer.encode(*blocks).astype(token_dtype(tokenizer.vocab_size)))
+                bar.update(sum(map(len, blocks)))
                 blocks = list(islice(rest, _BATCH_BLOCKS))
             file.flush()
             os.fsync(file.fileno())  # before the folder gets its name
+    bar.close()
     for document in documents:
         if corpus.Document.of(document.name, document.path) != document:
             raise DataError(f"{document.path}: changed while it was read; start again")
