@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 
 import pytest
 import torch
@@ -113,7 +114,9 @@ def test_without_transformers_it_says_what_to_install(monkeypatch):
         HuggingFace(61, CONFIGS["gpt2"])
 
 
-def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train):
+def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train, monkeypatch):
+    # With CI=true transformers' own warnings reach the root logger: they open no train.log.
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     run = train(
         "model=hugging_face", "model.config={model_type: gpt2, n_layer: 2}", "strategy=pipeline",
         "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4", tiny=False,

@@ -43,7 +43,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
     cfg, process = settle(cfg), this_process()
     with StopFlag() as stop:
         from gptrain.launch.devices import find_machine  # torch
-        from gptrain.launch.rank import forget_old_beats, run_rank
+        from gptrain.launch.rank import forget_old_beats, run_rank, start_log
         from gptrain.launch.supervisor import is_restart, prepare_start, supervise
 
         machine, again = find_machine(cfg), is_restart()
@@ -51,6 +51,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
         if process.rank > 0:  # rank 0 holds the folder, and says where to start
             return run_rank(train, cfg, stop)
         with _held_folder(cfg, again) as lock:
+            start_log()
             find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
             prepare_start(cfg, find, again)
             forget_old_beats(cfg.run_dir)

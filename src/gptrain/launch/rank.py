@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import shlex
 import sys
@@ -161,11 +162,22 @@ def rank_process(
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
     if this_process().rank == 0:
         configure_log(hydra.job_logging, hydra.verbose)
+        start_log()
     else:
         logging.getLogger().setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
     run_rank(train, cfg, StopFlag().install(), parent_pid)
     leave(problems.DONE)
+
+
+def start_log() -> None:
+    """Lets the log into the run folder, now that it is held: what was said before comes first."""
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            handler.flush()
+            root.removeHandler(handler)
+            root.addHandler(handler.target)
 
 
 def leave(code: int) -> NoReturn:
