@@ -1,6 +1,6 @@
 """Hydra finds and merges the files of one choice of groups once for all tests of a process.
 
-A run composes its config three times, 0.1 s each, which is more than a tiny run's steps take; most
+A run composes its config twice, 0.1 s each, which is more than a tiny run's steps take; most
 tests type the same groups. What comes after it (overrides of keys, references, checks) is done anew
 for each command, as is everything where a yaml file has changed.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 from hydra._internal import config_loader_impl, config_repository, defaults_list
-from hydra._internal.hydra import Hydra
 
 _made: dict[tuple, bytes] = {}  # pickled: copied five times faster than by `deepcopy`
 
@@ -28,7 +27,6 @@ def compose_once() -> None:
         (defaults_list, "_create_defaults_list", _find_once),
         (loader, "_compose_config_from_defaults_list", _merge_once),
         (config_repository.ConfigRepository, "load_config", _read_once),
-        (Hydra, "get_mode", _mode_once),
     ):
         if hasattr(owner, name):
             patch.object(owner, name, wrap(getattr(owner, name))).start()
@@ -79,22 +77,6 @@ def _read_once(read: Callable) -> Callable:
         return pickle.loads(_made[key])
 
     return have_read
-
-
-def _mode_once(find: Callable) -> Callable:
-    """Whether a command is a sweep by the word of a file: no matter what keys are typed."""
-
-    @wraps(find)
-    def mode(self, config_name, overrides):
-        chosen = [word for word in overrides if "hydra" in word or "." not in word.split("=")[0]]
-        key = ("mode", config_name, repr(chosen), _files(self.config_loader.repository))
-        if "searchpath" in key[2]:  # files of other folders
-            return find(self, config_name, overrides)
-        if key not in _made:
-            _made[key] = pickle.dumps(find(self, config_name, chosen))
-        return pickle.loads(_made[key])
-
-    return mode
 
 
 def _files(repo: object) -> tuple:

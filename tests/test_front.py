@@ -214,6 +214,23 @@ def test_a_sweep_that_cannot_be_composed_is_refused(word, outputs):
     assert list(outputs.iterdir()) == []
 
 
+def test_a_sweep_over_the_choices_of_a_pattern():
+    seen = []
+    words = ["-m", "model=glob(gpt_n*)", "seed=1,2", *NANO[1:]]
+    assert run_command(lambda cfg: seen.append((cfg.model.d_model, cfg.seed)), words) == 0
+    assert seen == [(128, 1), (128, 2)]
+
+
+def test_a_folder_of_ones_own_yaml_may_have_any_name(tmp_path):
+    folder = tmp_path / "it's mine, é" / "conf"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "mine.yaml").write_text("defaults: [gpt_nano]\nd_model: 64\n")
+    seen = []
+    words = ["--config-dir", str(folder), "model=mine", *NANO[1:]]
+    assert run_command(lambda cfg: seen.append(cfg.model.d_model), words) == 0
+    assert seen == [64]
+
+
 def test_a_sweep_inside_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -12,16 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gptrain.config.check import check_config
-from gptrain.config.compose import CONF, compose_and_explain, compose_config, parse
+from gptrain.config.compose import CONF, compose_and_explain, compose_config, open_hydra, parse
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
@@ -39,11 +38,11 @@ from gptrain.problems import (
     Problem,
     code_of,
     first_line,
+    quoted,
     way_to_install,
 )
 
 LINGER_S = 10.0  # ranks start within seconds of each other
-HYDRAS_OWN = ("BasicSweeper", "BasicLauncher")  # jobs of this process, none of which is a trial
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
 Job = Callable[[DictConfig], "float | None"]
 
@@ -82,37 +81,52 @@ def run_command(
             return DONE
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
         if args.config_dir:
-            folder = os.path.abspath(args.config_dir)
-            args.overrides.insert(0, f"hydra.searchpath=['file://{folder}']")
+            folder = quoted(f"file://{os.path.abspath(args.config_dir)}")
+            args.overrides.insert(0, f"hydra.searchpath=[{folder}]")
         overrides = [*own, *(expand(args.overrides) if schema.expands_run else args.overrides)]
+        if args.cfg or args.info:
+            check_sweep(overrides)
+            with open_hydra() as hydra:
+                if args.cfg:
+                    hydra.show_cfg("train", overrides, args.cfg, package=None)
+                else:
+                    hydra.show_info(args.info, "train", overrides)
+            return DONE
         sweep = None
-        if args.multirun or args.cfg or args.info:
+        if args.multirun:
             parsed, first = check_sweep(overrides)
-            sweep = Sweep.of(parsed, first) if args.multirun else None
-            overrides.append(leave_out_of_names(parsed))
+            sweep = Sweep.of(parsed, first)
+            overrides += [leave_out_of_names(parsed), *sweep.quiet]
         else:
             cfg, found = compose_and_explain(overrides)
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
-            _tell(check(cfg, schema, found))
+            folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
+            _tell(check(cfg, schema, found, folder))
             if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
                 job(cfg)
                 return DONE
     except (Exception, KeyboardInterrupt) as error:
         return _ending(error, "debug=true" in argv)[0]
-    flags = [f"--{name}={getattr(args, name)}" for name in ("cfg", "info") if getattr(args, name)]
-    flags += ["--multirun"] if args.multirun else []
-    return _run(job, [*flags, *overrides, *_quiet_rank()], schema, sweep)
+    if _rank() > 0:
+        overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
+    return _run(job, overrides, schema, sweep)
 
 
-def check(cfg: DictConfig, schema: type[Run] = Run, found: Sequence[Problem] = ()) -> list[Problem]:
+def check(
+    cfg: DictConfig,
+    schema: type[Run] = Run,
+    found: Sequence[Problem] = (),
+    folder: str | None = None,
+) -> list[Problem]:
     """The warnings of a composed config that can run.
 
     Args:
-        found: what was wrong already.   Raises: ConfigError with every problem.
+        found: what was wrong already.   folder: that of the job; None: its run_dir.
+    Raises: ConfigError with every problem.
     """
     run = check_config(cfg, schema)
     if schema.runs_here and run.values and not found:
-        run.add(check_place(run, _run_folder(cfg)))
+        run.add(check_place(run, folder or run.get("run_dir", "")))
         if not run.errors:  # torch is worth it now
             run.add(check_machine(run))
     problems = [*found, *run.problems]
@@ -131,7 +145,8 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
         wrong = "a sweep cannot run inside the ranks of a launcher"
         attempt = "python train.py -m ... trainer.devices=<n>"
         problems.append(Problem("-m", None, wrong, attempt=attempt))
-    cfg, found = compose_and_explain([_first_value(one) for one in parsed])
+    known = (one for one in parsed if not isinstance(one.value(), Glob))  # which Hydra looks up
+    cfg, found = compose_and_explain([_first_value(one) for one in known])
     if problems := [*problems, *found]:
         raise ConfigError(problems)
     return parsed, cfg
@@ -147,10 +162,11 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
     parser = Parser("python train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for flag in ("--help", "-h"), ("--multirun", "-m"):
-        parser.add_argument(*flag, action="store_true")
-    for flag in ("--config-dir", "-cd"), ("--cfg", "-c"), ("--info", "-i"):
-        parser.add_argument(*flag)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--info", "-i")
     args = parser.parse_intermixed_args(argv)
     if args.config_dir and not os.path.isdir(args.config_dir):
         raise ConfigError([Problem("--config-dir", args.config_dir, "no such folder")])
@@ -183,7 +199,7 @@ def help_text(usage: str) -> str:
   conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
 
 
-def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> int:
+def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Sweep | None) -> int:
     """Lets Hydra run the job or the jobs of a sweep; the code of the first that failed."""
     codes: list[int] = []
 
@@ -194,11 +210,11 @@ def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> i
             if sweep:
                 sweep.begin(node)
                 take_gpus(cfg.trainer.devices)
-                _tell(check(cfg, schema))
+                _tell(check(cfg, schema, folder=node.runtime.output_dir))
             value = job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            parts = (node.sweeper["_target_"], node.launcher["_target_"])
-            is_own = list(map(str.endswith, parts, HYDRAS_OWN))
+            is_trial = not node.sweeper["_target_"].endswith("BasicSweeper")
+            is_elsewhere = not node.launcher["_target_"].endswith("BasicLauncher")
             code, said = _ending(error, bool(cfg.get("debug")))
             codes.append(code)
             if isinstance(error, ConfigError) and _rank() == 0:
@@ -208,7 +224,7 @@ def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> i
                         sweep.note_refusal(node, code, said)
             if sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
-            if sweep and code and not all(is_own):
+            if sweep and code and (is_trial or is_elsewhere):
                 raise JobFailed(code, said) from error  # ours would lose the batches to come
             return None
         codes.append(DONE)
@@ -216,23 +232,20 @@ def _run(job: Job, argv: list[str], schema: type[Run], sweep: Sweep | None) -> i
             sweep.end(node, cfg.objective)
         return value
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions reach us, instead of Hydra's own report
-    typed, sys.argv = sys.argv, [sys.argv[0], *argv, *(sweep.quiet if sweep else ())]
-    code = DONE
     try:
-        hydra.main(CONF, "train", "1.3")(attempt)()
+        with open_hydra() as hydra:  # not by hydra.main, which composes once more
+            (hydra.multirun if sweep else hydra.run)("train", attempt, overrides)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        code = next(filter(None, codes), None) or _ending(error)[0]
-        if isinstance(error, JobFailed) and not codes:  # it was told in another process
-            _tell([Problem("", None, first_line(error))])
-    finally:
-        sys.argv = typed
+        if not any(codes):
+            codes.append(_ending(error)[0])
+            if isinstance(error, JobFailed):  # it was told in another process
+                _tell([Problem("", None, first_line(error))])
     try:
         if sweep:
             sweep.report()
     except OSError as error:
-        code = _ending(error)[0]
-    return code or next(filter(None, codes), DONE)
+        codes.append(_ending(error)[0])
+    return next(filter(None, codes), DONE)
 
 
 def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
@@ -262,14 +275,6 @@ def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
     return code, said
 
 
-def _run_folder(cfg: DictConfig) -> str:
-    """The folder that Hydra has made for the job, or will make."""
-    node = HydraConfig.instance().cfg or cfg
-    places = (node, "hydra.runtime.output_dir"), (node, "hydra.run.dir"), (cfg, "run_dir")
-    found = (OmegaConf.select(one, key, throw_on_resolution_failure=False) for one, key in places)
-    return str(next(filter(None, found), ""))
-
-
 def _first_value(one: Override) -> str:
     """An override of a sweep with the first of its values."""
     if not one.is_sweep_override():
@@ -277,10 +282,6 @@ def _first_value(one: Override) -> str:
     sweep = one.value()
     first = sweep.start if isinstance(sweep, IntervalSweep) else next(one.sweep_string_iterator())
     return f"{one.input_line.partition('=')[0]}={first}"
-
-
-def _quiet_rank() -> list[str]:
-    return [] if _rank() == 0 else ["++hydra.job_logging.root={level:ERROR,handlers:[]}"]
 
 
 def _tell(problems: list[Problem]) -> None:

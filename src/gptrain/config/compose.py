@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -77,7 +76,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
 
 def compose_config(overrides: list[str]) -> DictConfig:
     """The config that these overrides compose, with Hydra's own node. Raises: REFUSALS."""
-    with _hydra():
+    with open_hydra():
         return _compose(overrides)
 
 
@@ -87,20 +86,21 @@ def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]
     Raises: REFUSALS, where not even the defaults can be composed.
     """
     parsed, problems = parse(overrides)
-    with _hydra() as loader:
+    with open_hydra() as hydra:
         try:
             return _compose([one.input_line for one in parsed]), problems
         except REFUSALS:
             cfg, good = _compose([]), []
+        choices = hydra.config_loader.get_group_options
         # Groups first, as Hydra does; before them where to look for their choices.
-        parsed.sort(key=lambda one: not loader.get_group_options(one.key_or_group))
+        parsed.sort(key=lambda one: not choices(one.key_or_group))
         parsed.sort(key=lambda one: one.key_or_group != "hydra.searchpath")
         for one in parsed:
             try:
                 cfg = _compose([*good, one.input_line])
                 good.append(one.input_line)
             except REFUSALS as error:
-                problems.append(_explain(one, error, cfg, loader))
+                problems.append(_explain(one, error, cfg, choices))
         return cfg, problems
 
 
@@ -111,27 +111,30 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 
 @contextmanager
-def _hydra() -> Iterator[ConfigLoader]:
+def open_hydra() -> Iterator[Any]:
+    """Hydra's own object on conf/, with the resolvers that are used there."""
+    # Kept in the config, so that a job of a sweep in another process has this one's time, too.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    OmegaConf.register_new_resolver("default_output_dir", default_output_dir, replace=True)
-    OmegaConf.register_new_resolver("job_folder", job_folder, replace=True)
-    OmegaConf.register_new_resolver("plus", plus, replace=True)
+    for resolver in (default_output_dir, job_folder, plus):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     with initialize_config_dir(CONF, job_name="train", version_base="1.3"):
-        yield GlobalHydra.instance().config_loader()
+        yield GlobalHydra.instance().hydra
 
 
 def _compose(overrides: list[str]) -> DictConfig:
     return compose("train", overrides, return_hydra_config=True)
 
 
-def _explain(one: Override, error: Exception, cfg: DictConfig, loader: ConfigLoader) -> Problem:
+def _explain(
+    one: Override, error: Exception, cfg: DictConfig, choices: Callable[[str], list[str]]
+) -> Problem:
     """Why an override does not fit: no such choice, no such key."""
     key, value = one.key_or_group, one.input_line.partition("=")[2] or None
     if one.is_sweep_override():
         attempt = f"-m for a sweep, or '{key}=[{value}]' for a list"
         return Problem(key, value, "several values, and this is no sweep", attempt=attempt)
     group = key.removesuffix(".name")  # of a choice, as elsewhere
-    if names := loader.get_group_options(group):
+    if names := choices(group):
         if not isinstance(error, MissingConfigException) and group == key:
             wrong = f"cannot be composed: {first_line(error)}"
             return Problem(key, value, wrong, ", ".join(names))
