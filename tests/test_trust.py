@@ -63,6 +63,14 @@ def test_nothing_else_is_taken_wherever_it_stands(group, target):
     assert not refused({group: {"_target_": target, "x": 2}}, own)
 
 
+@pytest.mark.parametrize("name", ["/victim", "../victim", "~/x", "{step:c}{step:c}x", "a/b", None])
+def test_a_file_of_a_strangers_callback_lies_where_ours_do(name):
+    saver = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "filename": name}
+    assert bool(refused({"callbacks": {"a": saver}})) == (name is not None)
+    saver["filename"] = "{epoch}-{step}"
+    assert not refused({"callbacks": {"a": saver}})
+
+
 def test_a_package_is_allowed_by_the_user_and_imported_only_then(tmp_path, monkeypatch):
     code = "from torch import nn\nopen(__file__ + '.ran', 'w')\nclass Net(nn.Module): ..."
     (tmp_path / "theirs.py").write_text(code)

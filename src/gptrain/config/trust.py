@@ -28,7 +28,12 @@ HOMES = (
     r"torch\.(nn|optim|utils\.data\.dataset)|(lightning\.pytorch|pytorch_lightning)(?!\.demos)"
     r"|torchmetrics\.(aggregation|classification|regression|text\.perplexity)"
 )
-WRITTEN = {"cache_dir", "default_root_dir", "dirpath", "mirror", "save_dir"}  # where to write
+# Where to write. A file's name may lead elsewhere, too: ModelCheckpoint joins it to a folder after
+# it has put in numbers, of which "{step:c}" makes any character.
+WRITTEN = {
+    "cache_dir", "default_root_dir", "dirpath", "exclude_batches_path", "mirror", "save_dir",
+}  # fmt: skip
+FILE_NAME = r"[\w={}-]*"
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
@@ -73,7 +78,7 @@ def check(
             if reason := _reason(value, kind, allowed, run_dir):
                 attempt = f"allowed_targets=[{show(value).split('.')[0]}], if you trust its code"
                 yield Problem(place, show(value), reason, attempt=attempt)
-        elif key in WRITTEN:
+        elif key in WRITTEN or (key == "filename" and not re.fullmatch(FILE_NAME, str(value))):
             wrong = "where to write is not taken from somebody else's run"
             yield Problem(place, show(value), wrong)
         elif isinstance(value, str):
