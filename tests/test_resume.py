@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
 from gptrain.config.cli import compose_command
@@ -147,6 +147,18 @@ def test_a_checkpoint_is_named_by_its_folder_or_a_file_of_it(compose, path):
     store = save(compose(), 5)
     cfg = compose(f"ckpt_path={store.folder}/{path}")
     assert find_checkpoint(cfg, None, 1) == store.folder / "step-00000005"
+
+
+def test_a_cool_down_of_nothing_is_refused(compose):
+    cfg = compose("ckpt_path=last", "scheduler._target_=gptrain.optim.decay_from_here")
+    assert refused(cfg).code == 66
+
+
+def test_where_text_is_cached_is_no_change_of_the_run(compose):
+    here, there = compose(), compose()
+    for cfg, folder in ((here, "/a"), (there, "/b")):
+        OmegaConf.update(cfg, "data.test", {"cache_dir": folder}, force_add=True)
+    assert not differences(there, identity(here, 32), 32)
 
 
 def test_damage_and_absence_have_codes_of_their_own(compose):

@@ -15,10 +15,7 @@ from gptrain.nets.weights import find_weights, named_source
 from gptrain.plan.batch import DECAY_FROM_HERE
 from gptrain.plan.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
-from gptrain.resilience.manifest import (
-    Checkpoint,
-    read_manifest,
-)
+from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
@@ -32,8 +29,6 @@ INDIFFERENT = {
     "data.batch_size",  # may change where data.global_batch_size stays
     "data.global_batch_size",  # the number that comes out counts, not how it was asked for
     "data.val.seed",  # follows from seed
-    "data.train.cache_dir",
-    "data.val.cache_dir",
     "model.compile",
     "model.activation_checkpointing",
 }
@@ -52,24 +47,12 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
         fresh run where one has been.
     """
-    store, trains = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id), cfg.task == "fit"
-    cools_down = trains and cfg.scheduler._target_ == DECAY_FROM_HERE
-    if trains and cfg.checkpoint.mirror and cfg.ckpt_path == "last" and not store.steps():
-        Mirror(cfg.checkpoint.mirror).restore(store)
-    if cfg.ckpt_path is None and (trains or cfg.from_run is None):
-        if trains and not cfg.trainer.fast_dev_run and (steps := store.steps()):
-            wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
-            attempt = "ckpt_path=last to go on with it, or another run_dir"
-            code = FOLDER_UNUSABLE
-            raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=code)
-        if not cools_down:
-            return None
-    found = (_find_own(cfg, store) if cfg.ckpt_path else None) if trains else find_trained(cfg)
-    if found is None and cools_down:
-        with named_source("from_run", cfg.from_run):
-            found = find_weights(cfg.from_run, "last")
+    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id)
+    if cfg.task == "fit":
+        found = _find_start(cfg, store)
+    else:
+        found = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if found is None:
-        log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
         return None
     if isinstance(found, Path):
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
@@ -78,8 +61,39 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
     if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
-    log.info("%-9s from step %d: %s", "resume" if trains else cfg.task, found.step, found.path)
+    verb = "resume" if cfg.task == "fit" else cfg.task
+    log.info("%-9s from step %d: %s", verb, found.step, found.path)
     return found.path
+
+
+def _find_start(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | Path | None:
+    """What a training goes on from; None where it begins."""
+    asked, cools_down = cfg.ckpt_path, cfg.scheduler._target_ == DECAY_FROM_HERE
+    if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
+        wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
+        attempt = "ckpt_path=last to go on with it, or another run_dir"
+        code = FOLDER_UNUSABLE
+        raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=code)
+    if asked == "last" and cfg.checkpoint.mirror and not store.steps():
+        Mirror(cfg.checkpoint.mirror).restore(store)
+    found, monitor = None, cfg.checkpoint.monitor
+    with named_source("ckpt_path", asked):
+        if asked == "last":
+            store.clean()
+            found = store.newest_good()
+        elif asked == "best":
+            found = store.best(monitor, cfg.checkpoint.mode)
+            if found is None:
+                raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
+        elif asked:
+            found = find_weights(asked, "last")
+    if found is None and cools_down:
+        key = "from_run" if cfg.from_run else "run_dir"
+        with named_source(key, cfg[key]):
+            return find_weights(cfg[key], "last")
+    if found is None and asked:
+        log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
+    return found
 
 
 def set_from_step(cfg: DictConfig, manifest: Mapping[str, Any]) -> None:
@@ -103,20 +117,6 @@ def find_trained(cfg: DictConfig) -> Checkpoint | Path:
         return find_weights(source, which, cfg.checkpoint)
 
 
-def _find_own(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | Path | None:
-    """What a training goes on from; None for the last of a folder that has none yet."""
-    monitor, mode = cfg.checkpoint.monitor, cfg.checkpoint.mode
-    with named_source("ckpt_path", cfg.ckpt_path):
-        if cfg.ckpt_path == "last":
-            store.clean()
-            return store.newest_good()
-        if cfg.ckpt_path != "best":
-            return find_weights(cfg.ckpt_path, "last")
-        if (found := store.best(monitor, mode)) is None:
-            raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
-        return found
-
-
 # The same run
 
 
@@ -131,7 +131,11 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
     facts = {"seed": cfg.seed, "data.global_batch_size": global_batch_size}
     for group in DECISIVE:
         node = OmegaConf.to_container(cfg[group], resolve=True)
-        facts |= {key: value for key, value in _flat(node, group) if key not in INDIFFERENT}
+        facts |= {
+            key: value
+            for key, value in _flat(node, group)
+            if key not in INDIFFERENT and not key.endswith(".cache_dir")
+        }
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 
