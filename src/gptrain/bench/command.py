@@ -22,7 +22,7 @@ from gptrain.bench.target import CONFIGS
 from gptrain.bench.turns import Contestant
 from gptrain.config.kinds import Count, Name, Positive
 from gptrain.config.schema import Run
-from gptrain.problems import ConfigError
+from gptrain.problems import ConfigError, quoted
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ SIZES = {
 }
 LOOPS = ("tutorial", "bare", "accelerate", "ours")
 DEFAULTS = {
-    "size": "cpu", "rounds": 5, "steps": 2, "loops": "[tutorial,bare,accelerate,ours]",
+    "size": "cpu", "rounds": 5, "steps": 2, "loops": f"[{','.join(LOOPS)}]",
     "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
 }  # fmt: skip
 SIZE_KEYS = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len", "dropout")
@@ -45,11 +45,7 @@ COMPARED = {
     "optimizer._target_": "torch.optim.AdamW",
 }
 # A run without what the other loops do not do either.
-FIXED = (
-    "trainer.limit_val_batches=0",
-    "trainer.max_steps=100000000",
-    "trainer.max_epochs=-1",
-)
+FIXED = ("trainer.limit_val_batches=0", "trainer.max_steps=100000000", "trainer.max_epochs=-1")
 ALONE = ("trainer.devices=1", "strategy=single")
 
 
@@ -87,53 +83,50 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     from gptrain import launch
     from gptrain.launch.devices import find_machine, native_precision, set_threads
 
-    cfg = launch.settle(cfg)
+    cfg, mine = launch.settle(cfg), typed_words()
+    folder = Path(cfg.run_dir)
     if cfg.target_loss is not None:
-        return compare_recipes(cfg, as_json)
-    machine, folder = find_machine(cfg), Path(cfg.run_dir)
+        results = target.race(cfg, mine)
+        found = {"target_loss": cfg.target_loss, "configs": results}
+        return report(found, target.table(results), folder, as_json)
+    machine = find_machine(cfg)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
     spec = make_spec(cfg, machine.accelerator)
-    mine = typed_words()
     set_threads(machine.n_local)
     with ExitStack() as stack:
         contestants = []
         for name in choose_loops(cfg.loops, machine.n_local):
-            its = {**spec, "loop": name.removesuffix("_alone"), "run_dir": str(folder / name)}
-            its["overrides"] = [
-                "checkpoint=none",
-                *mine,
-                *FIXED,
-                f"run_dir={json.dumps(its['run_dir'])}",
-            ]
-            n_ranks = machine.n_local
-            if name == "ours_alone":
-                n_ranks, its["overrides"] = 1, [*its["overrides"], *ALONE]
+            is_alone, run_dir = name == "ours_alone", str(folder / name)
+            overrides = ["checkpoint=none", *mine, *FIXED, f"run_dir={quoted(run_dir)}"]
+            its = {
+                **spec,
+                "loop": name.removesuffix("_alone"),
+                "run_dir": run_dir,
+                "overrides": [*overrides, *ALONE] if is_alone else overrides,
+            }
+            n_ranks = 1 if is_alone else machine.n_local
             contestants.append(Contestant(name, its, n_ranks, torch.get_num_threads(), folder))
             stack.callback(contestants[-1].end)
             contestants[-1].first_step()
         peaks = run_rounds(contestants, cfg.rounds, cfg.steps, spec)
     results = summarize(contestants, spec, peaks)
     found = {"size": cfg.size, "spec": {**spec, "overrides": mine}, "loops": results}
-    text = json.dumps(found, indent=1)
-    (folder / "result.json").write_text(text + "\n")
-    print(text if as_json else table(results), flush=True)
+    report(found, table(results), folder, as_json)
 
 
 def typed_words() -> list[str]:
-    """The overrides that are no keys of the bench."""
+    """The overrides that are no keys of the bench, nor of its own folder."""
+    left = {*DEFAULTS, "name", "run_dir"}
     words = HydraConfig.get().overrides.task
-    return [word for word in words if word.partition("=")[0].lstrip("+") not in DEFAULTS]
+    return [word for word in words if word.partition("=")[0].lstrip("+") not in left]
 
 
-def compare_recipes(cfg: DictConfig, as_json: bool) -> None:
-    """Runs each config to the target loss, prints what it took, writes result.json."""
-    left = ("run_dir", "name", "seed")
-    words = [word for word in typed_words() if word.partition("=")[0] not in left]
-    results = target.race(cfg, words)
-    text = json.dumps({"target_loss": cfg.target_loss, "configs": results}, indent=1)
-    (Path(cfg.run_dir) / "result.json").write_text(text + "\n")
-    print(text if as_json else target.table(results), flush=True)
+def report(found: dict[str, Any], text: str, folder: Path, as_json: bool) -> None:
+    """Writes result.json, and prints it or a text for people."""
+    content = json.dumps(found, indent=1)
+    (folder / "result.json").write_text(content + "\n")
+    print(content if as_json else text, flush=True)
 
 
 def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
@@ -186,5 +179,5 @@ def run_rounds(
             contestant.take_turn(steps)
         peaks.append(measure_matmul(torch.device(spec["device"]), dtype, side, seconds=0.3))
     for contestant in contestants:
-        del contestant.steps_s[0], contestant.cpu_steps_s[0]
+        del contestant.steps_s[0]
     return peaks[1:]

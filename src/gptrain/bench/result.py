@@ -17,15 +17,12 @@ def summarize(
 ) -> list[dict[str, Any]]:
     """One result per loop.
 
-    step_s, cpu_step_s: seconds of a step; of its processor time, which is less where others had
-        the processor.
-    tokens_per_s: of all ranks.
+    step_s: seconds of a step.   tokens_per_s: of all ranks.
     first_step_s: from the start of its process to the end of its first step.
     peak_bytes: of the process on a CPU, of the allocator on a GPU; of the largest rank.
     mfu: model FLOPs over those of matrix products of the same round.
-    ours_ratio, cpu_ratio: tokens/s of ours over its own, per rank and in the same round; the same
-        of tokens per second of processor time, which other work on the machine disturbs less.
-    added_s, added_cpu_s: time of a step of ours over its own.
+    ours_ratio: tokens/s of ours over its own, per rank and in the same round.
+    added_s: time of a step of ours over its own.
     memory_ratio: peak of ours over its own.
     """
     ours = next((one for one in contestants if one.name == "ours"), None)
@@ -37,7 +34,6 @@ def summarize(
             "name": one.name,
             "n_ranks": one.n_ranks,
             "step_s": over_rounds(one.steps_s),
-            "cpu_step_s": over_rounds(one.cpu_steps_s),
             "tokens_per_s": over_rounds(one.n_ranks * step_tokens / s for s in one.steps_s),
             "first_step_s": one.first_step_s,
             "peak_bytes": one.peak_bytes,
@@ -48,9 +44,7 @@ def summarize(
         if ours not in (None, one):
             result |= {
                 "ours_ratio": over_rounds(map(truediv, one.steps_s, ours.steps_s)),
-                "cpu_ratio": over_rounds(map(truediv, one.cpu_steps_s, ours.cpu_steps_s)),
                 "added_s": over_rounds(map(sub, ours.steps_s, one.steps_s)),
-                "added_cpu_s": over_rounds(map(sub, ours.cpu_steps_s, one.cpu_steps_s)),
                 "memory_ratio": ours.peak_bytes / max(1, one.peak_bytes),
             }
         results.append(result)

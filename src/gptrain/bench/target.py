@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gptrain.config.compose import PROJECT
-from gptrain.problems import JobFailed
+from gptrain.problems import JobFailed, quoted
 
 # GPT-2's block with AdamW at the best of three learning rates (1e-3, 2e-3, 5e-3); the quickstart.
 CONFIGS = (
@@ -67,7 +67,7 @@ def race(cfg: DictConfig, words: list[str]) -> list[dict[str, Any]]:
 def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, Any]:
     """What one run of train.py took; without a target its own last loss is one that it reached."""
     stop = [] if target is None else [f"+callbacks.target={STOP % target}"]
-    overrides = [*COMMON, *words, *stop, f"run_dir='{folder}'"]
+    overrides = [*COMMON, *words, *stop, f"run_dir={quoted(str(folder))}"]
     command = [sys.executable, str(PROJECT / "train.py"), *overrides]
     if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
         raise JobFailed(code, f"{shlex.join(words)}: exit code {code}")

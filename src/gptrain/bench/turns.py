@@ -18,8 +18,7 @@ class Contestant:
 
     Attributes:
         first_step_s: from their start to the end of the first step of all.
-        steps_s, cpu_steps_s: of each turn, seconds of one step of the slowest rank, and of its
-            processor time.
+        steps_s: of each turn, seconds of one step of the slowest rank.
         peak_bytes: of the largest rank.
 
     Args:
@@ -31,7 +30,6 @@ class Contestant:
     def __init__(self, name: str, spec: dict[str, Any], n_ranks: int, threads: int, log_dir: Path):
         self.name, self.n_ranks = name, n_ranks
         self.steps_s: list[float] = []
-        self.cpu_steps_s: list[float] = []
         self.logs = [log_dir / f"{name}-{rank}.log" for rank in range(n_ranks)]
         with socket.create_server(("127.0.0.1", 0)) as free:
             place = {
@@ -62,9 +60,7 @@ class Contestant:
             rank.stdin.write(f"{steps}\n")
             rank.stdin.flush()
         replies = self._read()
-        slowest = max(replies, key=lambda reply: reply["seconds"])
-        self.steps_s.append(slowest["seconds"] / steps)
-        self.cpu_steps_s.append(slowest["cpu_seconds"] / steps)
+        self.steps_s.append(max(reply["seconds"] for reply in replies) / steps)
         self.peak_bytes = max(reply["peak_bytes"] for reply in replies)
 
     def end(self) -> None:
@@ -77,7 +73,7 @@ class Contestant:
         lines = [rank.stdout.readline() for rank in self.ranks]
         for line, path in zip(lines, self.logs, strict=True):
             if not line:
-                words = (path.read_text().split("\n")[-2:] or [""])[0]
+                words = path.read_text().rstrip().rpartition("\n")[2]
                 raise RuntimeError(f"the loop {self.name!r} ended by itself: {words}; see {path}")
         return [json.loads(line) for line in lines]
 
@@ -102,11 +98,8 @@ class Turns:
         if self.left:
             return
         self.synchronize()
-        reply = {
-            "seconds": time.perf_counter() - self.start_s,
-            "cpu_seconds": time.process_time() - self.start_cpu_s,
-            "peak_bytes": self.peak_bytes(),
-        }
+        seconds = time.perf_counter() - self.start_s
+        reply = {"seconds": seconds, "peak_bytes": self.peak_bytes()}
         print(json.dumps(reply), file=self.parent, flush=True)
         word = sys.stdin.readline()
         if not word:
@@ -114,5 +107,4 @@ class Turns:
         self._begin(int(word))
 
     def _begin(self, steps: int) -> None:
-        self.left = steps
-        self.start_s, self.start_cpu_s = time.perf_counter(), time.process_time()
+        self.left, self.start_s = steps, time.perf_counter()
