@@ -158,6 +158,13 @@ def _fixed_seed():
 
 
 @pytest.fixture(autouse=True)
+def _rank_0_again():
+    """Lightning reads once for the process which rank its loggers are of: in the first test."""
+    if "lightning.fabric" in sys.modules:
+        sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = 0
+
+
+@pytest.fixture(autouse=True)
 def _own_output(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(tmp_path_factory.mktemp("outputs")))
 

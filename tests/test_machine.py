@@ -8,7 +8,6 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from gptrain import assemble
@@ -19,12 +18,6 @@ from gptrain.launch.devices import Machine, find_machine, set_threads
 from gptrain.launch.process import Process, calm_threads, listed_numbers
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.data_parallel import DDP, SingleDevice
-
-
-@pytest.fixture(autouse=True)
-def _rank_0_again(monkeypatch):
-    """A Trainer tells Lightning's loggers, once for the process, which rank they are of."""
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
 
 
 @pytest.fixture

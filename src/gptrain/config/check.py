@@ -230,11 +230,6 @@ def check_world(run: Config, world_size: int) -> Iterator[Problem]:
     yield from _check_steps(run, dims.data)
 
 
-def stages_per_rank(run: Config) -> int:
-    """Stages of a pipeline that one rank holds."""
-    return STAGES_PER_RANK.get(run.get("strategy.schedule"), 1)
-
-
 def divisors(number: int) -> str:
     """All divisors of a number, as one writes them."""
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
@@ -247,7 +242,7 @@ def _check_split(run: Config, tensor: int, pipeline: int) -> Iterator[Problem]:
         if (heads := run.get(key)) and heads % tensor:
             wrong = f"does not divide {key}={heads}, a rank must hold whole heads"
             yield run.error("strategy.tensor_parallel_size", wrong, allowed=divisors(heads))
-    stages = pipeline * stages_per_rank(run)
+    stages = pipeline * STAGES_PER_RANK.get(run.get("strategy.schedule"), 1)
     if layers and stages > layers:
         wrong = f"{stages} stages, but model.n_layers={layers}: each holds at least one"
         yield run.error("strategy.pipeline_parallel_size", wrong)

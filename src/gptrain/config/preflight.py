@@ -9,15 +9,11 @@ import glob
 import inspect
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gptrain.config.check import (
-    Config,
-    check_cpu,
-    check_world,
-    find_world_size,
-)
+from gptrain.config.check import Config, check_cpu, check_world, find_world_size
 from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
@@ -214,31 +210,22 @@ def _check_keywords(
 
 def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
-    if run.get("task") != "fit":
-        return
-    name = strategy_name(run.get("strategy.name"), world_size)
-    try:
+    from torch import cuda
+
+    name, work = strategy_name(run.get("strategy.name"), world_size), None
+    with suppress(ValueError):  # of sizes that do not divide
         work = find_work(run.values, name, world_size, kind == "cpu")
-    except ValueError:
-        return  # told elsewhere
-    if work is None:
-        return  # its size is not known without making it
+    if work is None or run.get("task") != "fit":
+        return  # of another net the size is not known without making it
     need = max(sum(estimate_states(end).values()) for end in work.ends)
     if kind == "cpu" or run.get("strategy.cpu_offload"):
         need, where = need * n_local, "this machine"
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:
-        have, where = _device_bytes(n_local), "a device"
-    if have is not None and need > have:
+        where, visible = "a device", range(min(n_local, cuda.device_count()))
+        have = min((cuda.get_device_properties(i).total_memory for i in visible), default=need)
+    if need > have:
         what = "weights, gradients and optimizer states"
         wrong = f"needs about {need / GIB:.0f} GiB for {what}, {where} has {have / GIB:.0f} GiB"
         attempt = "strategy=fsdp or a smaller model"
         yield Problem("model", None, wrong, attempt=attempt, code=DONE)
-
-
-def _device_bytes(n_local: int) -> int | None:
-    """Memory of the smallest visible GPU."""
-    import torch
-
-    visible = range(min(n_local, torch.cuda.device_count()))
-    return min((torch.cuda.get_device_properties(i).total_memory for i in visible), default=None)
