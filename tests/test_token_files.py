@@ -17,7 +17,7 @@ from gptrain.data import (
     TrainBatches,
     collate,
 )
-from gptrain.data.token_files import count_windows, find_token_files, open_token_file
+from gptrain.data.tokens import count_windows, find_token_files, open_token_file
 
 
 def write_raw(path, tokens, dtype=np.uint16):

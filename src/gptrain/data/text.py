@@ -16,9 +16,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from gptrain.data import corpus
-from gptrain.data.token_files import token_dtype
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
-from gptrain.data.tokens import TokenDataset
+from gptrain.data.tokens import TokenDataset, token_dtype
 from gptrain.small_files import DataError, read_json
 
 log = logging.getLogger(__name__)
