@@ -321,6 +321,21 @@ def test_files_that_are_no_utf8_are_left_out_with_one_warning(tmp_path):
         prepare(source / "image.png", "bytes", cache)
 
 
+def test_of_files_of_one_name_only_the_one_that_is_no_utf8_is_left_out(tmp_path):
+    for name, content in (("one", b"text\n" * 1000), ("two", b"\x89PNG")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(content)
+    paths = [tmp_path / "one" / "file", tmp_path / "two" / "file"]
+    with pytest.warns(UserWarning, match="1 of 2 files left out"):
+        prepared = prepare(paths, "bytes", tmp_path / "cache")
+    assert prepared.folder == prepare(paths[0], "bytes", tmp_path / "cache").folder
+
+
+def test_a_file_that_is_named_twice_is_one_document(tmp_path):
+    (tmp_path / "file").write_text("text\n")
+    assert len(find_documents([tmp_path, tmp_path / "file"])) == 1
+
+
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
     (tmp_path / "text").write_text("ab")
     (tmp_path / "empty").write_text("")

@@ -78,7 +78,7 @@ def find_documents(
             raise DataError(f"{one}: neither a regular file nor a folder")
     if not found:
         raise DataError(f"{path}: no file matches {pattern!r}")
-    return sorted(found)
+    return sorted(set(found))  # a folder and a file in it may both be named
 
 
 def hash_document(document: Document) -> str | None:

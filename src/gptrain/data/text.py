@@ -83,13 +83,14 @@ class TextDataset(TokenDataset):
             for document in corpus.find_documents(path, pattern)
             if cache_dir not in document.path.parents
         ]
-        digest, skipped = _hash_corpus(documents, cache_dir)
-        texts = [document for document in documents if document.name not in skipped]
+        digest, no_text = _hash_corpus(documents, cache_dir)
+        texts = [document for document in documents if str(document.path) not in no_text]
         if not texts:
             raise DataError(f"{path}: no UTF-8 text in {len(documents)} files")
-        if skipped:
-            said = f"{len(skipped)} of {len(documents)} files left out, no UTF-8: the first is"
-            warnings.warn(f"{said} {skipped[0]}", stacklevel=2)
+        if no_text:
+            first = next(document.name for document in documents if str(document.path) in no_text)
+            said = f"{len(no_text)} of {len(documents)} files left out, no UTF-8: the first is"
+            warnings.warn(f"{said} {first}", stacklevel=2)
         key = repr((FORMAT, digest, identity, float(val_fraction)))
         folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
         if not folder.exists():
@@ -100,23 +101,24 @@ class TextDataset(TokenDataset):
 
 
 def _hash_corpus(documents: Sequence[corpus.Document], cache_dir: Path) -> tuple[str, list[str]]:
-    """SHA-256 over names and contents, and the names of files that are no UTF-8.
+    """SHA-256 over names and contents, and the paths of files that are no UTF-8.
 
     To hash a corpus is to read it. So the result is remembered in `index/`, under the names,
     sizes and time stamps of the files, and found again while these are the same.
     """
     states = [(d.name, str(d.path), d.size_bytes, d.mtime_ns) for d in documents]
-    known = cache_dir / "index" / f"{hashlib.sha256(repr(states).encode()).hexdigest()}.json"
+    key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
+    known = cache_dir / "index" / f"{key}.json"
     with suppress(OSError, ValueError):  # missing, or half written
-        digest, skipped = read_json(known)
-        return digest, skipped
-    hashes = [(document.name, corpus.hash_document(document)) for document in documents]
-    skipped = [name for name, content in hashes if content is None]
-    text = [pair for pair in hashes if pair[1] is not None]
+        digest, no_text = read_json(known)
+        return digest, no_text
+    hashes = [(document, corpus.hash_document(document)) for document in documents]
+    no_text = [str(document.path) for document, content in hashes if content is None]
+    text = [(document.name, content) for document, content in hashes if content is not None]
     digest = hashlib.sha256(repr(text).encode()).hexdigest()
     known.parent.mkdir(parents=True, exist_ok=True)
-    known.write_text(json.dumps([digest, skipped]))
-    return digest, skipped
+    known.write_text(json.dumps([digest, no_text]))
+    return digest, no_text
 
 
 def _write(
