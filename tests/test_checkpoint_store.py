@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.resilience import draft, fileops
+from gptrain.resilience import draft, fileops, manifest
 from gptrain.resilience import store as store_module
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, seal, verify
@@ -375,6 +375,25 @@ def test_a_damaged_newest_is_set_aside_and_the_one_before_is_used(store, caplog,
     assert f"set aside as {aside.name}" in caplog.text
     caplog.clear()
     assert store.newest_good().step == 1 and not caplog.text
+
+
+def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, monkeypatch):
+    for step in (1, 2):
+        save(store, step)
+
+    def stale(*_):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    for name in ("read_bytes", "open_regular"):
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, name, stale)
+            with pytest.raises(OSError, match="Stale"):
+                store.newest_good()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", stale)
+        with pytest.raises(OSError, match="Stale"):
+            store.newest_good()  # not None, which would be a start from the beginning
+    assert store.newest_good().step == 2
 
 
 def test_two_damaged_saves_of_one_step_are_both_kept_for_a_person(store):

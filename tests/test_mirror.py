@@ -10,6 +10,9 @@ from command_line import refused
 from lightning.pytorch import Callback
 
 import gptrain
+from gptrain.problems import BAD_DATA, ConfigError
+from gptrain.resilience.mirror import Mirror
+from gptrain.resilience.store import CheckpointStore
 
 SAVES = (
     "trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=1",
@@ -108,6 +111,61 @@ def test_the_mirror_of_another_run_is_refused(train, tmp_path):
     other = train(*SAVES, mirror, name="other")
     assert other.code == 73 and "holds another run" in other.err
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("mirror/**/*")}
+
+
+def save(store: CheckpointStore, content: bytes) -> None:
+    """A checkpoint of step 1."""
+    with store.writing(1) as draft, draft.open("state.ckpt") as file:
+        file.write(content)
+
+
+def copy(store: CheckpointStore, mirror: Mirror) -> None:
+    mirror.update(store)
+    mirror.wait()
+
+
+def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(tmp_path, monkeypatch):
+    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+    save(store, b"first")
+    put_file = mirror.files.put_file
+
+    def put_file_late(*paths):
+        save(store, b"second")
+        put_file(*paths)
+
+    monkeypatch.setattr(mirror.files, "put_file", put_file_late)
+    copy(store, mirror)
+    monkeypatch.undo()
+    copy(store, mirror)
+    again = CheckpointStore(tmp_path / "again", "a")
+    mirror.restore(again)
+    assert (again.newest_good().path / "state.ckpt").read_bytes() == b"second"
+
+
+def test_of_a_strangers_store_only_files_that_a_manifest_names_are_taken(tmp_path):
+    """Keys of an object store are any text, and a folder there may hold whatever somebody put."""
+    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror("memory://strangers")
+    save(store, b"state")
+    copy(store, mirror)
+    for name in ("more", "../../../victim"):
+        mirror.files.store[f"{mirror.root}/step-00000001/{name}"] = mirror.files.open(
+            f"{mirror.root}/step-00000001/state.ckpt"
+        )
+    (tmp_path / "deep").mkdir()
+    again = CheckpointStore(tmp_path / "deep" / "again", "a")
+    mirror.restore(again)
+    assert sorted(path.name for path in again.newest().iterdir()) == ["manifest.json", "state.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "run"]
+
+
+def test_a_mirror_without_one_whole_checkpoint_stops_the_run(tmp_path):
+    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+    save(store, b"state")
+    copy(store, mirror)
+    (tmp_path / "mirror" / "step-00000001" / "state.ckpt").write_bytes(b"other")
+    with pytest.raises(ConfigError, match="none of its checkpoints is whole") as refused:
+        mirror.restore(CheckpointStore(tmp_path / "again", "a"))
+    assert refused.value.code == BAD_DATA
 
 
 class Breaks(Callback):

@@ -21,7 +21,7 @@ NON_FINITE = 79
 INTERRUPTED = 130
 
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
-DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value that are shown
 
 

@@ -4,6 +4,7 @@ lock       one run, one folder
 status     how a run ended: status.json, result.json
 store      checkpoints that are complete or do not exist (draft: one while it is written; manifest:
            what it consists of; fileops: file operations that survive a power cut)
+mirror     a copy of them in another folder, or in an object store
 sharded    the same for torch.distributed.checkpoint
 safe_load  loading that cannot run foreign code
 rng        states of the random generators

@@ -10,8 +10,10 @@ metrics, config  readable without loading a tensor
 files            name -> {"bytes": size, "sha256": hex}
 """
 
+import errno
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +25,10 @@ from gptrain.small_files import UnreadableFile, open_regular, parse_json, read_b
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.ckpt"  # all that is not in the ranks' own files
 FORMAT = 1
+STEP_NAME = re.compile(r"step-(\d{8,})")  # of a checkpoint's folder
 MAX_BYTES = 2**22  # 120 a file: tens of thousands of ranks
+# Of a network file system that is away for a while: no damage, and no reason to do without a file.
+_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
 _KINDS = {
     "format": int, "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict,
@@ -73,16 +78,23 @@ def seal(content: dict) -> bytes:
 def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint folder; its own seal and shape are checked, the files are not.
 
-    Raises: DamagedCheckpoint.
+    Raises: DamagedCheckpoint; OSError where its file system does not answer.
     """
     try:
-        text = read_bytes(path / MANIFEST_NAME, MAX_BYTES)
-        # The text is judged, not the values: JSON has many spellings of one value.
-        before, _, ending = text.rpartition(b',\n "sha256": "')
-        if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
-            raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (sha256)")
-        manifest = parse_json(text, path / MANIFEST_NAME)
+        return parse(read_bytes(path / MANIFEST_NAME, MAX_BYTES), path)
     except (OSError, UnreadableFile) as error:
+        raise DamagedCheckpoint(path, _why_not(MANIFEST_NAME, error)) from None
+
+
+def parse(text: bytes, path: Path) -> dict:
+    """The manifest of the checkpoint at path, whose text was read. Raises: DamagedCheckpoint."""
+    # The text is judged, not the values: JSON has many spellings of one value.
+    before, _, ending = text.rpartition(b',\n "sha256": "')
+    if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (sha256)")
+    try:
+        manifest = parse_json(text, path / MANIFEST_NAME)
+    except UnreadableFile as error:
         raise DamagedCheckpoint(path, _why_not(MANIFEST_NAME, error)) from None
     if wrong := _wrong_entry(manifest):
         raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours ({wrong})")
@@ -97,7 +109,8 @@ def verify(
     Args:
         run_id: the run it must belong to, None for any.
         progress: called after every piece read, at least once a second on a working disk.
-    Raises: DamagedCheckpoint, naming the first file that is wrong.
+    Raises: DamagedCheckpoint, naming the first file that is wrong; OSError where its file system
+        does not answer.
     """
     manifest = read_manifest(path)
     if run_id is not None and manifest["run_id"] != run_id:
@@ -145,6 +158,8 @@ def is_file_name(name: str) -> bool:
 
 
 def _why_not(name: str, error: OSError | UnreadableFile) -> str:
+    if getattr(error, "errno", None) in _AWAY:
+        raise error
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
     return f"{name} cannot be read: {getattr(error, 'reason', None) or error.strerror}"

@@ -5,35 +5,26 @@
     mirror.restore(store)  # where the run folder is lost
 
 An object store has no rename. So a copy's manifest is written last, and removed first where a step
-is saved again: a folder without one is no checkpoint, and what comes back is verified.
+is saved again: a folder without one is no checkpoint. What comes back is verified, and of a folder
+there only the files come that its manifest names: keys of a store may have any ".." in them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from gptrain.problems import DONE, ConfigError, Problem, code_of, first_line
-from gptrain.resilience import fileops
-from gptrain.resilience.manifest import (
-    MANIFEST_NAME,
-    MAX_BYTES,
-    DamagedCheckpoint,
-    folder_name,
-    read_manifest,
-    verify,
-)
+from gptrain.problems import BAD_DATA, DONE, ConfigError, Problem, code_of, first_line
+from gptrain.resilience import fileops, manifest
+from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
 from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import read_bytes
 
-_STEP = re.compile(r"step-\d{8,}")
 _log = logging.getLogger(__name__)
 
 
@@ -70,28 +61,36 @@ class Mirror:
         """
         try:
             for name in self._names():
-                with suppress(FileNotFoundError, ValueError, LookupError):  # never finished
-                    manifest = self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
-                    return json.loads(manifest)["run_id"]
+                with suppress(FileNotFoundError, DamagedCheckpoint):  # never finished
+                    return manifest.parse(self._manifest(name), Path(name))["run_id"]
         except OSError as error:
             about = "checkpoint.mirror", self.url, first_line(error)
             raise ConfigError.of(*about, code=code_of(error)) from error
         return ""
 
     def restore(self, store: CheckpointStore) -> None:
-        """Brings every checkpoint that is whole back into the store. Raises: OSError."""
+        """Brings every checkpoint that is whole back into the store.
+
+        Raises: OSError; ConfigError where there are some, and none is whole: a person must decide.
+        """
         store.folder.mkdir(exist_ok=True)
+        damaged = False
         for name in self._names():
             draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
-            fileops.remove_tree(draft)
             try:
-                self.files.get(f"{self.root}/{name}", str(draft), recursive=True)
-                verify(draft, run_id=store.run_id)
-            except (FileNotFoundError, DamagedCheckpoint) as error:
-                _log.warning("warning: %s/%s is left there: %s", self.url, name, first_line(error))
+                self._get(name, draft)
+                manifest.verify(draft, run_id=store.run_id)
+            except FileNotFoundError:  # never finished, or half removed
+                continue
+            except DamagedCheckpoint as error:
+                _log.warning("warning: %s/%s is left there: %s", self.url, name, error)
+                damaged = True
                 continue
             os.rename(draft, store.folder / name)
             fileops.sync_folder(store.folder)
+        if damaged and not store.steps():
+            wrong = "none of its checkpoints is whole"
+            raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=BAD_DATA)
 
     def _copy(self, store: CheckpointStore) -> None:
         kept = [folder_name(step) for step in store.steps()]
@@ -107,20 +106,35 @@ class Mirror:
 
     def _put(self, source: Path) -> None:
         """Copies a checkpoint, unless it is there as it is here."""
-        target, files = f"{self.root}/{source.name}", read_manifest(source)["files"]
-        manifest = read_bytes(source / MANIFEST_NAME, MAX_BYTES)
+        target = f"{self.root}/{source.name}"
+        text = read_bytes(source / MANIFEST_NAME, manifest.MAX_BYTES)
         with suppress(FileNotFoundError):
-            if self.files.cat_file(f"{target}/{MANIFEST_NAME}") == manifest:
+            if self._manifest(source.name) == text:
                 return
-            self.files.rm(target, recursive=True)  # of this step before its validation
+            self.files.rm_file(f"{target}/{MANIFEST_NAME}")  # of this step before its validation
         self.files.makedirs(target, exist_ok=True)
-        for file in (*files, MANIFEST_NAME):
+        for file in manifest.parse(text, source)["files"]:
             self.files.put_file(str(source / file), f"{target}/{file}")
+        # As it was read: where the step was saved again meanwhile, the next update sees that.
+        self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
+
+    def _get(self, name: str, draft: Path) -> None:
+        """Brings the files of a copy, and no others, into a new folder."""
+        fileops.remove_tree(draft)
+        text = self._manifest(name)
+        draft.mkdir()
+        for file in manifest.parse(text, draft)["files"]:
+            self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
+        fileops.write_whole(draft / MANIFEST_NAME, text)
+
+    def _manifest(self, name: str) -> bytes:
+        """The text of a copy's manifest. Raises: FileNotFoundError; OSError."""
+        return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}", end=manifest.MAX_BYTES)
 
     def _names(self) -> list[str]:
         """Folders of steps that are there, complete or not, the newest first."""
         self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             names = (Path(path).name for path in self.files.ls(self.root, detail=False))
-            return sorted(filter(_STEP.fullmatch, names), reverse=True)
+            return sorted(filter(manifest.STEP_NAME.fullmatch, names), reverse=True)
         return []

@@ -12,31 +12,16 @@ and `.trash-step-00000500` (being removed: a folder half removed must not look l
 
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gptrain.resilience import fileops
+from gptrain.resilience import fileops, manifest
 from gptrain.resilience.draft import Draft, NoSpace
-from gptrain.resilience.manifest import (
-    MANIFEST_NAME,
-    Checkpoint,
-    DamagedCheckpoint,
-    NoGoodCheckpoint,
-    folder_name,
-    read_manifest,
-    seal,
-    verify,
-)
+from gptrain.resilience.manifest import Checkpoint, DamagedCheckpoint, NoGoodCheckpoint, folder_name
 
-_STEP = re.compile(r"step-(\d{8,})")
 _log = logging.getLogger(__name__)
-
-
-def _alone(value: object) -> list:
-    return [value]
 
 
 class CheckpointStore:
@@ -69,7 +54,7 @@ class CheckpointStore:
         metrics: dict[str, float] | None = None,
         needed_bytes: int = 0,
         rank: int = 0,
-        gather: Callable[[object], list] = _alone,
+        gather: Callable[[object], list] = lambda value: [value],
         in_background: bool = False,
     ) -> Iterator[Draft]:
         """A draft to write files into; a checkpoint once the block ends without an exception.
@@ -135,8 +120,10 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are here, verified or not, in order."""
-        names = (_STEP.fullmatch(path.name) for path in self.folder.glob("step-*"))
-        return sorted(int(name[1]) for name in names if name)
+        # Not by glob, to which a folder that cannot be read is an empty one.
+        names = os.listdir(self.folder) if self.folder.exists() else []
+        found = map(manifest.STEP_NAME.fullmatch, names)
+        return sorted(int(name[1]) for name in found if name)
 
     def newest(self) -> Path | None:
         """The newest checkpoint's folder, not verified: for messages, not for loading."""
@@ -145,7 +132,7 @@ class CheckpointStore:
 
     def verify(self, path: Path) -> Checkpoint:
         """The checkpoint, read from disk and found whole. Raises: DamagedCheckpoint."""
-        return Checkpoint(path, verify(path, run_id=self.run_id, progress=self.progress))
+        return Checkpoint(path, manifest.verify(path, run_id=self.run_id, progress=self.progress))
 
     def newest_good(self) -> Checkpoint | None:
         """The highest step that verifies, None if nothing was ever saved here.
@@ -188,7 +175,7 @@ class CheckpointStore:
         for step in self.steps():
             path = self.folder / folder_name(step)
             with suppress(DamagedCheckpoint):
-                if (value := read_manifest(path)["metrics"].get(monitor)) is not None:
+                if (value := manifest.read_manifest(path)["metrics"].get(monitor)) is not None:
                     scored.append((sign * value, step, path))
         return [path for _, _, path in sorted(scored)]
 
@@ -240,7 +227,7 @@ class CheckpointStore:
         entries = sorted(entry for files in files_of_ranks for entry in files.items())
         about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
         target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
-        fileops.write_whole(draft / MANIFEST_NAME, seal(about))
+        fileops.write_whole(draft / manifest.MANIFEST_NAME, manifest.seal(about))
         fileops.sync_folder(draft)
         if target.exists():
             os.rename(target, old)
