@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
-from gptrain.resilience import fileops
 
 
 def test_a_run_prints_five_lines_at_the_start_and_three_at_the_end(train):
@@ -186,7 +186,7 @@ def test_a_run_that_failed_says_why_in_its_status(train):
 
 
 def test_no_room_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
-    monkeypatch.setattr(fileops, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     run = train("logger=csv")
     assert run.code == 73 and "1000 bytes are free" in run.err
     assert not (run.folder / "metrics.csv").exists()

@@ -121,7 +121,7 @@ class Draft:
                     raise  # of the network, not of the file system
                 folder = self.path.parent
                 with suppress(OSError):
-                    free = fileops.free_bytes(folder)
+                    free = shutil.disk_usage(folder).free
                 mine = SaveFailed(error.errno, folder, self.needed_bytes, free, self.rank)
                 mine.__cause__ = error
             for failure in self.gather(mine):

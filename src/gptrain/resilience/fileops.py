@@ -13,12 +13,6 @@ from pathlib import Path
 _PIECE_BYTES = 1 << 26
 
 
-def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write on the folder's file system (quotas are not seen)."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
 def create(path: Path) -> int:
     """Descriptor of a new, empty file. Raises: FileExistsError, also where a link has the name."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

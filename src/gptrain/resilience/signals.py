@@ -55,17 +55,14 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
-    def restore(self) -> None:
-        """Puts the previous handlers back."""
-        for number, previous in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
-
     def __enter__(self) -> "StopFlag":
         return self.install()
 
     def __exit__(self, *_: object) -> None:
-        self.restore()
+        """Puts the previous handlers back."""
+        for number, previous in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
 
     def _handle(self, number: int, _frame: object) -> None:
         if number == signal.SIGINT:
