@@ -133,6 +133,15 @@ def test_tokenizers_come_back_from_their_folder(bpe, tmp_path):
     assert np.array_equal(again.encode("größe"), bpe.tokenizer.encode("größe"))
 
 
+def test_a_link_in_the_place_of_a_tokenizer_is_replaced_and_not_followed(bpe, tmp_path):
+    (tmp_path / "victim").write_text("content")
+    for tokenizer in (ByteTokenizer(), bpe.tokenizer):
+        (tmp_path / "tokenizer.json").unlink(missing_ok=True)
+        (tmp_path / "tokenizer.json").symlink_to("victim")
+        assert load_tokenizer(tokenizer.save(tmp_path)).identity == tokenizer.identity
+    assert (tmp_path / "victim").read_text() == "content"
+
+
 def test_what_is_no_tokenizer_is_named(tmp_path):
     pytest.importorskip("tokenizers")
     for text in ("{}", "[" * 100_000):

@@ -43,9 +43,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> Path:
         """Writes what `load_tokenizer` brings back; returns the file."""
-        path = Path(folder) / FILE_NAME
-        path.write_bytes(_BYTES_JSON)
-        return path
+        return _write(folder, _BYTES_JSON)
 
 
 class JsonTokenizer:
@@ -101,9 +99,7 @@ class JsonTokenizer:
 
     def save(self, folder: Path) -> Path:
         """Writes the very file that was read; returns it."""
-        path = Path(folder) / FILE_NAME
-        path.write_bytes(self._json)
-        return path
+        return _write(folder, self._json)
 
 
 def train_bpe(
@@ -142,6 +138,13 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
         path = path / FILE_NAME
     is_bytes = read_bytes(path, _MAX_BYTES) == _BYTES_JSON
     return ByteTokenizer() if is_bytes else JsonTokenizer(path)
+
+
+def _write(folder: Path, content: bytes) -> Path:
+    path = Path(folder) / FILE_NAME
+    path.unlink(missing_ok=True)  # in a stranger's folder it may be a link to anywhere
+    path.write_bytes(content)
+    return path
 
 
 def _library() -> ModuleType:
