@@ -32,7 +32,8 @@ class SampleText(Callback):
         self._written: tuple[int, str | None] = -1, None  # at which step, and the text
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        is_kept = any(hasattr(logger, "log_note") for logger in trainer.loggers)
+        if is_kept and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._write(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
