@@ -136,8 +136,7 @@ def build_callbacks(
     log = StepLog(cfg.trainer.log_every_n_steps, lengths, model)
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
     wants_bar = cfg.trainer.enable_progress_bar and not has_bar
-    bar_steps = min(lengths.epoch_steps, lengths.n_steps or lengths.epoch_steps)
-    bar = ProgressBar(bar_steps * lengths.batch.accumulate) if wants_bar else None
+    bar = ProgressBar() if wants_bar else None
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     compiles = cfg.model.compile != "none"

@@ -19,16 +19,13 @@ LINES_IN_A_FILE = 20  # of an epoch, where the output is no terminal
 class ProgressBar(TQDMProgressBar):
     """Redrawn at every micro-batch in a terminal; elsewhere no bar, but twenty lines an epoch.
 
-    Args:
-        n_batches: micro-batches of an epoch, or of a run that is shorter.
-
     Attributes:
         logged: name -> what is shown of the last step that was logged; a loss that is still a
             tensor is read from its device once.
     """
 
-    def __init__(self, n_batches: int):
-        self.in_terminal, self.n_batches = sys.stdout.isatty(), n_batches
+    def __init__(self):
+        self.in_terminal = sys.stdout.isatty()
         self.logged: dict[str, Any] = {}
         super().__init__(refresh_rate=1)
         if not self.in_terminal:
@@ -52,9 +49,10 @@ class ProgressBar(TQDMProgressBar):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        if self.in_terminal:
+            return
         n_done, total = batch_idx + 1, self.total_train_batches
-        is_due = n_done == total or n_done % max(1, self.n_batches // LINES_IN_A_FILE) == 0
-        if is_due and not self.in_terminal:
+        if n_done == total or n_done % max(1, total // LINES_IN_A_FILE) == 0:
             shown = self.get_metrics(trainer, module).items()
             words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown)]
             log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
