@@ -36,7 +36,6 @@ from gptrain.lit.callbacks import (
     ProgressBar,
     StepLog,
 )
-from gptrain.lit.checkpointing import StoreIO
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
@@ -89,7 +88,7 @@ def build_trainer(
         "num_nodes": machine.n_nodes,
         "precision": resolve_precision(cfg, machine),
         "strategy": strategy,
-        "plugins": [StoreIO(), RankEnvironment(this_process(), machine.n_local)],
+        "plugins": [RankEnvironment(this_process(), machine.n_local)],
         # The batch arithmetic has turned all that limits a run into steps.
         "max_epochs": lengths.n_epochs,
         "max_steps": -1 if lengths.n_steps is None else lengths.n_steps,

@@ -1,4 +1,4 @@
-"""Checkpoints by the names of the bare net, from and into every strategy.
+"""Checkpoints by the names of the bare net, from and into every strategy; all are read safely.
 
 In a file the net's tensors have the bare net's names, and what a module holds beside its net has
 `module.` in front. Within Lightning's hooks a checkpoint has Lightning's own names, so that
@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gptrain.lit.strategies.base import named_beside_net
 from gptrain.parallel import state as states
 from gptrain.parallel.state import BESIDE
-from gptrain.resilience.safe_load import SafeFileSystemReader
+from gptrain.resilience.manifest import STATE_NAME
+from gptrain.resilience.safe_load import SafeFileSystemReader, load_file
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
 NET = "net."
@@ -91,7 +93,7 @@ class NamedStates:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes a file, or into the draft of our store that comes as storage_options."""
+        """Writes Lightning's file, or into the draft of our store that comes as storage_options."""
         if self._writes_shards:
             import torch.distributed.checkpoint as dcp
 
@@ -102,11 +104,16 @@ class NamedStates:
             dcp.save(shards, storage_writer=ShardWriter(storage_options))
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {to_saved_name(name): state[name] for name in state}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if storage_options is None:
+            super().save_checkpoint(checkpoint, filepath)
+        elif self.is_global_zero:
+            with storage_options.open(STATE_NAME) as file:
+                torch.save(checkpoint, file)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        self._loaded = Path(checkpoint_path)
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        """Tensors, on the CPU, and plain values; of a checkpoint's folder, or a file."""
+        self._loaded = path = Path(checkpoint_path)
+        checkpoint = load_file(path / STATE_NAME if path.is_dir() else path)
         state = checkpoint["state_dict"]
         checkpoint["state_dict"] = {from_saved_name(name): state[name] for name in state}
         return checkpoint
