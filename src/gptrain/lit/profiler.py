@@ -6,23 +6,25 @@ belong to no step, and its table is of the loop it saw last, the validation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from lightning.pytorch.profilers import Profiler
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch.profiler import ProfilerActivity, record_function, schedule
 
 N_ROWS = 60  # of the table, those that take longest themselves
 HISTORY = 100_000  # allocations of a GPU's memory that are kept
 BATCH, STEP = "run_training_batch", ".optimizer_step"  # actions of Lightning's loop
 PARTS = {  # likewise -> row of the table; torch itself records Optimizer.step, and collectives
-    ".training_step": "forward",
-    ".backward": "backward",
-    ".configure_gradient_clipping": "clip",
+    "training_step": "forward",
+    "backward": "backward",
+    "configure_gradient_clipping": "clip",
 }
 
 
-class TorchProfiler(Profiler):
+class TorchProfiler(PassThroughProfiler):
     """Records whole optimizer steps of training, after two that it leaves out, in every rank.
 
     Writes fit-profile-<rank>.txt, .json.gz, and on a GPU .pickle for pytorch.org/memory_viz.
@@ -34,19 +36,15 @@ class TorchProfiler(Profiler):
     def __init__(self, dirpath: str, n_steps: int = 5):
         super().__init__(dirpath=dirpath, filename="profile")
         self.n_steps, self._stepped = n_steps, False
-        self._profile: profile | None = None
-        self._parts: dict[str, record_function] = {}
+        self._profile: torch.profiler.profile | None = None
 
-    def start(self, action_name: str) -> None:
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[None]:
         if action_name == BATCH and self._profile is None:
             self._begin()
-        if part := PARTS.get(action_name[action_name.rfind(".") :]):
-            self._parts[action_name] = record_function(part)
-            self._parts[action_name].__enter__()
-
-    def stop(self, action_name: str) -> None:
-        if action_name in self._parts:
-            self._parts.pop(action_name).__exit__(None, None, None)
+        part = PARTS.get(action_name.rpartition(".")[2])
+        with record_function(part) if part else nullcontext():
+            yield
         self._stepped |= action_name.endswith(STEP)
         if action_name == BATCH and self._stepped:
             self._stepped = False
@@ -64,10 +62,12 @@ class TorchProfiler(Profiler):
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
         plan = schedule(wait=1, warmup=1, active=self.n_steps, repeat=1)
-        self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._write)
+        self._profile = torch.profiler.profile(
+            activities=activities, schedule=plan, on_trace_ready=self._write
+        )
         self._profile.start()
 
-    def _write(self, recorded: profile) -> None:
+    def _write(self, recorded: torch.profiler.profile) -> None:
         place, has_gpu = Path(self.dirpath), torch.cuda.is_available()
         order = f"self_{'cuda' if has_gpu else 'cpu'}_time_total"
         table = recorded.key_averages().table(order, N_ROWS, max_name_column_width=50)
