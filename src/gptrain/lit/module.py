@@ -134,8 +134,8 @@ class LanguageModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"interval": "step", **schedule}}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Lightning's, but where training_step has formed the gradients already (a pipeline)."""
-        if not self._strategy().forward_runs_backward:
+        """Nothing under our strategies: they clear gradients before the forward pass."""
+        if not isinstance(self.trainer.strategy, NetStrategy):
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def clip_gradients(
