@@ -8,18 +8,11 @@ holds the logits of a whole batch (`gptrain.loss`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
-from gptrain.loss import (
-    IGNORED,
-    chunked_next_token_loss,
-    logits_in_chunks,
-    next_token_loss,
-)
+from gptrain.loss import chunked_next_token_loss, next_token_loss
 
 
 @dataclass(frozen=True)
@@ -53,16 +46,6 @@ def has_chunks(net: nn.Module) -> bool:
     return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
 
 
-def whole_net_loss(
-    net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
-) -> Tensor:
-    """Loss in nats of tokens (B, T), targets (B, T), under a net that this rank runs whole."""
-    if has_chunks(net):
-        return head_loss(net.head, net.hidden(tokens), targets, reduction, options)
-    logits = _logits(net, tokens, targets)
-    return next_token_loss(logits, targets, reduction=reduction, **options.added)
-
-
 def head_loss(
     head: nn.Linear, hidden: Tensor, targets: Tensor, reduction: str, options: LossOptions
 ) -> Tensor:
@@ -79,23 +62,12 @@ def head_loss(
     )
 
 
-@torch.no_grad()
-def whole_net_logits(
-    net: nn.Module, tokens: Tensor, targets: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits (C, V) and targets (C,) of all positions that count, chunk by chunk."""
-    if has_chunks(net):
-        yield from logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
-        return
-    counted = targets != IGNORED  # (B, T)
-    yield _logits(net, tokens, targets)[counted].float(), targets[counted]
-
-
-def _logits(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Logits (B, T, V) of tokens (B, T).   Raises: ValueError for any other shape."""
     logits = net(tokens)
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"{type(net).__name__} made {tuple(logits.shape)} of tokens {tuple(tokens.shape)}; "
             f"a net's forward returns logits (B, T, V)"
         )
-    return logits  # (B, T, V)
+    return logits

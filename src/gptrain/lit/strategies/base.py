@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from gptrain.lit.losses import LossOptions, whole_net_logits, whole_net_loss
+from gptrain.lit.losses import LossOptions, has_chunks, head_loss, net_logits
+from gptrain.loss import IGNORED, logits_in_chunks, next_token_loss
 from gptrain.optim import Muon
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
@@ -85,14 +86,22 @@ class NetStrategy:
     def loss(
         self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
     ) -> Tensor:
-        """Loss of this rank's samples, over the targets that count."""
-        return whole_net_loss(net, tokens, targets, reduction, options)
+        """Loss of this rank's samples in nats, over the targets that count."""
+        if has_chunks(net):
+            return head_loss(net.head, net.hidden(tokens), targets, reduction, options)
+        logits = net_logits(net, tokens, targets)
+        return next_token_loss(logits, targets, reduction=reduction, **options.added)
 
+    @torch.no_grad()
     def logits(
         self, net: nn.Module, tokens: Tensor, targets: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits (C, V) and targets (C,) of this rank's samples, chunk by chunk, for metrics."""
-        return whole_net_logits(net, tokens, targets)
+        if has_chunks(net):
+            return logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
+        counted = targets != IGNORED  # (B, T)
+        logits = net_logits(net, tokens, targets)[counted].float()
+        return iter([(logits, targets[counted])])
 
     def share_metric(self, metric: Metric) -> Tensor:
         """The metric over all samples, alike on all ranks."""
