@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from inspect import signature
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -83,7 +82,6 @@ def build_ddp(args: BuildArgs) -> tuple[nn.Module, Strategy]:
     options = args.options
     strategy = DDP(
         comm_hook(options.comm_hook),
-        timeout=timedelta(seconds=options.timeout_s),
         **{_SYNC_BUFFERS: False},  # ours are constants
         bucket_cap_mb=options.bucket_cap_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
