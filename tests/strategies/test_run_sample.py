@@ -34,6 +34,12 @@ def test_the_callback_writes_by_its_own_options(caplog):
     assert caplog.messages == [f"{'sample':9} {text}"]
 
 
+def test_nothing_is_drawn_at_a_validation_where_no_logger_takes_text():
+    trainer = SimpleNamespace(loggers=[object()], sanity_checking=False)
+    trainer.state = SimpleNamespace(fn="fit")
+    SampleText("ab").on_validation_epoch_end(trainer, None)  # which has no net to draw from
+
+
 def test_a_net_that_is_sharded_writes_what_one_process_writes(runs, tmp_path_factory):
     path = claims.shared_folder(tmp_path_factory) / "text.txt"
     path.write_text("to be or not to be " * 400)
