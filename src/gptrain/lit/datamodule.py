@@ -1,7 +1,5 @@
 """TextDataModule: training and evaluation batches for this rank, in an order that can resume."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -91,7 +89,7 @@ class TextDataModule(pl.LightningDataModule):
         batches = EvalBatches(len(dataset), self.batch_size, self.rank, self.world_size)
         return self._loader(PaddedDataset(dataset), batches)
 
-    def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> Loader:
+    def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> "Loader":
         forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not
         return Loader(
             dataset,

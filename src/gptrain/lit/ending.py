@@ -1,7 +1,5 @@
 """Why a training ended, and how loggers hear of it."""
 
-from __future__ import annotations
-
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Timer
 

@@ -4,8 +4,6 @@ Three places, each for correctness, each as of Lightning 2.6.6 and with a test t
 its signal handlers, its broadcast of a stop, and the state of its loops in a checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings

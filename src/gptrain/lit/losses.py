@@ -6,8 +6,6 @@ holds the logits of a whole batch (`gptrain.loss`).
 
 # B batch, T time, D d_model, V vocab, C rows of a chunk
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -35,7 +33,7 @@ class LossOptions:
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
 
     @property
-    def plain(self) -> LossOptions:
+    def plain(self) -> "LossOptions":
         """Those of val/loss: the cross entropy alone."""
         return replace(self, label_smoothing=0.0, z_loss=0.0)
 

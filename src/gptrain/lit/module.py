@@ -2,8 +2,6 @@
 
 # B batch, T time, V vocabulary, N positions that count
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What perf/* is: the time of a step, the FLOPs of a token, the peak of the device they run on."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Lightning's PyTorchProfiler steps at the end of `training_step`, so that backwar
 belong to no step, and its table is of the loop it saw last, the validation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

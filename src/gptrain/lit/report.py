@@ -1,7 +1,5 @@
 """What a run tells a person: four lines at the start, two at the end; and result.json."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import time

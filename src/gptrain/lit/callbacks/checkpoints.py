@@ -1,7 +1,5 @@
 """Saves the run so that it can go on bit for bit: after a validation, or between two."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stops or skips a step whose loss or gradient is not finite."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Tells the watchers that the run gets on, and ends it where it was asked to stop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

@@ -1,7 +1,5 @@
 """Lightning's progress bar over what the run takes of each epoch; in a file a line now and then."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

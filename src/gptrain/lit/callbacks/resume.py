@@ -1,7 +1,5 @@
 """What a run needs, besides what Lightning saves and restores, to go on bit for bit."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Shows what the net writes."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """Logs a training step, and the x axis of all that is logged: the optimizer step."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

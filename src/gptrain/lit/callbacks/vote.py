@@ -1,7 +1,5 @@
 """What ranks say to each other: a value of each at once, or a yes or no that nobody waits for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

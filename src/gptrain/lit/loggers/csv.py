@@ -1,7 +1,5 @@
 """One table of all that is logged."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

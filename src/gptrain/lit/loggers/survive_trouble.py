@@ -1,7 +1,5 @@
 """What a logger does when it cannot write."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """TensorBoard events, in the order in which a person reads them."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Weights & Biases."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lightning.pytorch import loggers as pl_loggers

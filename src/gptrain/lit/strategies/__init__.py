@@ -1,7 +1,5 @@
 """Lightning's side of each strategy; the work itself is done by gptrain.parallel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pkgutil import resolve_name
 

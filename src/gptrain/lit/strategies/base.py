@@ -1,7 +1,5 @@
 """What our strategies add to Lightning's: who computes loss, norm and states of a net."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -71,7 +69,7 @@ class NetStrategy:
     """
 
     info: StrategyInfo
-    check_finite: FiniteCheck | None = None
+    check_finite: "FiniteCheck | None" = None
     grad_norm: Tensor | None = None
     replicas: DeviceMesh | None = None
     _gradients_finished = False  # those of this step

@@ -1,7 +1,5 @@
 """A whole net: on one device, or on each of several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from inspect import signature
 
@@ -67,7 +65,7 @@ def comm_hook(name: str) -> tuple[object, Callable] | None:
     return None, {"bf16": _bf16, "fp16": default_hooks.fp16_compress_hook}[name]
 
 
-def _bf16(group, bucket):  # DDP reads annotations, and takes none that are strings
+def _bf16(group, bucket):
     # DDP refuses torch's hook by its name where the backend is gloo, which has known bf16 since.
     return default_hooks.bf16_compress_hook(group, bucket)
 

@@ -1,7 +1,5 @@
 """A net that is partitioned over ranks when Lightning meets it: FSDP2, tensor parallelism, both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

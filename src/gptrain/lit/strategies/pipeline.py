@@ -1,7 +1,5 @@
 """Pipeline parallelism, with or without data parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

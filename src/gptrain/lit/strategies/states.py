@@ -5,8 +5,6 @@ In a file the net's tensors have the bare net's names, and what a module holds b
 callbacks that copy a module (EMA) find what they would find in any Lightning project.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
