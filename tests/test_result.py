@@ -58,6 +58,8 @@ def test_an_evaluation_says_of_which_checkpoint_it_is(train):
     ended = result(train(f"from_run={trained.folder}", "task=test", name="test"))["ended"]
     assert ended["reason"] == "test done"
     assert ended["detail"] == f"of {trained.folder}/checkpoints/step-00000004"
+    ended = result(train("task=validate", name="initial"))["ended"]
+    assert ended["detail"] == "of the weights that it began with"
 
 
 def test_a_result_says_what_it_was_made_by(train):

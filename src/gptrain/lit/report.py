@@ -66,7 +66,8 @@ class Report:
         checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = result_path(self.run_dir, self.hyper_parameters["task"])
-        ended = {"reason": f"{trainer.state.fn.value} done", "detail": f"of {trainer.ckpt_path}"}
+        measured = trainer.ckpt_path or "the weights that it began with"
+        ended = {"reason": f"{trainer.state.fn.value} done", "detail": f"of {measured}"}
         ended = steps_log.ended or ended
         is_new = not is_fit or steps_log.first_step is not None
         if not trainer.fast_dev_run and (is_new or not path.exists()):
