@@ -45,6 +45,7 @@ ONE_LINE = {
     "seed=abc": ["seed=abc", "integer"],
     "run_dir=": ["run_dir=", "not a path"],
     "run_dir=null": ["run_dir=null", "string"],
+    "callbacks.sample.prompt=": ["callbacks.sample.prompt=", "at least 1 character"],
     "~trainer.fast_dev_run": ["trainer.fast_dev_run", "missing"],
     "strategy.name=ddpp": ["strategy.name=ddpp", 'did you mean "ddp"'],
     "+module.metrics.x=3": ["module.metrics.x=3", "not a group of keys"],

@@ -145,7 +145,7 @@ class DecayFromHere(StableDecay):
 
 
 class SampleText(Closed):
-    prompt: str
+    prompt: Name
     n_tokens: Count
 
 
