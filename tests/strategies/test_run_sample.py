@@ -26,9 +26,8 @@ def test_the_callback_writes_by_its_own_options(caplog):
         loggers=[],
     )
     caplog.set_level("INFO")
-    options = {"n_tokens": 20, "temperature": 0.5, "seed": 3}
-    SampleText("ab", **options).on_train_end(trainer, SimpleNamespace(net=net))
-    made = generate(net, list(b"ab"), 20, Sampling(0.5), torch.Generator().manual_seed(3))
+    SampleText("ab", n_tokens=20).on_train_end(trainer, SimpleNamespace(net=net))
+    made = generate(net, list(b"ab"), 20, Sampling(0.7), torch.Generator().manual_seed(0))
     tokens = [*b"ab", *made]
     text = printable(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
     assert caplog.messages == [f"{'sample':9} {text}"]

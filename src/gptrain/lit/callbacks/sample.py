@@ -10,6 +10,7 @@ from gptrain.lit.ending import log_note
 from gptrain.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
+SAMPLING = Sampling(temperature=0.7)  # below 1 the likelier tokens are preferred
 
 
 class SampleText(Callback):
@@ -20,13 +21,10 @@ class SampleText(Callback):
     Args:
         prompt: what is continued, of one token at least.
         n_tokens: how many are generated.
-        temperature: below 1 the likelier tokens are preferred.
-        seed: of what is drawn, apart from the run's own random numbers.
     """
 
-    def __init__(self, prompt: str, n_tokens: int = 256, temperature: float = 0.7, seed: int = 0):
+    def __init__(self, prompt: str, n_tokens: int = 256):
         self.prompt, self.n_tokens = prompt, n_tokens
-        self.temperature, self.seed = temperature, seed
         self._written: tuple[int, str | None] = -1, None  # at which step, and the text
 
     def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -53,8 +51,8 @@ class SampleText(Callback):
         # On every rank: where the net is partitioned, its forward pass needs them all.
         device = trainer.strategy.root_device
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
-        generator = torch.Generator(device).manual_seed(self.seed)
-        tokens += generate(net, tokens, self.n_tokens, Sampling(self.temperature), generator)
+        generator = torch.Generator(device).manual_seed(0)  # apart from the run's own numbers
+        tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
         text = printable(tokenizer.decode(tokens))
         self._written = trainer.global_step, text
         log_note(trainer, "sample", text)
