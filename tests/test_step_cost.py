@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -107,25 +108,28 @@ def test_where_the_flag_is_read_a_step_later_nothing_is_read_of_the_step_itself(
 
 
 def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
-    """By a clock that moves a second in each micro-step and a hundred in each evaluated batch."""
+    """By a clock that moves 1 s in a micro-step and 100 s in an evaluated batch or a save."""
     clock = SimpleNamespace(now_s=0.0)
 
     def slowed(method, seconds):
-        def slow(self, *batch):
+        def slow(self, *args, **options):
             clock.now_s += seconds
-            return method(self, *batch)
+            return method(self, *args, **options)
 
         return slow
 
-    for name, seconds in (("training_step", 1.0), ("validation_step", 100.0)):
-        method = getattr(LanguageModel, name)
-        monkeypatch.setattr(LanguageModel, name, slowed(method, seconds))
+    for owner, name, seconds in (
+        (LanguageModel, "training_step", 1.0),
+        (LanguageModel, "validation_step", 100.0),
+        (Trainer, "save_checkpoint", 100.0),
+    ):
+        monkeypatch.setattr(owner, name, slowed(getattr(owner, name), seconds))
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
     monkeypatch.setattr(perf, "find_peak", lambda *_: None)  # which takes its time
     words = (
         f"trainer.log_every_n_steps={LOGGED_EVERY}",
         f"trainer.accumulate_grad_batches={ACCUMULATED}", "trainer.val_check_interval=3",
-        "logger=csv", "scheduler=constant",
+        "logger=csv", "scheduler=constant", "checkpoint.every_n_steps=2",
     )  # fmt: skip
     done = train(*words, "trainer.max_steps=5")
     again = train(*words, f"trainer.max_steps={N_STEPS}", "ckpt_path=last")

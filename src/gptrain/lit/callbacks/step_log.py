@@ -45,7 +45,7 @@ class StepLog(Callback):
     def __init__(self, every_n_steps: int, lengths: Lengths, model_config: dict[str, Any]):
         self.every_n_steps, self.lengths = every_n_steps, lengths
         self.model_config = model_config
-        self.lr = 0.0
+        self.lr, self._is_paused = 0.0, False
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -56,6 +56,11 @@ class StepLog(Callback):
                 logger.go_on_from(self.first_step)
         net = module.net if isinstance(module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if self._is_paused:  # a step's time is training's alone
+            self.speed.start()
+            self._is_paused = False
 
     def on_before_optimizer_step(
         self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
@@ -111,13 +116,13 @@ class StepLog(Callback):
         self._log_evaluation(trainer, module, "test")
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if self.speed is not None:
-            self.speed.start()  # a step's time is training's alone
+        self._is_paused = True
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint["model"] = self.model_config
+        self._is_paused = True
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
