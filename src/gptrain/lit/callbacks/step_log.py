@@ -1,16 +1,16 @@
-"""Logs a training step, and the x axis of all that is logged: the optimizer step."""
+"""Logs a training step, the x axis of all that is logged, and why the training ended."""
 
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.ending import log_note, why_ended
-from gptrain.lit.lightning import ends_step
+from gptrain.lit.lightning import ends_step, is_validated
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
@@ -75,9 +75,8 @@ class StepLog(Callback):
         step, strategy = trainer.global_step, trainer.strategy
         if step == self.lengths.n_steps:
             trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
-        is_validated = step % self.lengths.validate_every == 0
-        is_logged = step % self.every_n_steps == 0 or is_validated or trainer.should_stop
-        if not is_logged and step != self.first_step + 1:
+        is_due = step % self.every_n_steps == 0 or step == self.first_step + 1
+        if not (is_due or is_validated(trainer, step) or trainer.should_stop):
             return
         strategy.check_finite.resolve_pending()
         if losses := strategy.micro_losses:  # over the number of micro-steps already
@@ -142,3 +141,40 @@ class StepLog(Callback):
 def exact(value: float | Tensor) -> Tensor:
     """The value as Lightning keeps it without rounding to fp32: tokens are counted in billions."""
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dict[str, str]:
+    """Why a fit that has come to its end did, as the result line and result.json say it.
+
+    `reason` is one of "steps done", "epochs done", "tokens done", "max_time", "early stop",
+    "stopped", "nothing left to train"; `detail` the option, the metric with its value, or who.
+
+    Args:
+        first_step: where it began; None where no step was left.
+    """
+    step, detail = trainer.global_step, f"at step {trainer.global_step}"
+    timers = (part for part in trainer.callbacks if isinstance(part, Timer))
+    early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
+    if first_step is None:
+        reason = "nothing left to train"
+        detail = f"step {step} was the run's last; further: trainer.max_steps, trainer.max_epochs"
+    elif step == lengths.n_steps:
+        kind = lengths.limit.partition("=")[0].rpartition("max_")[2]  # of trainer.max_epochs=3
+        reason, detail = f"{kind} done", lengths.limit
+    elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
+        reason = "max_time"
+    elif early:
+        metric = early[0].monitor
+        why = early[0].stopping_reason.name.lower().replace("_", " ")
+        reason = "early stop"
+        detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
+    else:
+        reason, detail = "stopped", f"by a callback or the module (trainer.should_stop), {detail}"
+    return {"reason": reason, "detail": detail}
+
+
+def log_note(trainer: Trainer, name: str, text: str) -> None:
+    """Gives a text to the loggers that take any, at this step."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_note"):
+            logger.log_note(name, text, trainer.global_step)
