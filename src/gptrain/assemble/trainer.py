@@ -29,13 +29,11 @@ from gptrain.config.from_run import NOT_TAKEN
 from gptrain.launch.devices import Machine, native_precision
 from gptrain.launch.process import this_process
 from gptrain.launch.provenance import describe_run
-from gptrain.lit.callbacks import (
-    Checkpoints,
-    FiniteCheck,
-    Guarded,
-    ProgressBar,
-    StepLog,
-)
+from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.finite import FiniteCheck
+from gptrain.lit.callbacks.guarded import Guarded
+from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.step_log import StepLog
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
