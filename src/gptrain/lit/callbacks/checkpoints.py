@@ -61,7 +61,7 @@ class Checkpoints(Checkpoint):
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
-        self._is_saving = self._monitor_checked = self._only_validates = False
+        self._monitor_checked = self._only_validates = False
         self._loaded: dict[str, Any] | None = None  # of a checkpoint to go on from
         self._rng: dict[str, Any] | None = None  # before the validation that is going on
         self._needed_bytes = 0  # of a save, estimated
@@ -98,7 +98,7 @@ class Checkpoints(Checkpoint):
     def on_save_checkpoint(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._is_saving:  # and nobody else is, as ModelCheckpoint
+        if trainer.strategy.saves_to_store:  # and it is not ModelCheckpoint that saves
             add_state(trainer, checkpoint, self.saved[1], self._rng)
 
     def on_train_batch_end(
@@ -154,25 +154,23 @@ class Checkpoints(Checkpoint):
         step, strategy, options = trainer.global_step, trainer.strategy, self.options
         if self.saved == (step, validated):
             return
-        self.saved, self._is_saving = (step, validated), True
+        self.saved = step, validated
         self._wait_for_writing(trainer)
         is_large = self._needed_bytes >= BACKGROUND_BYTES
         ends = self.stopping or step == trainer.max_steps
-        with (
-            strategy.sharded_save(),
-            self.store.writing(
-                step,
-                kind="sharded" if strategy.partitions else "full",
-                config=self.identity,
-                metrics=self._metrics,
-                needed_bytes=self._needed_bytes,
-                rank=trainer.global_rank,
-                gather=gather,
-                in_background=options.background and is_large and not ends,
-            ) as draft,
-        ):
+        strategy.saves_to_store = True
+        with self.store.writing(
+            step,
+            kind="sharded" if strategy.partitions else "full",
+            config=self.identity,
+            metrics=self._metrics,
+            needed_bytes=self._needed_bytes,
+            rank=trainer.global_rank,
+            gather=gather,
+            in_background=options.background and is_large and not ends,
+        ) as draft:
             trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
-        self._is_saving, self._metrics = False, None
+        strategy.saves_to_store, self._metrics = False, None
         if not self.store.is_unfinished:
             self._tidy(trainer)
         if self.stopping:

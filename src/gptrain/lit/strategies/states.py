@@ -6,7 +6,6 @@ callbacks that copy a module (EMA) find what they would find in any Lightning pr
 """
 
 from collections.abc import Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +41,21 @@ class NamedStates:
 
     Attributes:
         partitions: the net is partitioned over ranks, so that its saves may be sharded.
+        saves_to_store: what is being saved is one of our checkpoints, not a file of Lightning's.
         stages: of a pipeline.
         fresh_options: of the optimizer's groups as they were built, before a checkpoint's.
     """
 
     partitions = False
+    saves_to_store = False
     stages = states.WHOLE
     fresh_options: list[dict[str, Any]] | None = None
-    _writes_shards = False
     _loaded: Path
 
-    @contextmanager
-    def sharded_save(self):
-        """Saves within it leave the net's tensors to `ShardWriter`."""
-        self._writes_shards = self.partitions
-        try:
-            yield
-        finally:
-            self._writes_shards = False
+    @property
+    def _writes_shards(self) -> bool:
+        """Whether this save leaves the net's tensors to `ShardWriter`."""
+        return self.partitions and self.saves_to_store
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Name in a checkpoint -> parameter, each once."""
