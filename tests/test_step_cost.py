@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from gptrain.lit import LanguageModel, perf
 from gptrain.lit.callbacks import finite
 from gptrain.lit.loggers import CSVLogger
+from gptrain.lit.strategies import partitioned
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
@@ -140,6 +141,15 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
     assert {float(row["perf/step_s"]) for row in rows} == {2.0}
     tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
     assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
+
+
+def test_a_partitioned_module_is_walked_through_once_and_not_at_each_step(train, monkeypatch):
+    walks, walk = [], partitioned.named_beside_net
+    counted = lambda module: walks.append(module) or walk(module)  # noqa: E731
+    monkeypatch.setattr(partitioned, "named_beside_net", counted)
+    run = train("strategy=fsdp", "trainer.max_steps=4")
+    assert run.code == 0, run.err
+    assert len(walks) == 1
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])

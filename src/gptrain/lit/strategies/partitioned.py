@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import lightning.pytorch as pl
 import torch
@@ -53,9 +54,13 @@ class MeshStrategy(Ranks):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
+    @cached_property
+    def beside(self) -> list[nn.Parameter]:
+        """Parameters of the module beside its net; a walk through all of it, taken once."""
+        return [*named_beside_net(self.lightning_module).values()]
+
     def finish_gradients(self) -> None:
-        beside = named_beside_net(self.lightning_module).values()
-        sum_gradients(beside, self.data_group, divisor=self.data_group.size())
+        sum_gradients(self.beside, self.data_group, divisor=self.data_group.size())
 
 
 class Sharded(MeshStrategy):
@@ -74,7 +79,7 @@ class Sharded(MeshStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """One kernel over a whole group takes DTensors or tensors, not both, and of Adam alone."""
         super().setup_optimizers(trainer)
-        beside = set(named_beside_net(self.lightning_module).values())
+        beside = set(self.beside)
         has_no_kernel = isinstance(self.optimizers[0], SGD | Adagrad)
         for group in self.optimizers[0].param_groups:
             if has_no_kernel and group["fused"]:
@@ -117,11 +122,16 @@ class TensorParallel(Sharded):
             return super().logits(net, tokens, targets)
         return vocab_parallel_logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
 
-    def finish_gradients(self) -> None:
+    @cached_property
+    def partial(self) -> list[nn.Parameter]:
+        """Parameters whose gradients are sums over this rank's slices; likewise found once."""
         from gptrain.parallel.tensor import partial_parameters
 
+        return partial_parameters(self.net)
+
+    def finish_gradients(self) -> None:
         super().finish_gradients()
-        sum_gradients(partial_parameters(self.net), self.mesh["tensor"].get_group())
+        sum_gradients(self.partial, self.mesh["tensor"].get_group())
 
 
 def build_partitioned(args: BuildArgs) -> tuple[nn.Module, Strategy]:

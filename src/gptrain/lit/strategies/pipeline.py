@@ -1,6 +1,7 @@
 """Pipeline parallelism, with or without data parallelism."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from gptrain.lit.losses import LossOptions, head_loss
-from gptrain.lit.strategies.base import BuildArgs, named_beside_net
+from gptrain.lit.strategies.base import BuildArgs
 from gptrain.lit.strategies.partitioned import MeshStrategy
 from gptrain.loss import count_targets, logits_in_chunks, reduce_total
 from gptrain.parallel.fit import Unfit
@@ -86,17 +87,18 @@ class PipelineStrategy(MeshStrategy):
         super().finish_gradients()
         self.pipeline.finish_gradients()
 
+    @cached_property
+    def shared(self) -> set[nn.Parameter]:
+        """Parameters that several stages hold."""
+        return {*self.pipeline.tied_parameters(), *self.beside}
+
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Over all stages; of what several of them hold, the first counts."""
-        shared = {
-            *self.pipeline.tied_parameters(),
-            *named_beside_net(self.lightning_module).values(),
-        }
         return clip_grad_norm(
             parameters,
             max_norm,
             groups=[self.pipeline.group],
-            elsewhere=shared if self.pipeline.rank else frozenset(),
+            elsewhere=self.shared if self.pipeline.rank else frozenset(),
         )
 
 
