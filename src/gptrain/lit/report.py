@@ -1,4 +1,4 @@
-"""What a run tells a person: four lines at the start, two at the end; and result.json."""
+"""What a run tells a person: five lines at the start, a few at the end; and result.json."""
 
 import logging
 import shlex
