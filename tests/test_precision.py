@@ -42,6 +42,21 @@ def test_a_step_in_bf16_on_any_cpu_is_that_of_fp32_rounded(train):
     assert {str(weight.dtype) for weight in weights} == {"torch.float32"}
 
 
+@pytest.mark.parametrize("model", ["gpt_nano", "llama_nano"])
+def test_a_step_in_fp64_is_that_of_fp32_and_more_exact(train, model):
+    options = (
+        f"model={model}", "trainer.accelerator=cpu", "data.seq_len=16", "data.batch_size=2",
+        "data.num_samples=8", "trainer.max_steps=2", "logger=none",
+    )  # fmt: skip
+    one, two = (
+        train(*options, f"trainer.precision={precision}", name=precision, tiny=False)
+        for precision in ("32-true", "64-true")
+    )
+    assert two.code == 0, two.err
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-4)
+    assert {str(w.dtype) for w in two.state(2)["state_dict"].values()} == {"torch.float64"}
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
     """A fused AdamW takes the scale away itself, after clipping."""

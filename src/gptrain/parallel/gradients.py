@@ -44,7 +44,7 @@ def clip_grad_norm(
 
     norm^2 = sum over ranks of |local gradient|^2, where of several ranks that hold the same values
     the first one counts them; so a mesh costs one number per axis. Nothing is read on the host.
-    Gradients are measured in fp32.
+    Gradients are measured in fp32, of fp64 in theirs.
 
     Args:
         max_norm: None measures only.
@@ -62,7 +62,9 @@ def clip_grad_norm(
     ]
     squares = torch.zeros((), device=_wire([p.grad for p in given]))
     if counted:
-        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
+        is_double = any(gradient.dtype == torch.float64 for gradient in counted)
+        dtype = torch.float64 if is_double else torch.float32
+        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=dtype))
         squares += norms.square().sum().to(squares.device)
     for group in (*axes, *groups):
         if group.size() > 1:
