@@ -41,13 +41,18 @@ def make_net_on(
     before = torch.random.get_rng_state()
     net = make_to_look_at(make_net)
     if not hasattr(net, "init_parameter") or any(True for _ in net.buffers()):
-        torch.random.set_rng_state(before)
-        net = make_net()
+        if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
+            torch.random.set_rng_state(before)
+            net = make_net()
         partition(net)
         return net.to(device)
     first_name = tied_names(net)  # also of a weight whose first name this rank does not hold
     partition(net)
-    net.to_empty(device=device)
+    held = tied_names(net)
+    net.to_empty(device=device)  # makes a parameter of each name, also of a tied one
+    for second, first in held.items():
+        owner, _, name = second.rpartition(".")
+        setattr(net.get_submodule(owner), name, net.get_parameter(first))
     for name, parameter in net.named_parameters():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
         net.init_parameter(first_name.get(name, name), whole)
