@@ -8,12 +8,14 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gptrain.export.command import write_net
 from gptrain.models import HuggingFace
 from gptrain.nets.weights import load_weights
 from gptrain.parallel.activation import apply_activation_checkpointing
+from gptrain.parallel.slices import make_to_look_at
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -74,6 +76,34 @@ def test_a_model_that_bounds_its_logits_offers_no_head():
     assert not hasattr(net, "head") and not hasattr(net, "hidden") and len(net.blocks) == 2
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_net_without_memory_offers_what_it_offers_with_it(name):
+    """So that a model of billions of weights is not made to see whether a strategy takes it."""
+    net = make_to_look_at(lambda: HuggingFace(61, CONFIGS[name]))
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert len(net.blocks) == 2 and net.head.weight.shape == (61, 32) and callable(net.hidden)
+
+
+def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
+    """As GPT-2's own."""
+    net, back = (HuggingFace(61, CONFIGS["gpt2"]).eval() for _ in range(2))
+    write_net(net, tmp_path, "hf", "fp32")
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    save_file(bare, tmp_path / "model.safetensors")
+    load_weights(back, tmp_path)
+    assert torch.equal(back(TOKENS), net(TOKENS))
+
+
+@pytest.mark.parametrize("content, said", [("{", "no JSON"), ("[1]", "not a mapping")])
+def test_a_config_that_cannot_be_read_is_one_line_with_its_name(tmp_path, content, said):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"config.json: {said}") as error:
+        HuggingFace(61, path=str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
 def test_a_folder_is_read_as_data(tmp_path):
     keys = {
         **CONFIGS["llama"], "vocab_size": 61, "dtype": "bfloat16",
@@ -93,6 +123,12 @@ def test_a_folder_is_read_as_data(tmp_path):
         ({"config": {"model_type": "vit"}}, "model_type=vit: no causal"),
         ({"path": "/nowhere"}, "path=/nowhere: no config.json there"),
         ({"config": {**CONFIGS["llama"], "vocab_size": 5}}, "vocab_size=61: .* says 5"),
+        ({"config": {**CONFIGS["llama"], "hidden_size": 33}}, "this llama: .*33.* not a multiple"),
+        (
+            {"config": {**CONFIGS["llama"], "num_key_value_heads": 3}},
+            "this llama: .*size of tensor",
+        ),
+        ({"config": {**CONFIGS["gpt2"], "n_layer": "x"}}, "this gpt2: .*n_layer.*expected int"),
     ],
 )
 def test_what_is_no_model_is_one_line(words, said):

@@ -7,6 +7,7 @@ nothing is fetched. The weights of a folder: init_from=<folder>, as for every ne
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,43 +42,64 @@ class HuggingFace(nn.Module):
             from transformers.models.auto import modeling_auto as known
         except ImportError as error:
             raise ValueError(f'{error}; try: pip install -e ".[export]"') from error
-        file = Path(path or "").expanduser() / "config.json"
-        if path is not None and not file.is_file():
-            raise ValueError(f"path={path}: no config.json there, which makes a folder a model")
-        keys = (json.loads(file.read_text()) if path is not None else {}) | (config or {})
+        keys = (_read_config(Path(path)) if path is not None else {}) | (config or {})
         keys = {"vocab_size": vocab_size} | _without_code(keys)
-        if keys.get("model_type") not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            kind = keys.get("model_type")
+        kind = str(keys.get("model_type"))
+        if kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(f"model_type={kind}: no causal language model of this transformers")
         if keys["vocab_size"] != vocab_size:
             raise ValueError(f"vocab_size={vocab_size}: config or path says {keys['vocab_size']}")
-        made = AutoConfig.for_model(**keys)
-        self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
-        self.vocab_size, self.d_model = vocab_size, made.hidden_size
-        self.n_layers = made.num_hidden_layers
+        try:
+            made = AutoConfig.for_model(**keys)
+            self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
+            head = self.model.get_output_embeddings()
+            has_head = isinstance(head, nn.Linear) and self._is_last(head)
+        except Exception as error:  # a contradiction is answered by any type
+            if isinstance(error, RuntimeError) and torch.get_default_device().type == "meta":
+                raise  # it needs real numbers
+            said = " ".join(str(error).split())
+            raise ValueError(f"transformers cannot make this {kind}: {said}") from error
+        sizes = made.get_text_config()
+        self.vocab_size = vocab_size
+        self.d_model, self.n_layers = sizes.hidden_size, sizes.num_hidden_layers
         lists = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
         lists = [part for part in lists if len({type(block) for block in part}) == 1]
-        head, own = self.model.get_output_embeddings(), self.__dict__
         # Second names, not registered: what is saved has the names that it has in the model.
-        own |= {"blocks": max(lists, key=len)} if lists else {}
-        if isinstance(head, nn.Linear) and self._is_last(head):
-            own |= {"head": head, "hidden": self._hidden}
+        if lists:
+            self.__dict__["blocks"] = max(lists, key=len)
+        if has_head:
+            self.__dict__.update(head=head, hidden=self._hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V) of the token that follows each of tokens (B, T)."""
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=tokens, use_cache=False)[0]  # (B, T, D)
+        return self.model.get_decoder()(input_ids=tokens, use_cache=False)[0]  # (B, T, D)
 
     @torch.no_grad()
     def _is_last(self, head: nn.Linear) -> bool:
-        # Looked at, since it is written nowhere: some scale their logits, or bound them.
-        tokens = torch.arange(min(9, self.vocab_size))[None]  # one of them may be padding
+        """Whether the head makes the logits of the hidden states, and nothing comes between.
+
+        Looked at, since it is written nowhere: some scale their logits, or bound them. Told by
+        which tensors pass, not by their numbers, so that a net on the meta device can be asked.
+        """
+        base, inputs, outputs = self.model.get_decoder(), {}, {}
+
+        def note(part: nn.Module, given: Any, made: Any) -> None:
+            inputs[part], outputs[part] = given, made
+
+        hooks = [part.register_forward_hook(note) for part in (base, head)]
         self.eval()
-        is_last = torch.equal(self(tokens), head(self._hidden(tokens)))
+        # With a cache: without one transformers looks whether positions begin anew.
+        logits = self.model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).logits
         self.train()
-        return is_last
+        for hook in hooks:
+            hook.remove()
+        if base not in outputs or outputs.get(head) is not logits:
+            return False
+        given, hidden = inputs[head][0].untyped_storage(), outputs[base][0].untyped_storage()
+        return given._cdata == hidden._cdata  # one memory, also where a view of it is given
 
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Its config, and its tensors under the first of their names."""
@@ -93,10 +115,29 @@ class HuggingFace(nn.Module):
         ours, theirs = self.model.config.model_type, config.get("model_type")
         if ours != theirs:
             raise ValueError(f"model_type={theirs} there, {ours} here")
-        state = self.model.state_dict(keep_vars=True)
-        found = {tensor: tensors[name] for name, tensor in state.items() if name in tensors}
+        state, prefix = self.model.state_dict(keep_vars=True), f"{self.model.base_model_prefix}."
+        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
+        given = {}  # GPT-2's own file was saved without its head, and with masks
+        for name, tensor in tensors.items():
+            full = prefix + name if prefix + name in state else name
+            if full in state or not any(re.search(old, name) for old in ignored):
+                given[full] = tensor
+        found = {tensor: given[name] for name, tensor in state.items() if name in given}
         tied = {name: found[tensor] for name, tensor in state.items() if tensor in found}
-        return {f"model.{name}": tensor for name, tensor in {**tensors, **tied}.items()}
+        return {f"model.{name}": tensor for name, tensor in {**given, **tied}.items()}
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder.expanduser() / "config.json"
+    if not file.is_file():
+        raise ValueError(f"path={folder}: no config.json there, which makes a folder a model")
+    try:
+        content = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: not a mapping")
+    return content
 
 
 def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:
