@@ -11,6 +11,7 @@ from torch import nn
 from gptrain.config import compose_command
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama
+from gptrain.models.rms_norm import RMSNorm
 from gptrain.nets.load import build_net
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.plan.shape import find_shape
@@ -74,6 +75,29 @@ def test_attention_depends_on_distances_and_not_on_positions(interleaved):
         along = products.diagonal(distance)
         torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(products[0, 0], products[0, 7])
+
+
+def test_positions_are_exact_also_where_torchs_default_type_has_16_bit():
+    """As under trainer.precision=bf16-true: bf16 counts no further than 256."""
+    attention = small_llama(qk_norm=False).blocks[0].attention
+    q, k = torch.randn(2, 1, 600, 1, 8)  # (B, T, H, K)
+    expected = attention.place(q, k, 0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        turned = attention.place(q, k, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(turned, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_has_torchs_values_and_gradients(dtype):
+    norm, x = RMSNorm(24, 1e-5).to(dtype), torch.randn(3, 5, 24, dtype=dtype, requires_grad=True)
+    torch.nn.init.normal_(norm.weight)
+    made = [norm(x), nn.functional.rms_norm(x, (24,), norm.weight, 1e-5)]
+    gradients = [torch.autograd.grad(y.sin().sum(), (x, norm.weight)) for y in made]
+    torch.testing.assert_close(*made)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

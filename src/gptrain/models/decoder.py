@@ -4,6 +4,7 @@
 
 import hashlib
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,17 @@ class Decoder(nn.Module):
     residual stream is called `attention.out_proj` and `mlp.down_proj`, and a norm `norm…`.
     """
 
+    tensor_plan: ClassVar[dict[str, str]] = {  # of the parts that every such net has
+        "token_embedding": "vocab_embedding",
+        "blocks.*.norm_[12]": "sequence",
+        "blocks.*.attention.[qkv]_proj": "colwise",
+        "blocks.*.attention.out_proj": "rowwise",
+        "blocks.*.mlp.up_proj": "colwise",
+        "blocks.*.mlp.down_proj": "rowwise",
+        "norm": "sequence",
+        "head": "vocab_head",
+    }
+
     def __init__(
         self,
         vocab_size: int,
@@ -31,10 +43,9 @@ class Decoder(nn.Module):
         max_seq_len: int,
         tie_head: bool,
     ):
-        # The one random number drawn from the caller's generator, on the CPU on any device.
-        init_seed = int(torch.randint(2**62, (), device="cpu"))
         super().__init__()
-        self.init_seed = init_seed
+        # The one random number drawn from the caller's generator, on the CPU on any device.
+        self.init_seed = int(torch.randint(2**62, (), device="cpu"))
         self.vocab_size = vocab_size
         self.d_model = d_model
         self.n_heads = n_heads
@@ -46,23 +57,20 @@ class Decoder(nn.Module):
         """Logits (B, T, V) of the token that follows each of tokens (B, T).
 
         Args:
-            cache: of `new_cache`, of the positions before these.
+            cache: of `new_cache`, of the positions before these, which are added to it.
         """
-        hidden = self.hidden(tokens) if cache is None else self.hidden_after(cache, tokens)
-        return self.head(hidden)
+        return self.head(self.hidden(tokens, cache))
 
-    def hidden(self, tokens: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Hidden states (B, T, D) after the final norm: forward without the head."""
-        x = self.embed(tokens)
-        for block in self.blocks.children():  # a list, or a dict of the blocks that one stage holds
-            x = block(x)
-        return self.norm(x)
-
-    def hidden_after(self, cache: KVCache, tokens: Tensor) -> Tensor:
-        """Likewise (B, T, D), of tokens that follow those of a cache, to which it adds them."""
-        x = self.embed(tokens, cache.length)
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x = block(x, layer)
+        x = self.embed(tokens, 0 if cache is None else cache.length)
+        blocks = self.blocks.children()  # of a list, or of a dict that one stage holds
+        if cache is None:
+            for block in blocks:
+                x = block(x)
+        else:
+            for block, layer in zip(blocks, cache.layers, strict=True):
+                x = block(x, layer)
         return self.norm(x)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:

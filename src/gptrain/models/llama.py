@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gptrain.models import llama_layout
 from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
+from gptrain.models.rms_norm import RMSNorm
 
 LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
 
@@ -37,16 +38,9 @@ class Llama(Decoder):
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
-        "token_embedding": "vocab_embedding",
-        "blocks.*.norm_[12]": "sequence",
-        "blocks.*.attention.[qkv]_proj": "colwise",
+        **Decoder.tensor_plan,
         "blocks.*.attention.norm_[qk]": "per_head",
-        "blocks.*.attention.out_proj": "rowwise",
         "blocks.*.mlp.gate_proj": "colwise",
-        "blocks.*.mlp.up_proj": "colwise",
-        "blocks.*.mlp.down_proj": "rowwise",
-        "norm": "sequence",
-        "head": "vocab_head",
     }
 
     def __init__(
@@ -123,7 +117,10 @@ class RotaryAttention(CausalSelfAttention):
         alone. Autograd saves the angles only. Source: Su et al. 2021, arXiv:2104.09864.
         """
         parts = (q, k) if self.norm_q is None else (self.norm_q(q), self.norm_k(k))
-        cos, sin = self.angles(torch.arange(start, start + q.shape[1], device=q.device))
+        # The type is named: under trainer.precision=bf16-true torch's default would be bf16.
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
+        cos, sin = self.angles(positions)
         if self.rope_interleaved:
             others = (x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) for x in parts)
         else:
@@ -136,7 +133,8 @@ class RotaryAttention(CausalSelfAttention):
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine (T, 1, K): of a pair a cos - b sin, and b cos + a sin."""
         half = self.d_head // 2
-        speeds = self.rope_base ** -(torch.arange(half, device=positions.device) / half)
+        fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half
+        speeds = self.rope_base**-fractions  # radians a position
         if self.rope_scaling != 1:  # whole for 4 turns in Llama 3's context and more, none for one
             whole = ((speeds * LLAMA3_CONTEXT / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
             speeds = speeds * (whole + (1 - whole) / self.rope_scaling)
@@ -144,40 +142,6 @@ class RotaryAttention(CausalSelfAttention):
         dim = -1 if self.rope_interleaved else -2  # of the two of a pair
         cos = torch.stack((angles.cos(),) * 2, dim).flatten(-2)
         return cos, torch.stack((-angles.sin(), angles.sin()), dim).flatten(-2)
-
-
-class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the weight's type.
-
-    torch has one kernel for it on a GPU; on a CPU its gradient is taken of eight, each a pass over
-    memory. Source: Zhang & Sennrich 2019, arXiv:1910.07467.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(self.weight.dtype)  # autocast's 16 bit and a scale of 32 have no common kernel
-        if x.is_cpu and x.dtype == torch.float32:
-            return _FewPasses.apply(x, self.weight, self.eps)
-        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-
-
-class _FewPasses(torch.autograd.Function):
-    """Keeps x and one number a row."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, scale = ctx.saved_tensors
-        normal = x * scale
-        product = grad * normal
-        along = (product @ weight)[..., None] / x.shape[-1]
-        grad_x = (grad * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return grad_x, product.flatten(0, -2).sum(0), None
 
 
 class SwiGLU(nn.Module):

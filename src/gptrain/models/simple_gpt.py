@@ -28,15 +28,8 @@ class SimpleGPT(Decoder):
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
-        "token_embedding": "vocab_embedding",
+        **Decoder.tensor_plan,
         "position_embedding": "position_embedding",
-        "blocks.*.norm_[12]": "sequence",
-        "blocks.*.attention.[qkv]_proj": "colwise",
-        "blocks.*.attention.out_proj": "rowwise",
-        "blocks.*.mlp.up_proj": "colwise",
-        "blocks.*.mlp.down_proj": "rowwise",
-        "norm": "sequence",
-        "head": "vocab_head",
     }
 
     def __init__(

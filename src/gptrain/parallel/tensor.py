@@ -119,8 +119,8 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _without_padding(method, tokens: Tensor) -> Tensor:
-    y, n_tokens = method(tokens), tokens.shape[1]  # (B, T', ...)
+def _without_padding(method, tokens: Tensor, *more) -> Tensor:
+    y, n_tokens = method(tokens, *more), tokens.shape[1]  # (B, T', ...)
     return y if y.shape[1] == n_tokens else y[:, :n_tokens].clone()  # FSDP warns of views
 
 
