@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "small_files": set(),
     "optim": set(),
     "plan": set(),
-    "data": {"small_files"},
-    "resilience": {"small_files", "problems"},
+    "progress": set(),
+    "data": {"small_files", "progress"},
+    "resilience": {"small_files", "problems", "progress"},
     "runs": {"resilience", "small_files", "problems"},
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
     "parallel": {"loss", "plan"},

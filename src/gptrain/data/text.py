@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 import uuid
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,10 @@ from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from tqdm import tqdm
-
 from gptrain.data import corpus
 from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset, token_dtype
+from gptrain.progress import progress_bar
 from gptrain.small_files import DataError, read_json
 
 log = logging.getLogger(__name__)
@@ -141,9 +139,7 @@ def _write(
         tokenizer = train_bpe(corpus.read_blocks(train), vocab_size, folder / FILE_NAME)
     else:
         tokenizer.save(folder)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaks
-    options = {"unit": "B", "unit_scale": True, "delay": 2, "leave": False, "disable": None}
-    bar = tqdm(desc="tokenizing", total=n_bytes, **options)  # in a terminal alone
+    bar = progress_bar("tokenizing", n_bytes)
     for name, parts in (("train", train), ("val", val)):
         # The newline in front is context and never a target, so that every byte of the text is
         # predicted, and counted, whatever the tokenizer.

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptrain.progress import progress_bar
 from gptrain.resilience.status import to_json
 from gptrain.small_files import UnreadableFile, open_regular, parse_json, read_bytes
 
@@ -106,6 +107,8 @@ def verify(
 ) -> dict:
     """The manifest of a checkpoint of which every byte was read and found right.
 
+    A person at a terminal sees how far it is.
+
     Args:
         run_id: the run it must belong to, None for any.
         progress: called after every piece read, at least once a second on a working disk.
@@ -118,11 +121,18 @@ def verify(
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
 
+    bar = progress_bar("verifying", sum(entry["bytes"] for entry in manifest["files"].values()))
+
+    def on_piece() -> None:
+        bar.update(min(_READ_BYTES, bar.total - bar.n))
+        if progress:
+            progress()
+
     def check(name: str) -> str | None:
-        return difference(path / name, manifest["files"][name], progress)
+        return difference(path / name, manifest["files"][name], on_piece)
 
     workers = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    with bar, ThreadPoolExecutor(max_workers=workers) as pool:
         for found in pool.map(check, manifest["files"]):
             if found:
                 raise DamagedCheckpoint(path, found)
