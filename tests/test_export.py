@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
-from gptrain.export.command import DEFAULTS, ExportRun, export, write_net
-from gptrain.export.files import byte_level_tokenizer, write_json
+from gptrain.export.command import DEFAULTS, ExportRun, export
+from gptrain.export.files import check_format, write_net, write_tokenizer
 from gptrain.models import SimpleGPT
 from gptrain.nets.weights import load_weights
 from gptrain.problems import ConfigError
@@ -152,8 +152,7 @@ def test_an_export_speaks_like_its_run_alone(train, export_run, capfd, tmp_path,
 
 
 def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
-    write_json(tmp_path / "tokenizer.json", byte_level_tokenizer())
-    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write_tokenizer(ByteTokenizer(), tmp_path, "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "".join(map(chr, range(0x250))) + "\U0001f600"
     assert tokenizer(text)["input_ids"] == list(text.encode())
@@ -239,9 +238,18 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
     assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
 
 
+def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
+    record = (saved_twice.folder / ".hydra" / "config.yaml").read_bytes()
+    own = f"from_run={saved_twice.folder}"
+    code, _, said = export_run(own, f"run_dir={saved_twice.folder}")
+    assert code == 73 and "holds a run" in said
+    assert (saved_twice.folder / ".hydra" / "config.yaml").read_bytes() == record
+    assert [export_run(own, f"dtype={dtype}")[0] for dtype in ("fp32", "bf16")] == [0, 0]
+
+
 def test_a_net_that_is_no_gpt2_says_which_format_works(tmp_path):
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"no `to_hugging_face`.*try: format=safetensors"):
-        write_net(net, tmp_path, "hf", "fp32")
+        check_format(net, "hf")
     write_net(net, tmp_path, "safetensors", "fp32")
     assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from gptrain.export.command import write_net
+from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
 from gptrain.nets.weights import load_weights
 from gptrain.parallel.activation import apply_activation_checkpointing

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from gptrain.export.command import write_net
+from gptrain.export.files import write_net
 from gptrain.models import Llama
 from gptrain.nets.weights import load_weights
 

@@ -59,7 +59,7 @@ OVERRIDES = {
     "f06": ["allowed_targets=[evilpkg]", "model._target_=evilpkg.Net"],
     "own": ["model._target_=old.evil.Net"],
     "g06": ["+data.test={_target_: gptrain.resilience.fileops.remove_tree, path: victim}"],
-    "write": ["+data.test={_target_: gptrain.export.files.write_json, path: victim/kept}"],
+    "write": ["+data.test={_target_: gptrain.resilience.fileops.create, path: victim/new}"],
     "g05": ["model=evil", "hydra.searchpath=[file://.]"],
     "file": ["+experiment=../../old/evil"],
     "web": ["+data.test={_target_: lightning.pytorch.demos.transformer.WikiText2}"],
