@@ -118,7 +118,7 @@ ONE_LINE = {
     "~nothing": ["unknown key"],
     "~trainer": ["trainer: missing"],
     "~launcher": ["launcher: missing"],
-    "--foo": ["--help"],
+    "--foo": [" --help"],
     "--config-dir=/nope": ["no such folder"],
     "--config-name=nope": ["nope"],
     # Habits of lightning-hydra-template.

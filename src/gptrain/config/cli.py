@@ -75,7 +75,7 @@ def run_command(
 ) -> int:
     """The exit code of a command line, after it has run or was refused."""
     try:
-        args = parse_command(argv)
+        args = parse_command(command_of(job), argv)
         if args.help:
             print(help_text(usage))
             return DONE
@@ -158,9 +158,15 @@ def leave_out_of_names(parsed: list[Override]) -> str:
     return f"hydra.job.config.override_dirname.exclude_keys={same}"
 
 
-def parse_command(argv: list[str]) -> argparse.Namespace:
+def command_of(job: Job) -> str:
+    """What is typed to run a job: `python -m gptrain.export`, or the script that it stands in."""
+    package = job.__module__.rpartition(".")[0]
+    return f"python -m {package}" if package else f"python {Path(sys.argv[0]).name}"
+
+
+def parse_command(prog: str, argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
-    parser = Parser("python train.py", add_help=False, allow_abbrev=False)
+    parser = Parser(prog, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -228,8 +234,6 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Sweep | None)
                 raise JobFailed(code, said) from error  # ours would lose the batches to come
             return None
         codes.append(DONE)
-        if sweep:
-            sweep.end(node, cfg.objective)
         return value
 
     try:

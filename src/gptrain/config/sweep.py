@@ -1,4 +1,4 @@
-"""A sweep as a person sees it: a line where a job begins, one where it ends, a table at the end.
+"""A sweep as a person sees it: a line where a job begins, and a table of all at the end.
 
 All that a job says is in its train.log; warnings and errors are shown in full.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptrain.resilience import fileops
 from gptrain.resilience.status import write_status
-from gptrain.runs.folder import OVERRIDES, read_run, read_runs
-from gptrain.runs.table import cell, ending, ranked, table, text_table
-from gptrain.small_files import UnreadableFile
+from gptrain.runs.folder import OVERRIDES, read_runs
+from gptrain.runs.table import ranked, table, text_table
 
 LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
 
@@ -49,14 +47,6 @@ class Sweep:
         words = (word.lstrip("+") for word in node.overrides.task)
         own = (word for word in words if word.partition("=")[0] not in self.fixed)
         print(f"{f'job {node.job.num}':9} {' '.join(own)}", flush=True)
-
-    def end(self, node: DictConfig, objective: str) -> None:
-        """Says what became of a job that is done."""
-        with suppress(UnreadableFile, OSError):  # of a command that keeps no record
-            run = read_run(Path(node.runtime.output_dir))
-            value = run.metrics.get(objective)
-            facts = "" if value is None else f"{objective} {cell(value)} · "
-            print(f"{'ended':9} {facts}{cell(run.steps)} steps · {ending(run)}", flush=True)
 
     def note_refusal(self, node: DictConfig, code: int, said: str) -> None:
         """Keeps the record of a job that did not start, in the empty folder that it had."""
