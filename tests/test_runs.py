@@ -87,6 +87,25 @@ def test_json_is_a_list_and_its_direction_that_of_the_runs(four, show):
     }  # fmt: skip
 
 
+def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
+    make_run(four / "a", "optimizer.lr=1e-3", loss=3.5, mode="max")
+    last = make_run(four / "z", "seed=x", status={"cause": "refused", "exit_code": 2})
+    (last / ".hydra/config.yaml").unlink()
+    lines = show(four / "a", four / "sweep", last)[1]
+    assert [line.split()[0] for line in lines[1:3]] == ["sweep/0", "a"]
+    (four / "sweep/10/.hydra/config.yaml").unlink()
+    (four / "sweep/1/.hydra/config.yaml").unlink()
+    (four / "sweep/0/.hydra/config.yaml").unlink()
+    lines = show(four / "a", four / "sweep", last)[1]
+    assert [line.split()[0] for line in lines[1:3]] == ["a", "sweep/0"]
+
+
+def test_an_export_is_no_run(four, show):
+    write(four / "export/.hydra/config.yaml", "model: {}")
+    code, lines, err = show(four)
+    assert code == 0 and len(lines) == 5 and not err
+
+
 def test_filters(four, show):
     def names(*words: object) -> list[str]:
         return [line.split()[0] for line in show(*words)[1][1:]]
@@ -103,6 +122,7 @@ def test_filters(four, show):
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
         (["--html", "/dev/null/x"], 73, "error: --html=/dev/null/x: "),
         (["--where", "seed=7"], 66, "error: no run with seed=7 in"),
+        (["--where", "seed"], 2, "error: --where=seed: not KEY=VALUE"),
         (["--diff"], 2, "error: --diff: compares two runs, and these are 4"),
         (["nowhere"], 66, "error: no run in nowhere"),
     ],
@@ -175,6 +195,24 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
         line.split()[0]: line.split()[1:] for line in show("--diff", one.folder, other.folder)[1]
     }
     assert told["versions.torch"][1] == "1.0" and "git.commit" in told
+
+
+def test_a_page_holds_no_value_that_json_does_not_know(four, show):
+    """Of a run whose loss was not finite, of one that a stranger made, of files that are none."""
+    write(four / "a/metrics.csv", "step,train/loss\n1,3.0\n2,nan\n3,inf\n4,2.0\n")
+    write(four / "sweep/0/.hydra/config.yaml", "{objective: val/loss, x: .nan, y: [1, .inf]}")
+    write(four / "sweep/0/.restarts", '{"starts": [{"step": NaN}, 5, {"step": 3, "after": "x"}]}')
+    write(four / "sweep/0/metrics.csv", "step,train/loss\n1,low\n")
+    write(four / "sweep/1/metrics.csv", "step\n1,2,3\n")
+    os.mkfifo(four / "sweep/10/metrics.csv")
+    code, _, err = show(four, "--html", four / "runs.html")
+    assert code == 0 and len(err) == 3 and all("no curves: " in line for line in err)
+    text = (four / "runs.html").read_text().partition('type="application/json">')[2]
+    page = json.loads(text.partition("</script>")[0], parse_constant=pytest.fail)
+    runs = {run["name"]: run for run in page["runs"]}
+    assert runs["a"]["curves"] == {"train/loss": [[1, 3], [4, 2]]}
+    assert runs["sweep/0"]["config"]["y"] == [1, None]
+    assert runs["sweep/0"]["starts"] == [{"step": None}, 5, {"step": 3, "after": "x"}]
 
 
 def test_the_page_has_every_run_curve_and_restart(train, show, tmp_path):

@@ -46,7 +46,7 @@ class Problem:
         line = f"{head}: {self.wrong}" if head else self.wrong
         line += f"; allowed: {self.allowed}" if self.allowed else ""
         line += f"; try: {self.attempt}" if self.attempt else ""
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+        return printable(line)
 
     @property
     def line(self) -> str:
@@ -65,6 +65,11 @@ def show(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def printable(text: object) -> str:
+    """A text on one line; what a terminal would obey is shown as its escape."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def quoted(text: str) -> str:

@@ -11,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gptrain.problems import DONE, Problem
+from gptrain.problems import DONE, Problem, printable
 from gptrain.resilience.lock import is_held
 from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
+from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import UnreadableFile, read_json, read_yaml
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
@@ -27,8 +28,8 @@ class RunRecord:
     Attributes:
         overrides: as typed.
         metrics: final ones; of a run that is not done those of its newest checkpoint.
+        is_done: whether it came to an end of its own.
         ended, detail: why it ended, in a word or two, and more of it.
-        result: all of result.json.
     """
 
     path: Path
@@ -36,9 +37,9 @@ class RunRecord:
     metrics: dict[str, float]
     steps: float | None
     seconds: float | None
+    is_done: bool
     ended: str
     detail: str
-    result: dict[str, Any]
 
     @property
     def typed(self) -> dict[str, str]:
@@ -46,16 +47,26 @@ class RunRecord:
         pairs = (override.partition("=") for override in self.overrides)
         return {key.lstrip("+"): value for key, _, value in pairs}
 
+    @property
+    def ending(self) -> str:
+        """Why it ended, on one line."""
+        return printable(f"{self.ended}: {self.detail}" if self.detail else self.ended)
+
     @cached_property
     def config(self) -> dict[str, Any]:
         """The composed config, dotted key -> value."""
         return flatten(read_facts(self.path / CONFIG, read_yaml))
 
+    @property
+    def result(self) -> dict[str, Any]:
+        """All of result.json, dotted key -> value."""
+        return flatten(read_facts(self.path / RESULT_NAME))
+
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     """The runs at or below each folder, once; one that cannot be read is a warning."""
     runs = []
-    found = (file.parent for folder in folders for file in sorted(folder.rglob(".hydra")))
+    found = (file.parents[1] for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
     for path in dict.fromkeys(found):
         try:
             runs.append(read_run(path))
@@ -66,33 +77,34 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 def read_run(folder: Path) -> RunRecord:
     """The run of a folder. Raises: UnreadableFile, OSError."""
-    overrides, path = _as(list, read_yaml(folder / OVERRIDES)), folder / RESULT_NAME
-    result = _as(dict, read_json(path)) if path.exists() else {}
+    overrides, path = as_kind(list, read_yaml(folder / OVERRIDES)), folder / RESULT_NAME
+    result = as_kind(dict, read_json(path)) if path.exists() else {}
     status, is_running = read_status(folder) or {}, is_held(folder)
-    if (status or result) and status.get("exit_code", DONE) == DONE and not is_running:
-        facts, why = result, _as(dict, result.get("ended"))
+    is_done = bool(status or result) and status.get("exit_code", DONE) == DONE and not is_running
+    if is_done:
+        facts, why = result, as_kind(dict, result.get("ended"))
         ended, detail = why.get("reason", "done"), why.get("detail", "")
     else:
         facts = _newest_checkpoint(folder) or {"steps": status.get("step")}
         ended = "running" if is_running else status.get("cause", "lost")
         detail = status.get("message", "")
-    metrics = _as(dict, facts.get("metrics")).items()
+    metrics = as_kind(dict, facts.get("metrics")).items()
     return RunRecord(
         path=folder,
         overrides=[str(one) for one in overrides],
         metrics={name: value for name, value in metrics if _number(value) is not None},
         steps=_number(facts.get("steps")),
         seconds=_number(facts.get("seconds")),
+        is_done=is_done,
         ended=str(ended),
         detail=str(detail).removeprefix("error: "),
-        result=result,
     )
 
 
 def read_facts(path: Path, read: Callable[[Path], Any] = read_json) -> dict[str, Any]:
     """The values of a small file; none where there is no such file of ours."""
     with suppress(UnreadableFile, OSError):
-        return _as(dict, read(path))
+        return as_kind(dict, read(path))
     return {}
 
 
@@ -104,18 +116,18 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for one in inner for key, value in one.items()}
 
 
+def as_kind(kind: type, value: Any) -> Any:
+    """A value of a kind; an empty one in place of another's."""
+    return value if isinstance(value, kind) else kind()
+
+
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
-    """Steps and metrics of the newest checkpoint whose manifest is whole."""
-    for path in sorted((folder / CHECKPOINTS_NAME).glob("step-*"), reverse=True):
+    """Steps and metrics of the newest checkpoint, by its manifest."""
+    if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
         with suppress(DamagedCheckpoint):
             manifest = read_manifest(path)
             return {"steps": manifest["step"], "metrics": manifest["metrics"] | {"step": None}}
     return {}
-
-
-def _as(kind: type, value: Any) -> Any:
-    """A value of a kind; an empty one in place of another's."""
-    return value if isinstance(value, kind) else kind()
 
 
 def _number(value: Any) -> float | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
+import dataclasses
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gptrain.problems import DONE, Problem
 from gptrain.resilience import fileops
-from gptrain.runs.folder import RunRecord, read_facts
+from gptrain.resilience.status import to_json
+from gptrain.runs.folder import RunRecord, as_kind, read_facts
 from gptrain.runs.table import differing, names
 from gptrain.small_files import read_bytes
 
@@ -25,38 +29,45 @@ TAGS = {
 }
 N_POINTS = 500  # of a curve
 MAX_CSV_BYTES = 2**26
-SHOWN = ("typed", "metrics", "steps", "seconds", "ended", "detail")
 
 
 def write_page(path: Path, runs: Sequence[RunRecord], metric: str) -> None:
     """Writes the page; runs in their order, the first is the best. Raises: OSError."""
     differ, shown = differing([run.config for run in runs]), []
     for run, name in zip(runs, names(runs), strict=True):
-        facts = {key: getattr(run, key) for key in SHOWN} | {"name": name}
-        facts["starts"] = read_facts(run.path / ".restarts").get("starts", [])
+        facts = dataclasses.asdict(run) | {"name": name, "typed": run.typed}
+        facts["starts"] = as_kind(list, read_facts(run.path / ".restarts").get("starts"))
         facts["config"] = {key: run.config.get(key) for key in differ}
         shown.append(facts | {"curves": read_curves(run.path)})
     varied = differing([run.typed for run in runs])
     data = {"metric": metric, "varied": varied, "differ": differ, "runs": shown}
-    text = json.dumps(data, default=str).replace("<", "\\u003c")  # ends no script
+    text = to_json(data).decode().replace("<", "\\u003c")  # ends no script
     fileops.replace(path, TEMPLATE.read_text().replace("{/*runs*/}", text).encode())
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Logged name -> points (step, value), of metrics.csv or of TensorBoard's events."""
+    """Logged name -> points (step, value) that are finite, of metrics.csv or TensorBoard's events.
+
+    A file that cannot be read is a warning.
+    """
     curves: dict[str, list[tuple[float, float]]] = {}
     path = folder / "metrics.csv"
-    for name, step, value in _csv_points(path) if path.exists() else _event_points(folder):
-        curves.setdefault(name, []).append((step, value))
+    try:
+        for name, *point in _csv_points(path) if path.exists() else _event_points(folder):
+            if all(map(math.isfinite, point)):
+                curves.setdefault(name, []).append(tuple(point))
+    except (OSError, ValueError, TypeError, csv.Error) as error:
+        print(Problem("", None, f"{folder}: no curves: {error}", code=DONE).line, file=sys.stderr)
     return {name: points[:: len(points) // N_POINTS + 1] for name, points in curves.items()}
 
 
 def _csv_points(path: Path) -> Iterator[tuple[str, float, float]]:
     lines = read_bytes(path, MAX_CSV_BYTES).decode(errors="replace").splitlines()
     for row in csv.DictReader(lines):
-        for name in row.keys() - {"step"} if row.get("step") else ():
-            if row[name]:
-                yield name, float(row["step"]), float(row[name])
+        step = row.pop("step", None)
+        for name, value in row.items():
+            if step and value:
+                yield name, float(step), float(value)
 
 
 def _event_points(folder: Path) -> Iterator[tuple[str, float, float]]:

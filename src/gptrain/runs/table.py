@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gptrain.problems import printable
 from gptrain.runs.folder import RunRecord
 
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # beside the objective
@@ -30,13 +31,10 @@ def same(one: Any, other: Any) -> bool:
 
 
 def ranked(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
-    """The objective of the last run, and the runs by it: the best first, those without it last."""
-    config = runs[-1].config
-    metric, is_max = (
-        str(config.get("objective", "val/loss")),
-        config.get("checkpoint.mode") == "max",
-    )
-    sign = -1 if is_max else 1
+    """The objective of the last run that began, and the runs by it: the best first."""
+    config = next((run.config for run in reversed(runs) if run.config), {})
+    metric = str(config.get("objective", "val/loss"))
+    sign = -1 if config.get("checkpoint.mode") == "max" else 1
     return metric, sorted(runs, key=lambda run: sign * run.metrics.get(metric, sign * math.inf))
 
 
@@ -54,29 +52,22 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     for run, name in zip(runs, names(runs), strict=True):
         values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
         seconds = None if run.seconds is None else round(run.seconds, 1)
-        rows.append([name, *values, run.steps, seconds, ending(run)])
+        rows.append([name, *values, run.steps, seconds, run.ending])
     return rows
 
 
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
     """For a terminal."""
     shown = [one for one in dict.fromkeys((metric, *SHOWN)) if any(one in r.metrics for r in runs)]
-    rows = table(runs, shown)
-    return aligned([[*map(cell, row[:-1]), row[-1]] for row in rows], len(shown) + 2)
+    rows = ([printable(name), *map(cell, row), end] for name, *row, end in table(runs, shown))
+    return aligned([*rows])
 
 
-def aligned(rows: Sequence[Sequence[str]], n_numbers: int = 0) -> str:
-    """Rows of text as columns; of the numbers before the last column the right ends align."""
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text as columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    n_left = len(widths) - 1 - n_numbers
-    sides = "<" * n_left + ">" * n_numbers + "<"
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return "\n".join(form.format(*row).rstrip() for row in rows)
-
-
-def ending(run: RunRecord) -> str:
-    """Why it ended."""
-    return printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def cell(value: Any) -> str:
@@ -84,8 +75,3 @@ def cell(value: Any) -> str:
     if type(value) not in (int, float):
         return printable("" if value is None else value)[:CELL]
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.5g}"
-
-
-def printable(text: object) -> str:
-    """On one line, without a terminal's control characters."""
-    return "".join(char if char.isprintable() else " " for char in str(text))
