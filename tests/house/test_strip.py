@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
 
 import pytest
 
-from gptrain.adopt.__main__ import expand, read_parts
+from gptrain.adopt.__main__ import read_parts
 from tests.house.copies import Copy
 from tests.house.test_readme import README, TRAIN, small
 
@@ -51,6 +52,12 @@ def strip(copy: Copy, part: str) -> list[str]:
 
 def look(copy: Copy, gone: list[str]) -> None:
     copy.python("-c", LOOK, str(copy.folder), *gone)
+
+
+def expand(name: str) -> list[str]:
+    """What a shell makes of a name with braces."""
+    pieces = [piece.split(",") for piece in re.split(r"[{}]", name)]
+    return ["".join(words) for words in itertools.product(*pieces)]
 
 
 def test_the_readme_prints_the_table_of_parts():

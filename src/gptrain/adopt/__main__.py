@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import keyword
 import re
 import subprocess
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,14 +34,22 @@ def main() -> NoReturn:
         args = parser.parse_args()
         without = [part for part in args.without.split(",") if part]
         check(args, without, parts)
-        n_files = copy(args.to, args.name, {path for part in without for path in parts[part]})
-    except (ConfigError, OSError) as error:
-        ours = isinstance(error, ConfigError)
-        print(error if ours else f"error: {error}", file=sys.stderr)
-        sys.exit(error.code if ours else code_of(error))
-    print(f"copied    {n_files} files to {args.to}")
+        files = list_files(path for part in without for path in parts[part])
+        copy(files, args.to, args.name)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.code)
+    except OSError as error:
+        print(Problem("", None, str(error)).line, file=sys.stderr)
+        sys.exit(code_of(error))
+    print(f"copied    {len(files)} files to {args.to}")
     print(f'next      cd {args.to} && git init && pip install -e ".[dev]" && python -m pytest')
     sys.exit()
+
+
+def read_parts() -> dict[str, list[str]]:
+    """Part -> its files and folders."""
+    return read_yaml(Path(__file__).with_name("parts.yaml"))
 
 
 def check(args: Namespace, without: list[str], parts: dict[str, list[str]]) -> None:
@@ -54,29 +62,27 @@ def check(args: Namespace, without: list[str], parts: dict[str, list[str]]) -> N
         found.append(Problem("--to", args.to, "is there already, and nothing is written over"))
     for part in set(without) - parts.keys():
         found.append(Problem("--without", part, "no such part", ", ".join(parts)))
-    if not (ROOT / ".git").exists():
-        found.append(Problem("", None, f"{ROOT} is no clone: git tells which files are copied"))
     if found:
         raise ConfigError(found)
 
 
-def read_parts() -> dict[str, list[str]]:
-    """Part -> its files and folders."""
-    parts = read_yaml(Path(__file__).with_name("parts.yaml"))
-    return {part: list(itertools.chain(*map(expand, names))) for part, names in parts.items()}
+def list_files(gone: Iterable[str]) -> list[str]:
+    """What git tracks of this project, without what stays here and what is gone.
+
+    Raises: ConfigError where git lists nothing: of an installed package, or in another's folder.
+    """
+    without = [f":!{path}" for path in (*STAYS, *gone)]
+    command = ["git", "ls-files", "-z", "--", ".", *without]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    files = [file for file in done.stdout.split("\0") if (ROOT / file).is_file()]
+    if not files:
+        wrong = f"{ROOT} is no clone whose files git lists {done.stderr}"
+        raise ConfigError.of("", None, wrong.strip())
+    return files
 
 
-def expand(name: str) -> list[str]:
-    """What a shell makes of a name with braces."""
-    pieces = [piece.split(",") for piece in re.split(r"[{}]", name)]
-    return ["".join(words) for words in itertools.product(*pieces)]
-
-
-def copy(to: Path, name: str, gone: set[str]) -> int:
-    """Writes the renamed files that are not gone; returns how many. Raises: OSError."""
-    command = ["git", "ls-files", "-z", "--", ".", *(f":!{path}" for path in (*STAYS, *gone))]
-    listed = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
-    files = [file for file in listed if (ROOT / file).is_file()]
+def copy(files: Iterable[str], to: Path, name: str) -> None:
+    """Writes the files under the new name. Raises: OSError."""
     for file in files:
         target, content = to / rename(file, name), (ROOT / file).read_bytes()
         if b"\0" not in content:  # a picture
@@ -89,7 +95,6 @@ def copy(to: Path, name: str, gone: set[str]) -> int:
     project.write_text(project.read_text().replace(*LINT))
     for words in TIDY if importlib.util.find_spec("ruff") else ():
         subprocess.run([sys.executable, "-m", "ruff", *words.split(), "-qn"], cwd=to, check=False)
-    return len(files)
 
 
 def rename(text: str, name: str) -> str:
