@@ -13,6 +13,7 @@ from gptrain import export as package
 from gptrain.config.kinds import LocalPath
 from gptrain.config.schema import Run
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
+from gptrain.resilience import fileops
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def export(cfg: DictConfig) -> None:
     if tokenizer:
         write_tokenizer(tokenizer, folder, cfg.format)
     (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
-    OmegaConf.save(OmegaConf.masked_copy(cfg, ["model"]), folder / ".hydra" / "config.yaml")
+    record = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, ["model"]))
+    fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
     log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)
     log.info("%-9s python train.py init_from=%s", "next", folder)

@@ -60,7 +60,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors may be mapped
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file, progress_bar("exporting", end) as bar:
+    part.unlink(missing_ok=True)  # of an export that was killed
+    with part.open("xb") as file, progress_bar("exporting", end) as bar:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in tensors.items():
             own = tensor.detach().to(kinds[name]).flatten()
