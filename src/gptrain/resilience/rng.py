@@ -6,32 +6,31 @@ uses; asking the others would open a context, and cost memory, on each.
 """
 
 import random
-import sys
 from typing import Any
 
+import numpy
 import torch
 
 
 def capture() -> dict[str, Any]:
-    """State of Python's, NumPy's (if loaded), torch's CPU and the current device's generator."""
+    """State of Python's, NumPy's, torch's CPU and the current device's generator."""
     version, numbers, gauss_next = random.getstate()
+    name, keys, position, has_gauss, gauss = numpy.random.get_state()
     state: dict[str, Any] = {
         "python": {
             "version": version,
             "numbers": torch.tensor(numbers, dtype=torch.int64),
             "gauss_next": gauss_next,
         },
-        "torch": torch.get_rng_state(),
-    }
-    if numpy := sys.modules.get("numpy"):
-        name, keys, position, has_gauss, gauss = numpy.random.get_state()
-        state["numpy"] = {
+        "numpy": {
             "name": str(name),
             "keys": torch.from_numpy(keys.astype(numpy.int64)),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(gauss),
-        }
+        },
+        "torch": torch.get_rng_state(),
+    }
     if device := _device_in_use():
         state[device] = torch.get_device_module(device).get_rng_state()
     return state
@@ -45,7 +44,7 @@ def restore(state: dict[str, Any]) -> None:
             random.setstate((saved["version"], numbers, saved["gauss_next"]))
         elif name == "torch":
             torch.set_rng_state(saved)
-        elif name == "numpy" and (numpy := sys.modules.get("numpy")):
+        elif name == "numpy":
             keys = saved["keys"].numpy().astype(numpy.uint32)
             numpy.random.set_state(
                 (saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"])
