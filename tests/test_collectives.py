@@ -101,6 +101,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_pat
     assert facts["links"]["gloo"].keys() == {"2", "4"}  # the second run kept the first's
     for link in facts["links"]["gloo"].values():
         assert link["latency_s"] > 0 and link["bytes_per_s"] > 0
+        assert 0 <= link["wait_s"] < 1
 
 
 def test_a_buffer_too_small_to_tell_anything_is_refused(capfd):

@@ -150,12 +150,12 @@ def test_copies_of_the_shards_keep_the_weights_inside():
 
 def test_a_hundred_megabytes_take_what_the_textbooks_say():
     """25 M parameters in fp32, two ranks, a step of 50 ms: 11 % at 16 GB/s, 0.6 % at 300 GB/s."""
-    sent = Traffic("gradients", "data", all_reduce_bytes(25e6 * 4, 2), 2)
+    sent = Traffic("gradients", "data", all_reduce_bytes(25e6 * 4, 2), 1, hops=2)
     for bytes_per_s, ms, share in ((16e9, 6.25, 0.11), (300e9, 0.33, 0.0066)):
         link = Link("", bytes_per_s / 0.8, 0.0)  # which reaches 0.8 of what it has
         machine = machine_of(DEVICES["h100_sxm"], 2, link)
         way = find_way(sent, ParallelDims(data=2), machine)
-        seconds = sent.rounds * way.latency_s + sent.n_bytes / way.bytes_per_s
+        seconds = sent.hops * way.latency_s + sent.n_bytes / way.bytes_per_s
         assert 1e3 * seconds == pytest.approx(ms, abs=0.01)
         assert seconds / (seconds + 0.05) == pytest.approx(share, rel=0.02)
 

@@ -28,8 +28,20 @@ def test_a_run_prints_five_lines_at_the_start_and_three_at_the_end(train):
     assert str(run.folder) in run.out
     plan = json.loads((run.folder / "plan.json").read_text())
     assert plan["strategies"]["single"]["flops"] > 0 and plan["best"] == "single"
-    said = plan["strategies"]["single"]["step_s"]
-    assert f"planned {1e3 * said:,.4g} (" in run.out
+    lines = {line.split()[0]: line for line in run.out.splitlines()}
+    assert "tokens/s" not in lines["plan"]  # of a machine that was never measured
+    assert re.search(r"a step, ms: [\d.]+, planned [\d.]+ \(", lines["planned"])
+
+
+def test_of_a_measured_machine_the_plan_says_how_long_a_step_takes(train, tmp_path):
+    link = {"latency_s": 1e-4, "bytes_per_s": 1e9, "wait_s": 0}
+    facts = {"threads": 1, "flops_per_s": {"float32": 1e11}, "memory_bytes_per_s": 1e10}
+    facts |= {"op_s": 1e-6, "links": {"gloo": {"2": link}}}
+    (tmp_path / "machine.json").write_text(json.dumps(facts))
+    run = train(f"output_dir={tmp_path}")
+    said = json.loads((run.folder / "plan.json").read_text())["strategies"]["single"]
+    assert f"ms a step, {said['tokens_per_s']:,.0f} tokens/s" in run.out
+    assert f"planned {1e3 * said['step_s']:,.4g} (" in run.out
 
 
 def test_result_and_status_say_that_the_run_is_done(train):

@@ -25,6 +25,7 @@ from gptrain.small_files import read_json
 
 SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
 BATCHES = 5  # of calls; their median counts
+PRODUCTS_BETWEEN = 4  # about what a small block computes
 COPIED_BYTES = 2**26  # larger than the caches
 
 
@@ -99,11 +100,34 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
     }
     if dist.get_world_size() > 1:
         links = facts["links"].setdefault(dist.get_backend(), {})
-        links[str(dist.get_world_size())] = fit_link(all_reduce)
+        mine = torch.zeros(SMALLEST_BYTES // 4, device=device)
+        wait_s = waiting_s(lambda: dist.all_reduce(mine), device)
+        links[str(dist.get_world_size())] = fit_link(all_reduce) | {"wait_s": wait_s}
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         fileops.replace(path, json.dumps(facts, indent=1).encode() + b"\n")
         print(f"\nkept in {path}, for python -m gptrain.plan")
+
+
+def waiting_s(call: Callable[[], Any], device: torch.device) -> float:
+    """What a collective takes between products beyond what it takes alone, on the slowest rank.
+
+    On CPUs the ranks come to it one after the other, and its threads wait for a core.
+    """
+    side = torch.randn(512, 512, device=device)
+
+    def compute() -> None:
+        for _ in range(PRODUCTS_BETWEEN):
+            side @ side
+
+    def both() -> None:
+        compute()
+        call()
+
+    alone_s, computing_s, both_s = (
+        seconds_of(one, device, calls=20) for one in (call, compute, both)
+    )
+    return max(0.0, both_s - computing_s - alone_s)
 
 
 def fit_link(times: list[tuple[int, float]]) -> dict[str, float]:

@@ -19,7 +19,8 @@ class Traffic(NamedTuple):
     """What a rank sends of one kind in a step.
 
     Attributes:
-        axis: of the mesh, over which.   rounds: messages that follow each other.
+        axis: of the mesh, over which.
+        calls: collectives.   hops: messages of each that follow each other.
         exposed: fraction that is sent when nothing is left to compute beside it.
         room: fraction of the step's computation that the rest is sent beside.
     """
@@ -27,7 +28,8 @@ class Traffic(NamedTuple):
     what: str
     axis: str
     n_bytes: float
-    rounds: float
+    calls: float
+    hops: int = 1
     exposed: float = 1.0
     room: float = 0.0
 
@@ -45,7 +47,7 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
 def find_traffic(work: Work) -> list[Traffic]:
     """What work.rank sends in a step; nothing on one device."""
     data = _fsdp if "fsdp" in work.strategy else _ddp
-    found = (*_tensor_parallel(work), *_pipeline(work), *data(work))
+    found = (*_tensor_parallel(work), *_pipeline(work), *data(work), *_muon(work))
     return [traffic for traffic in found if traffic.n_bytes]
 
 
@@ -60,8 +62,9 @@ def _ddp(work: Work) -> Iterator[Traffic]:
     bucket = work.options.get("bucket_cap_mb", 25.0) * 2**20 / work.weight_bytes  # parameters
     last = max(bucket, work.shape.is_tied * work.shape.table)
     exposed = min(1.0, last / held) if work.dims.pipeline == 1 else 1.0
-    sent, rounds = all_reduce_bytes(held * each, n), 2 * (n - 1) * -(-held // bucket)
-    yield Traffic("gradients", DATA, sent, rounds, exposed, 2 / 3 / work.accumulate)
+    sent, n_buckets = all_reduce_bytes(held * each, n), -(-held // bucket)
+    room = 2 / 3 / work.accumulate
+    yield Traffic("gradients", DATA, sent, n_buckets, 2 * (n - 1), exposed, room)
 
 
 def _fsdp(work: Work) -> Iterator[Traffic]:
@@ -75,15 +78,14 @@ def _fsdp(work: Work) -> Iterator[Traffic]:
     n, whole, each = work.dims.data // copies, blocks + root, work.weight_bytes
     passes = work.accumulate * (2 if work.options.get("reshard_after_forward", True) else 1)
     gathered = passes * blocks + work.accumulate * root
-    sent, rounds = gather_bytes(gathered * work.product_bytes, n), passes * n_blocks + 1
+    sent, calls = gather_bytes(gathered * work.product_bytes, n), passes * n_blocks + 1
     exposed = work.accumulate * root / gathered
-    yield Traffic("weights", DATA, sent, rounds * (n - 1), exposed, 1.0)
+    yield Traffic("weights", DATA, sent, calls, n - 1, exposed, 1.0)
     times = work.accumulate if work.options.get("accumulate_shards") else 1
-    rounds = times * (n_blocks + 1)
-    sent = times * gather_bytes(whole * each, n)
-    yield Traffic("gradients", DATA, sent, rounds * (n - 1), root / whole, 1.0)
-    sent, rounds = times * all_reduce_bytes(whole / n * each, copies), 2 * rounds * (copies - 1)
-    yield Traffic("gradients of copies", DATA, sent, rounds, root / whole, 1.0)
+    sent, calls = times * gather_bytes(whole * each, n), times * (n_blocks + 1)
+    yield Traffic("gradients", DATA, sent, calls, n - 1, root / whole, 1.0)
+    sent = times * all_reduce_bytes(whole / n * each, copies)
+    yield Traffic("gradients of copies", DATA, sent, calls, 2 * (copies - 1), root / whole, 1.0)
 
 
 def _tensor_parallel(work: Work) -> Iterator[Traffic]:
@@ -98,13 +100,13 @@ def _tensor_parallel(work: Work) -> Iterator[Traffic]:
     times = 2 * (4 * n_blocks + is_first + is_last) + 3 * n_blocks * (work.checkpointing != "none")
     times *= work.accumulate
     sent = times * gather_bytes(work.batch_size * padded * shape.d_model * work.product_bytes, n)
-    yield Traffic("activations", TENSOR, sent, times * (n - 1) * work.microbatches)
+    yield Traffic("activations", TENSOR, sent, times * work.microbatches, n - 1)
     sent = is_last * work.accumulate * all_reduce_bytes(3 * 4 * work.tokens, n)  # fp32
-    yield Traffic("loss", TENSOR, sent, 2 * work.accumulate * (n - 1))
+    yield Traffic("loss", TENSOR, sent, work.accumulate, 2 * (n - 1))
     # What the same rank would hold of an endless group.
     whole = shape.parameters(n_blocks, is_first, is_last, 2**62)
     sent = all_reduce_bytes(whole * work.weight_bytes * work.dims.replicas / work.dims.data, n)
-    yield Traffic("gradients of norms", TENSOR, sent, 2 * (n - 1))
+    yield Traffic("gradients of norms", TENSOR, sent, 1, 2 * (n - 1))
 
 
 def _pipeline(work: Work) -> Iterator[Traffic]:
@@ -118,4 +120,20 @@ def _pipeline(work: Work) -> Iterator[Traffic]:
     yield Traffic("passed on", PIPELINE, boundaries * work.tokens * row, boundaries)
     shared = (n > 1 and work.shape.is_tied and (is_first or is_last)) * work.shape.table
     sent = all_reduce_bytes(shared / n_tensor * work.weight_bytes, 2)
-    yield Traffic("the tied gradient", PIPELINE, sent, 2)
+    yield Traffic("the tied gradient", PIPELINE, sent, 1, 2)
+
+
+def _muon(work: Work) -> Iterator[Traffic]:
+    """The hidden matrices in 16 bit: each of the ranks that share them updates some of them.
+
+    Where all hold them whole they gather what is new. Shards go to the rank that updates them and
+    back; gloo, which cannot send a rank its part alone, gathers them all both times.
+    """
+    dims, is_sharded = work.dims, "fsdp" in work.strategy or work.dims.tensor > 1
+    n = dims.tensor * (dims.data // dims.replicas if "fsdp" in work.strategy else 1)
+    n = n if is_sharded else dims.data
+    matrices = work.is_muon * 2 * work.part[0] * work.shape.block_matrices
+    times = 1 + is_sharded
+    sent = times * gather_bytes(matrices if work.is_cpu or not is_sharded else matrices / n, n)
+    shapes = len(set(work.shape.matrices))
+    yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, times * shapes, n - 1)

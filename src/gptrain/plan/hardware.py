@@ -14,12 +14,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """A way between devices; each message of a ring adds the latency."""
+    """A way between devices.
+
+    Attributes:
+        latency_s: of each message of a ring.
+        wait_s: more that a collective takes between computations: ranks do not come to it together.
+    """
 
     name: str
     bytes_per_s: float
     latency_s: float
     source: str = ""
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from gptrain.plan.work import Work
 # What training reaches of a data sheet's figures, fitted to published speeds: tests/plan_scale.py.
 PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
 # What a step does besides its products: writings and readings of an activation, plain and compiled,
-# of a logit, of a parameter, of a score of attention; calls of torch for a block and a step.
-# A GPU's counted in both nets; a CPU's fitted to seven sizes of SimpleGPT on one thread, in fp32.
-_GPU, _CPU = (8, 4, 10, 10, 0, 60, 150), (9, 5, 75, 30, 146, 362, 50)
+# of a logit, of a parameter; calls of torch for a block and a step. A GPU's counted in both nets; a
+# CPU's, which is not only moving bytes, fitted to real runs: tests/plan_accuracy.py.
+_GPU, _CPU = (8, 4, 10, 10, 60, 150), (22, 12, 14, 26, 600, 100)
+THREADS = 0.87  # 2 to this power: how much faster two threads are than one
 GUESS = {  # one slow core of 2020
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1e10,
     "op_s": 5e-6, "links": {"gloo": {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9}}},
@@ -52,6 +53,7 @@ class Machine:
     network: Link
     source: str
     is_cpu: bool = False
+    is_guessed: bool = False
     island: int = 0
     host: Link | None = None
 
@@ -68,9 +70,13 @@ def machine_of(
     return Machine(device.name, n_local, device.memory_bytes, *speeds, source)
 
 
-def this_machine(measured: Path, n_local: int) -> Machine:
-    """This machine's CPU, as `python -m gptrain.collectives --bench` measured it, or guessed."""
-    facts, source = GUESS, "guessed; measure it: python -m gptrain.collectives --bench"
+def this_machine(measured: Path, n_local: int, flops_per_s: float | None = None) -> Machine:
+    """This machine's CPU, as `python -m gptrain.collectives --bench` measured it, or guessed.
+
+    Args:
+        flops_per_s: of fp32 products of one rank, where known: all of a guess is scaled to it.
+    """
+    facts, source = GUESS, "speed guessed; measure it: python -m gptrain.collectives --bench"
     with suppress(OSError, ValueError):
         facts, source = json.loads(measured.read_text()), str(measured)
     n_cores = count_cores()
@@ -79,9 +85,15 @@ def this_machine(measured: Path, n_local: int) -> Machine:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(asked) if asked.isdigit() else max(1, n_cores // n_local)
-    flops = {kind: threads / facts["threads"] * peak for kind, peak in facts["flops_per_s"].items()}
-    speeds = (flops, facts["memory_bytes_per_s"] * threads / n_cores, facts["op_s"], link, link)
-    return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, is_cpu=True)
+    faster, share = (threads / facts["threads"]) ** THREADS, (threads / n_cores) ** THREADS
+    flops = {kind: faster * peak for kind, peak in facts["flops_per_s"].items()}
+    is_guessed, scale = facts is GUESS, 1.0
+    if is_guessed and flops_per_s:
+        scale, source = flops_per_s / flops["float32"], f"{source}, from products alone"
+    flops = {kind: scale * peak for kind, peak in flops.items()}
+    speeds = (flops, scale * share * facts["memory_bytes_per_s"], facts["op_s"] / scale, link, link)
+    more = {"is_cpu": True, "is_guessed": is_guessed}
+    return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, **more)
 
 
 def count_cores() -> int:
@@ -102,8 +114,9 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     flops = work.step_tokens * train_flops_per_token(*sizes) / n_ranks
     each = 6 * work.step_tokens / n_ranks  # of a weight
     head, down = each * shape.table, each * shape.n_layers * shape.d_model * shape.d_ff
-    # Of a block's forward pass all but its last product.
+    # Of a block's forward pass all but its last product; "selective" repeats no product.
     again = (flops - head - down) / 3 if work.checkpointing == "full" else 0.0
+    repeated = 4 / 3 if work.checkpointing != "none" else 1.0  # all else
     update = shape.n_layers * shape.muon_flops / n_ranks if work.is_muon else 0.0
 
     half = "bfloat16" if "bf16" in work.precision else "float16"
@@ -111,15 +124,16 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     speeds = machine.flops_per_s
     peak = next(speeds[kind] for kind in (*kinds, "float32") if kind in speeds)
     tokens = work.tokens * work.accumulate / n_stages
-    plain, fused, *passes, block_calls, step_calls = _CPU if machine.is_cpu else _GPU
-    of_logit, of_weight, of_score = passes
-    passes = plain if work.compile == "none" else fused
-    moved = passes * shape.n_layers * block_activations(replace(work, checkpointing="none"))[0]
-    moved += of_score * 4 * shape.n_layers * shape.n_heads / work.dims.tensor * work.seq_len
-    moved = tokens * (moved + of_logit * 4 * shape.vocab_size / work.dims.tensor)
-    moved_s = (moved + of_weight * memory["weights"]) / machine.memory_bytes_per_s
-    calls = work.accumulate * work.microbatches
-    calls_s = machine.op_s * calls * (block_calls * shape.n_layers / n_stages + step_calls)
+    plain, fused, of_logit, of_weight, block_calls, step_calls = _CPU if machine.is_cpu else _GPU
+    passes = repeated * (plain if work.compile == "none" else fused)
+    # A CPU takes as long for 16 bits as for 32, and converts one to the other.
+    precisions = {work.precision, "32-true"} if machine.is_cpu else {work.precision}
+    works = [replace(work, checkpointing="none", precision=one) for one in precisions]
+    kept = sum(block_activations(one)[0] for one in works)
+    moved = passes * shape.n_layers * kept + of_logit * 4 * shape.vocab_size / work.dims.tensor
+    moved_s = (tokens * moved + of_weight * memory["weights"]) / machine.memory_bytes_per_s
+    calls = repeated * block_calls * shape.n_layers / n_stages + step_calls
+    calls_s = machine.op_s * work.accumulate * work.microbatches * calls
     # The last stage has the head besides its blocks.
     busy_s = (flops + again + head * (n_stages - 1)) / peak + moved_s
     busy_s = busy_s + calls_s if machine.is_cpu else max(busy_s, calls_s)
@@ -129,7 +143,8 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     sent_s, shown_s, wire = {}, 0.0, {}
     for one in traffic:
         link = find_way(one, work.dims, machine)
-        sent_s[one] = one.rounds * link.latency_s + one.n_bytes / link.bytes_per_s
+        late_s = link.wait_s + one.hops * link.latency_s
+        sent_s[one] = one.calls * late_s + one.n_bytes / link.bytes_per_s
         wire[f"{one.what}, {one.axis} axis, {link.name}"] = round(one.n_bytes)
     for room in {one.room for one in traffic}:
         beside = [one for one in traffic if one.room == room]
