@@ -121,6 +121,8 @@ ONE_LINE = {
     "--foo": [" --help"],
     "--config-dir=/nope": ["no such folder"],
     "--config-name=nope": ["nope"],
+    "hydra.mode=x": ["hydra.mode=x: Invalid value 'x'"],
+    "hydra.mode=MULTIRUN": ["hydra.mode=MULTIRUN", "try: -m"],
     # Habits of lightning-hydra-template.
     "trainer=ddp": ["try: strategy=ddp"],
     "trainer.strategy=ddp_spawn": ["try: strategy=ddp"],
@@ -275,6 +277,8 @@ def test_files_that_are_not_there_are_not_found(tmp_path):
     assert "data.path=/x/y: no such file" in line
     (line,) = refused("ckpt_path=missing.ckpt", *NANO, code=66)
     assert "ckpt_path=missing.ckpt: no such file" in line and "ckpt_path=last" in line
+    (line,) = refused("init_from=best", *NANO, code=66)
+    assert "init_from=best: no such file" in line
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -99,6 +100,8 @@ def run_command(
             overrides += [leave_out_of_names(parsed), *sweep.quiet]
         else:
             cfg, found = compose_and_explain(overrides)
+            if cfg.hydra.mode == RunMode.MULTIRUN:
+                found.append(Problem("hydra.mode", "MULTIRUN", "no sweep", attempt="-m"))
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
             _tell(check(cfg, schema, found, folder))

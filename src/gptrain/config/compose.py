@@ -140,6 +140,6 @@ def _explain(
             return Problem(key, value, wrong, ", ".join(names))
         return unknown_choice(key, str(value), names, group)
     values = plain(cfg)
-    if key in dict(walk(values)):
-        return Problem(key, value, first_line(error))
+    if key in dict(walk(values)) or key.startswith("hydra."):
+        return Problem(key, value, first_line(error.__cause__ or error))
     return unknown_key(key, value, values)

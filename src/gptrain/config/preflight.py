@@ -31,6 +31,7 @@ from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, fi
 
 GIB = 2**30
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of the ranks, not that of torchrun's agents
+WORDS = {"ckpt_path": ("last", "best"), "data.tokenizer": ("bytes", "bpe")}  # no files
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
@@ -141,7 +142,7 @@ def check_files(run: Config) -> Iterator[Problem]:
         paths = run.get(key, [])
         for path in paths if isinstance(paths, list) else [paths]:
             found = os.path.expanduser(path)
-            if path in ("last", "best", "bytes", "bpe") or os.path.exists(found):
+            if path in WORDS.get(key, ()) or os.path.exists(found):
                 continue
             if not (key.startswith("data.") and glob.glob(found, recursive=True)):
                 attempt = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
