@@ -47,7 +47,8 @@ class Report:
         self.start_s = time.perf_counter()
         if trainer.is_global_zero:
             if self.hyper_parameters["print_config"]:
-                log.info(OmegaConf.to_yaml(self.hyper_parameters))
+                config = {k: v for k, v in self.hyper_parameters.items() if k != "typed"}
+                log.info(OmegaConf.to_yaml(config))
             for label, line in self.lines.items():
                 log.info("%-9s %s", label, line)
             if self.planned is not None:
