@@ -10,7 +10,6 @@ from torch import nn
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import BuildArgs, NetStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.fit import check_fit
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.plan.dims import STRATEGIES, ParallelDims, strategy_name
 
@@ -29,19 +28,16 @@ def build_strategy(
 ) -> tuple[nn.Module, Strategy]:
     """The net as this rank holds it, with the weights of a single process, and its strategy.
 
-    The process group exists already, but for `single`.
+    The process group exists already, but for `single`; that the net fits was checked before.
 
     Args:
         make_net: draws the net's seed from torch's CPU generator.
         options: the `strategy` group.
         precision: Lightning's name.
-    Raises: Unfit if the net lacks what the strategy needs.
     """
     name = strategy_name(options.name, dims.world_size)
     with torch.random.fork_rng(devices=[]):
         whole = make_to_look_at(make_net)
-    modes = {"compile": compile, "activation_checkpointing": activation_checkpointing}
-    check_fit(whole, options, dims, **modes)
 
     def finish(net: nn.Module) -> None:
         apply_activation_checkpointing(net, activation_checkpointing)
