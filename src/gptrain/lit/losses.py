@@ -1,10 +1,10 @@
-"""How a whole net's loss is computed, and which options it has; strategies that split nets differ.
+"""Which options the loss has, and the parts of it that strategies share.
 
 A net that offers `hidden` and a `head` without bias is trained by the chunked loss, which never
 holds the logits of a whole batch (`gptrain.loss`).
 """
 
-# B batch, T time, D d_model, V vocab, C rows of a chunk
+# B batch, T time, D d_model, V vocab
 
 from dataclasses import dataclass, replace
 

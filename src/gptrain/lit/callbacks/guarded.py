@@ -37,9 +37,6 @@ class Guarded(Callback):
         self.guard.leave_if_asked()
         self.guard.heartbeat.beat(trainer.global_step, "train", allow_s=self.first_s)
 
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._leave(trainer)
-
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self._leave(trainer)
 
