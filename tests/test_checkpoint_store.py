@@ -434,6 +434,9 @@ def test_a_checkpoint_of_another_run_is_refused(store, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert store.newest_good().step == 1
     assert "another run" in caplog.text
+    forge(store.folder / f"{foreign.name}.corrupt", run_id="b" * 10_000)
+    with pytest.raises(DamagedCheckpoint, match=r"another run \(b{40}, this is"):
+        store.verify(store.folder / f"{foreign.name}.corrupt")
 
 
 def test_order_is_by_step_and_never_by_time(store):
@@ -461,6 +464,7 @@ ENTRY = {"bytes": 3000, "sha256": "0" * 64}
         {"files": []}, {"files": {"state.ckpt": {}}}, {"files": {"state.ckpt": None}},
         {"files": {"../secret": ENTRY}}, {"files": {"/etc/passwd": ENTRY}},
         {"files": {"..": ENTRY}}, {"files": {"a\0b": ENTRY}},
+        {"files": {"a" * 256: ENTRY}},
         {"files": {"state.ckpt": {"bytes": "3000", "sha256": "0"}}},
         {"files": {"state.ckpt": {"bytes": True, "sha256": "0"}}},
         {"metrics": {"val/loss": "low"}}, {"metrics": {"val/loss": []}}, {"config": 5},

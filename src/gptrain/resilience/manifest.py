@@ -117,7 +117,8 @@ def verify(
     """
     manifest = read_manifest(path)
     if run_id is not None and manifest["run_id"] != run_id:
-        raise DamagedCheckpoint(path, f"of another run ({manifest['run_id']}, this is {run_id})")
+        other = manifest["run_id"][:40]  # theirs may have any length
+        raise DamagedCheckpoint(path, f"of another run ({other}, this is {run_id})")
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
 
@@ -163,8 +164,8 @@ def folder_name(step: int) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether it names a file of this very folder."""
-    return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+    """Whether it names a file of this very folder; no file system has longer names."""
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name) < 256
 
 
 def _why_not(name: str, error: OSError | UnreadableFile) -> str:
