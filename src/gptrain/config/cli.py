@@ -25,7 +25,7 @@ from gptrain.config.compose import CONF, compose_and_explain, compose_config, op
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
-from gptrain.config.sweep import Sweep
+from gptrain.config.sweep import begin_job, job_options, note_refusal, report_sweep
 from gptrain.launch.process import calm_threads, take_gpus, this_process
 from gptrain.problems import (
     BAD_CONFIG,
@@ -96,8 +96,8 @@ def run_command(
         sweep = None
         if args.multirun:
             parsed, first = check_sweep(overrides)
-            sweep = Sweep.of(parsed, first)
-            overrides += [leave_out_of_names(parsed), *sweep.quiet]
+            sweep = Path(first.hydra.sweep.dir)
+            overrides += job_options(parsed, first)
         else:
             cfg, found = compose_and_explain(overrides)
             if cfg.hydra.mode == RunMode.MULTIRUN:
@@ -155,12 +155,6 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     return parsed, cfg
 
 
-def leave_out_of_names(parsed: list[Override]) -> str:
-    """The override by which Hydra leaves out of a job's name what is the same in all jobs."""
-    same = [one.key_or_group for one in parsed if not one.is_sweep_override()]
-    return f"hydra.job.config.override_dirname.exclude_keys={same}"
-
-
 def command_of(job: Job) -> str:
     """What is typed to run a job: `python -m gptrain.export`, or the script that it stands in."""
     package = job.__module__.rpartition(".")[0]
@@ -208,8 +202,8 @@ def help_text(usage: str) -> str:
   conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
 
 
-def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Sweep | None) -> int:
-    """Lets Hydra run the job or the jobs of a sweep; the code of the first that failed."""
+def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) -> int:
+    """Lets Hydra run the job, or the jobs of the sweep of this folder; the first code but 0."""
     codes: list[int] = []
 
     def attempt(cfg: DictConfig) -> float | None:
@@ -217,7 +211,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Sweep | None)
         node = HydraConfig.get()
         try:
             if sweep:
-                sweep.begin(node)
+                begin_job(node)
                 take_gpus(cfg.trainer.devices)
                 _tell(check(cfg, schema, folder=node.runtime.output_dir))
             value = job(cfg)
@@ -230,7 +224,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Sweep | None)
                 with suppress(OSError):  # somebody's files are there, or others log into it
                     Path(node.runtime.output_dir).rmdir()  # made by Hydra
                     if sweep:
-                        sweep.note_refusal(node, code, said)
+                        note_refusal(node, code, said)
             if sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
             if sweep and code and (is_trial or is_elsewhere):
@@ -249,7 +243,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Sweep | None)
                 _tell([Problem("", None, first_line(error))])
     try:
         if sweep:
-            sweep.report()
+            report_sweep(sweep)
     except OSError as error:
         codes.append(_ending(error)[0])
     return next(filter(None, codes), DONE)

@@ -43,7 +43,7 @@ def job_folder(number: int, varied: str) -> str:
     No longer than LONGEST_NAME, of characters that neither a shell nor Hydra takes for its own.
 
     Args:
-        varied: key=value of what the sweep varies, joined by commas.
+        varied: key=value of what the sweep varies, joined by spaces.
     """
     name = re.sub(r"[\w./@+]*?(\w+)=", r"\1_", varied)
     name = re.sub(r"\d*\.\d{4,}(e-?\d+)?", lambda found: f"{float(found[0]):.3g}", name)

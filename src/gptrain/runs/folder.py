@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gptrain.problems import DONE, Problem, printable
+from gptrain.problems import DONE, Problem
 from gptrain.resilience.lock import is_held
 from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
@@ -46,11 +46,6 @@ class RunRecord:
         """Key -> value of the overrides."""
         pairs = (override.partition("=") for override in self.overrides)
         return {key.lstrip("+"): value for key, _, value in pairs}
-
-    @property
-    def ending(self) -> str:
-        """Why it ended, on one line."""
-        return printable(f"{self.ended}: {self.detail}" if self.detail else self.ended)
 
     @cached_property
     def config(self) -> dict[str, Any]:

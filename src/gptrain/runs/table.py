@@ -52,7 +52,8 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
     for run, name in zip(runs, names(runs), strict=True):
         values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
         seconds = None if run.seconds is None else round(run.seconds, 1)
-        rows.append([name, *values, run.steps, seconds, run.ending])
+        ending = printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
+        rows.append([name, *values, run.steps, seconds, ending])
     return rows
 
 
