@@ -18,6 +18,8 @@ CONFIGS = {
     "wide vocabulary": f"model=gpt_nano {SMALL} model.vocab_size=4000",
     "llama": f"model=llama_nano {SMALL}",
     "ddp": f"model=gpt_nano {SMALL} trainer.devices=2",
+    "ddp, muon": f"model=gpt_nano {SMALL} trainer.devices=2 optimizer=muon",
+    "fsdp, muon": f"model=gpt_nano {SMALL} trainer.devices=2 optimizer=muon strategy=fsdp",
     "fsdp": f"model=gpt_nano {SMALL} trainer.devices=2 strategy=fsdp",
     "tensor parallel": "model=gpt_nano data.seq_len=129 data.batch_size=8 trainer.devices=2 "
     "strategy=tensor_parallel",

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class CountBytes(TorchDispatchMode):
     """Inside the block, `sent` grows by what every collective sends, taken as a ring's.
 
-    Collectives pass torch's dispatcher, DDP's and FSDP's own as well. Of b bytes that n ranks hold
-    or will hold whole, a ring sends (n-1)/n b per rank in an all-gather, a reduce-scatter or a
-    broadcast, and twice that in an all-reduce (Patarasuk & Yuan 2009,
-    doi:10.1016/j.jpdc.2008.09.002).
+    Collectives pass torch's dispatcher, DDP's and FSDP's own as well; of DTensor's those that
+    gather, not the norms of a clip. Of b bytes that n ranks hold or will hold whole, a ring sends
+    (n-1)/n b per rank in an all-gather, a reduce-scatter or a broadcast, and twice that in an
+    all-reduce (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 
     Attributes:
         sent: name of the operation -> bytes.   calls: -> how often.
@@ -36,6 +36,8 @@ class CountBytes(TorchDispatchMode):
             name = op._opname.strip("_")
             self.sent[name] += _sent(name, args)
             self.calls[name] += 1
+        elif op.namespace == "_c10d_functional" and op._opname == "all_gather_into_tensor":
+            self.sent["allgather_dtensor"] += args[0].nbytes * (args[1] - 1)  # the group's size
         return op(*args, **(kwargs or {}))
 
 

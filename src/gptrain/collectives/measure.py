@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,13 +25,17 @@ from gptrain.resilience import fileops
 from gptrain.small_files import read_json
 
 SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
-BATCHES = 5  # of calls; their median counts
-PRODUCTS_BETWEEN = 4  # about what a small block computes
-COPIED_BYTES = 2**26  # larger than the caches
+BATCHES = 5  # of calls
+ACTIVATIONS = 2**18  # numbers, of a small net
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device, calls: int) -> float:
-    """Of one call on the slowest rank; all ranks make it together."""
+def seconds_of(
+    call: Callable[[], Any],
+    device: torch.device,
+    calls: int,
+    choose: Callable[[list[float]], float] = median,
+) -> float:
+    """Of one call on the slowest rank, of several batches of them; all ranks make it together."""
     found = []
     for _ in range(1 + BATCHES):
         dist.barrier()
@@ -39,7 +44,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device, calls: int) -> flo
             call()
         wait_for(device)
         found.append((time.perf_counter() - start_s) / calls)
-    return max(from_all(sorted(found[1:])[BATCHES // 2]))
+    return max(from_all(choose(found[1:])))
 
 
 def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, float]]:
@@ -80,59 +85,56 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:
     """Measures this machine while all ranks compute, and writes it with the link of all_reduce.
 
-    FLOP/s are those of the slowest rank, bytes/s of memory those of all together. Of an older file
-    the links of other numbers of ranks stay.
+    FLOP/s are those of the slowest rank, bytes/s those of all together that an activation function
+    reads and writes. Of an older file the links of other numbers of ranks stay.
     """
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         dist.barrier()
         slowest = min(from_all(measure_matmul(device, dtype)))
         flops[str(dtype).removeprefix("torch.")] = slowest
-    left, right = torch.zeros(2, COPIED_BYTES, dtype=torch.uint8, device=device)
-    copy_s, one = seconds_of(lambda: left.copy_(right), device, 1), torch.zeros(1, device=device)
+    values, one = torch.randn(ACTIVATIONS, device=device), torch.zeros(1, device=device)
+    pass_s = seconds_of(lambda: torch.nn.functional.gelu(values), device, 50, min)
     facts = {
         "cores": cores_per_rank(1),
         "threads": torch.get_num_threads(),
         "flops_per_s": flops,
-        "memory_bytes_per_s": dist.get_world_size() * 2 * COPIED_BYTES / copy_s,
-        "op_s": seconds_of(lambda: one.add_(1), device, 1000),
+        "memory_bytes_per_s": dist.get_world_size() * 2 * values.nbytes / pass_s,
+        "op_s": seconds_of(lambda: one.add_(1), device, 1000, min),
         "links": read_json(path)["links"] if path.exists() else {},
     }
     if dist.get_world_size() > 1:
         links = facts["links"].setdefault(dist.get_backend(), {})
-        mine = torch.zeros(SMALLEST_BYTES // 4, device=device)
-        wait_s = waiting_s(lambda: dist.all_reduce(mine), device)
-        links[str(dist.get_world_size())] = fit_link(all_reduce) | {"wait_s": wait_s}
+        links[str(dist.get_world_size())] = measure_link(all_reduce, device)
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         fileops.replace(path, json.dumps(facts, indent=1).encode() + b"\n")
         print(f"\nkept in {path}, for python -m gptrain.plan")
 
 
-def waiting_s(call: Callable[[], Any], device: torch.device) -> float:
-    """What a collective takes between products beyond what it takes alone, on the slowest rank.
+def measure_link(times: list[tuple[int, float]], device: torch.device) -> dict[str, float]:
+    """Latency and bytes/s of a message of a ring, and how long a collective waits for the ranks.
 
-    On CPUs the ranks come to it one after the other, and its threads wait for a core.
+    On CPUs that is most of its time in a step: they come to it one after the other, and what sends
+    waits for a core.
+
+    Args:
+        times: bytes and seconds of all-reduces of growing size.
     """
-    side = torch.randn(512, 512, device=device)
+    (small, small_s), (large, large_s), n_ranks = times[0], times[-1], dist.get_world_size()
+    messages, mine = 2 * (n_ranks - 1), torch.zeros(small // 4, device=device)
+    inputs = torch.randn(2048, 256, device=device, requires_grad=True)
+    weight = torch.randn(256, 256, device=device)
 
     def compute() -> None:
-        for _ in range(PRODUCTS_BETWEEN):
-            side @ side
+        torch.nn.functional.gelu(inputs @ weight).sum().backward()
 
     def both() -> None:
         compute()
-        call()
+        dist.all_reduce(mine)
 
-    alone_s, computing_s, both_s = (
-        seconds_of(one, device, calls=20) for one in (call, compute, both)
-    )
-    return max(0.0, both_s - computing_s - alone_s)
-
-
-def fit_link(times: list[tuple[int, float]]) -> dict[str, float]:
-    """Latency and bytes/s, so that a ring of 2(n - 1) messages takes what all_reduce took."""
-    (small, small_s), (large, large_s), n_ranks = times[0], times[-1], dist.get_world_size()
-    messages = 2 * (n_ranks - 1)
+    alone_s = seconds_of(lambda: dist.all_reduce(mine), device, 2, min)
+    computing_s, both_s = (seconds_of(one, device, 40) for one in (compute, both))
     rate = messages / n_ranks * (large - small) / max(1e-9, large_s - small_s)
-    return {"latency_s": small_s / messages, "bytes_per_s": rate}
+    wait_s = max(0.0, both_s - computing_s - alone_s)
+    return {"latency_s": alone_s / messages, "bytes_per_s": rate, "wait_s": wait_s}
