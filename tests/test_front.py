@@ -114,10 +114,11 @@ def test_a_rank_other_than_0_writes_no_log(monkeypatch, outputs):
 
 
 def test_a_launchers_broken_environment_is_a_line(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "first")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run_command(never, []) == 2
-    assert "error: " in capsys.readouterr().err
+    for rank, nodes in (("first", "1"), ("0", "one")):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": nodes}.items():
+            monkeypatch.setenv(name, value)
+        assert run_command(never, []) == 2
+        assert "error: the launcher's environment cannot be read" in capsys.readouterr().err
 
 
 def test_a_job_runs_once_with_the_config_it_was_checked_with():

@@ -93,14 +93,9 @@ def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
 def find_world_size(run: Config) -> int | None:
     """Ranks of the whole job, where the config or a launcher says it."""
     n_local, asked = count_devices(run.get("trainer.devices")), run.get("trainer.num_nodes")
-    try:
-        process = this_process()
-        n_nodes = asked and count_nodes(asked)
-    except (ValueError, KeyError):
-        return None  # preflight says so
-    if process.is_rank:
-        return process.world_size
-    return n_local * n_nodes if n_local and n_nodes else None
+    if this_process().is_rank:
+        return this_process().world_size
+    return n_local * count_nodes(asked) if n_local and asked else None
 
 
 def check_sizes(run: Config) -> Iterator[Problem]:

@@ -26,7 +26,7 @@ from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
 from gptrain.config.sweep import begin_job, job_options, note_refusal, report_sweep
-from gptrain.launch.process import calm_threads, take_gpus, this_process
+from gptrain.launch.process import calm_threads, count_nodes, take_gpus, this_process
 from gptrain.problems import (
     BAD_CONFIG,
     DONE,
@@ -80,6 +80,7 @@ def run_command(
         if args.help:
             print(help_text(usage))
             return DONE
+        check_environment()
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
         if args.config_dir:
             folder = quoted(f"file://{os.path.abspath(args.config_dir)}")
@@ -136,6 +137,15 @@ def check(
     if any(problem.code for problem in problems):
         raise ConfigError(problems)
     return problems
+
+
+def check_environment() -> None:
+    """Raises: ConfigError where a launcher has set variables that are no numbers."""
+    try:
+        this_process(), count_nodes("auto")
+    except (ValueError, KeyError) as error:
+        wrong = f"the launcher's environment cannot be read: {error}"
+        raise ConfigError.of("", None, wrong) from error
 
 
 def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:

@@ -40,13 +40,8 @@ OURS["module"] = {"loss", "metrics"}
 
 def check_place(run: Config, folder: str) -> Iterator[Problem]:
     """Launcher, the folder that the job will write into, files; by the standard library alone."""
-    try:
-        process = this_process()
-    except (ValueError, KeyError) as error:
-        yield Problem("", None, f"the launcher's environment cannot be read: {error}")
-        return
     yield from check_launcher(run)
-    if process.rank == 0 and process.launcher != "gptrain" and not run.wrong & {"run_dir", "name"}:
+    if this_process().rank == 0 and not run.wrong & {"run_dir", "name"}:
         yield from check_folder(run, folder)
     yield from check_files(run)
 
