@@ -76,6 +76,20 @@ def test_a_run_stops_before_the_step_whatever_would_come_after_it(
     assert max(saved, default=0) <= BAD_STEP
 
 
+def test_an_optimizer_that_skips_nothing_is_not_waited_for_where_the_run_stops(
+    train, poison, caught, monkeypatch
+):
+    """As Muon on a GPU: it has taken the step when that is known, and nothing of it is saved."""
+    monkeypatch.setattr(finite, "waits_for_device", lambda norm: True)
+    words = ("checkpoint=every_n_steps", "checkpoint.every_n_steps=1", "scheduler=constant")
+    run = train("optimizer=muon", "trainer.max_steps=6", *words)
+    assert run.code == 79
+    assert f"the loss of rank 0 at step {BAD_STEP} is not finite; samples: " in run.err
+    assert not all(weight.isfinite().all() for weight in caught["weights"].values())
+    saved = [int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step-*")]
+    assert max(saved) == BAD_STEP
+
+
 def test_a_step_is_left_out_alike_both_ways(train, poison, request):
     """Read at once it has no gradients, read later the optimizer is told: the same weights."""
     options = ("trainer.max_steps=5", "on_nonfinite=skip", "logger=csv")
