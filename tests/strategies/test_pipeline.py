@@ -63,6 +63,20 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
 
 
 @on_ranks(2)
+def test_the_loss_is_sent_in_one_type_whatever_torchs_default_is():
+    """Which within a step of trainer.precision=bf16-true or 64-true is theirs."""
+    kind, batch = Piped(), make_batch(0, 0)
+    expected = kind.pipeline.evaluate(*batch, kind.loss_sum)
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            loss = kind.pipeline.evaluate(*batch, kind.loss_sum)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(loss, expected) and loss.dtype == torch.float32
+
+
+@on_ranks(2)
 def test_the_last_stage_alone_computes_the_loss_of_hidden_states():
     tokens, targets = make_batch(0, 0)
     expected = OneProcess().net.hidden(tokens).detach()

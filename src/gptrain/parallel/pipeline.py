@@ -106,9 +106,10 @@ class Pipeline:
         inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if self.rank == self.last else {}
         (schedule.step if training else schedule.eval)(*inputs, **outputs)
-        total = torch.zeros((), device=tokens.device)
-        if losses:
-            total = torch.stack([one.detach() for one in losses]).sum().float()
+        # Of one type on all ranks: within a step of bf16-true or 64-true torch's default is theirs.
+        total = torch.zeros((), dtype=torch.float32, device=tokens.device)
+        for one in losses:
+            total += one.detach()
         dist.broadcast(total, group=self.group, group_src=self.last)
         return total
 
