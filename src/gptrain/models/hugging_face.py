@@ -55,8 +55,9 @@ class HuggingFace(nn.Module):
             head = self.model.get_output_embeddings()
             has_head = isinstance(head, nn.Linear) and self._is_last(head)
         except Exception as error:  # a contradiction is answered by any type
-            if isinstance(error, RuntimeError) and torch.get_default_device().type == "meta":
-                raise  # it needs real numbers
+            is_meta = torch.get_default_device().type == "meta"
+            if is_meta and isinstance(error, (RuntimeError, TypeError)):
+                raise  # it may need real numbers
             said = " ".join(str(error).split())
             raise ValueError(f"transformers cannot make this {kind}: {said}") from error
         sizes = made.get_text_config()

@@ -20,7 +20,7 @@ def make_to_look_at(make_net: Callable[[], nn.Module]) -> nn.Module:
     try:
         with torch.device("meta"):
             return make_net()
-    except RuntimeError:  # as of `[x.item() for x in torch.linspace(0, rate, n_layers)]`
+    except (RuntimeError, TypeError):  # of `x.item() for x in torch.linspace(0, 1, n)`, `.numpy()`
         torch.random.set_rng_state(before)
         return make_net()
 
