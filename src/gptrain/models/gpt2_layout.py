@@ -74,9 +74,7 @@ def from_gpt2(
         there["activation_function"] = "gelu_new"
     check_same(there, _config(net))
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    head = theirs.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, theirs.get("wte.weight", head)):
-        raise ValueError("lm_head.weight differs from wte.weight there; here the head is tied")
+    theirs.pop("lm_head.weight", None)  # of old files: tied there too, as the config says
     state = {}
     for ours, name, is_transposed in _names(net.n_layers):
         if name in theirs:
