@@ -265,6 +265,7 @@ FOLDERS |= {
     "r05": {"checkpoints/.old-step-00000001": "../../victim"},
     "kinds": {".hydra": b"x", ".beats": b"x"}, "log folder": {"train.log/x": b"x"},
     "events": {"tensorboard": "../victim", "metrics.csv": "../victim/kept"},
+    "table": {"metrics.csv": "pipe"}, "endless": {"metrics.csv": "/dev/zero"},
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
 from gptrain.resilience import fileops
+from gptrain.small_files import open_regular
 
 
 class CSVLogger(SurvivesTrouble, Logger):
@@ -65,7 +66,7 @@ class CSVLogger(SurvivesTrouble, Logger):
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         if not self._path.exists():
             return ["step"], []
-        with self._path.open(newline="") as file:
+        with io.TextIOWrapper(open_regular(self._path), newline="") as file:
             reader = csv.DictReader(file)
             # Where the process was killed within a row its last cells are missing.
             rows = [row for row in reader if None not in row.values()]
