@@ -79,13 +79,12 @@ def test_help_fits_one_screen_and_names_every_choice(capsys):
         assert file.stem in text, file
 
 
-@pytest.mark.parametrize("words", [["--cfg", "job"], ["--info", "defaults"]])
-def test_hydras_flags_are_hydras_own(words, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+def test_the_composed_config_is_shown(capsys):
+    words = ["--cfg", "job"]
     assert run_command(never, words) == 0
     assert "model" in capsys.readouterr().out
     assert run_command(never, [*words, "modell.d_model=1"]) == 2
-    *_, line = capsys.readouterr().err.splitlines()  # Hydra itself logs before it
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: modell.d_model=1")
 
 

@@ -86,13 +86,10 @@ def run_command(
             folder = quoted(f"file://{os.path.abspath(args.config_dir)}")
             args.overrides.insert(0, f"hydra.searchpath=[{folder}]")
         overrides = [*own, *(expand(args.overrides) if schema.expands_run else args.overrides)]
-        if args.cfg or args.info:
+        if args.cfg:
             check_sweep(overrides)
             with open_hydra() as hydra:
-                if args.cfg:
-                    hydra.show_cfg("train", overrides, args.cfg, package=None)
-                else:
-                    hydra.show_info(args.info, "train", overrides)
+                hydra.show_cfg("train", overrides, args.cfg, package=None)
             return DONE
         sweep = None
         if args.multirun:
@@ -179,7 +176,6 @@ def parse_command(prog: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    parser.add_argument("--info", "-i")
     args = parser.parse_intermixed_args(argv)
     if args.config_dir and not os.path.isdir(args.config_dir):
         raise ConfigError([Problem("--config-dir", args.config_dir, "no such folder")])
@@ -208,7 +204,7 @@ def help_text(usage: str) -> str:
 {choices}  hydra/launcher   basic submitit_local submitit_slurm
 
   --cfg job        shows the composed config         -m           runs a sweep
-  --info defaults  shows how it was composed         debug=true   shows tracebacks
+  debug=true       shows tracebacks
   conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
 
 
