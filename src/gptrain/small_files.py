@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +83,22 @@ def read_yaml(path: str | Path) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreadableFile(path, f"not YAML ({reason})") from None
+
+
+def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
+    """The mapping in a small file; an empty one where there is none that can be read."""
+    with suppress(OSError, UnreadableFile):
+        if isinstance(values := read(path), dict):
+            return values
+    return {}
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, of nested dicts; an empty one is a value."""
+    if not isinstance(values, dict) or not values:
+        return {prefix: values} if prefix else {}
+    inner = (flatten(value, f"{prefix}.{key}".lstrip(".")) for key, value in values.items())
+    return {key: value for one in inner for key, value in one.items()}
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -19,6 +19,7 @@ from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
+from gptrain.small_files import flatten
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
         node = OmegaConf.to_container(cfg[group], resolve=True)
         facts |= {
             key: value
-            for key, value in _flat(node, group)
+            for key, value in flatten(node, group).items()
             if key not in INDIFFERENT and not key.endswith(".cache_dir")
         }
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
@@ -196,9 +197,3 @@ def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
     sources = (f"data.{name}", f"model.{name}", name)
     is_part = part in ("data.train", "data.val", "data.test")
     return is_part and any(facts.get(source) == value for source in sources)
-
-
-def _flat(node: Any, prefix: str) -> list[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        return [pair for key, value in node.items() for pair in _flat(value, f"{prefix}.{key}")]
-    return [(prefix, node)]

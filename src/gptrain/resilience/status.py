@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gptrain.problems import DONE
 from gptrain.resilience import fileops
-from gptrain.small_files import UnreadableFile, read_json
+from gptrain.small_files import read_facts
 
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"
@@ -94,12 +94,8 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
 
 def read_status(run_dir: str | Path) -> dict | None:
     """The status of the last attempt; None if there is none that can be read, or none of ours."""
-    try:
-        status = read_json(Path(run_dir) / STATUS_NAME)
-    except (OSError, UnreadableFile):
-        return None
-    ours = isinstance(status, dict) and isinstance(status.get("exit_code"), int)
-    return status if ours else None
+    status = read_facts(Path(run_dir) / STATUS_NAME)
+    return status if isinstance(status.get("exit_code"), int) else None
 
 
 def clear_status(run_dir: str | Path) -> None:

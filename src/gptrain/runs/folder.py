@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from gptrain.resilience.lock import is_held
 from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
 from gptrain.resilience.store import CheckpointStore
-from gptrain.small_files import UnreadableFile, read_json, read_yaml
+from gptrain.small_files import UnreadableFile, flatten, read_facts, read_json, read_yaml
 
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 
@@ -94,21 +94,6 @@ def read_run(folder: Path) -> RunRecord:
         ended=str(ended),
         detail=str(detail).removeprefix("error: "),
     )
-
-
-def read_facts(path: Path, read: Callable[[Path], Any] = read_json) -> dict[str, Any]:
-    """The values of a small file; none where there is no such file of ours."""
-    with suppress(UnreadableFile, OSError):
-        return as_kind(dict, read(path))
-    return {}
-
-
-def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of nested dicts; an empty one is a value."""
-    if not isinstance(values, dict) or not values:
-        return {prefix: values} if prefix else {}
-    inner = (flatten(value, f"{prefix}.{key}".lstrip(".")) for key, value in values.items())
-    return {key: value for one in inner for key, value in one.items()}
 
 
 def as_kind(kind: type, value: Any) -> Any:

@@ -12,9 +12,9 @@ from pathlib import Path
 from gptrain.problems import DONE, Problem
 from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
-from gptrain.runs.folder import RunRecord, as_kind, read_facts
+from gptrain.runs.folder import RunRecord, as_kind
 from gptrain.runs.table import differing, names
-from gptrain.small_files import read_bytes
+from gptrain.small_files import read_bytes, read_facts
 
 TEMPLATE = Path(__file__).with_name("page.html")
 # Logged name -> TensorBoard's tag. It sorts its sections by what stands before the slash: so losses
