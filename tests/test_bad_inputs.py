@@ -153,7 +153,7 @@ def test_a_wrong_input_is_one_line_with_key_value_and_way_out(words):
 WRONG = {
     "trainer.devices": "-2 1.5 true null [] [0,0] [0,-1] [a] '0,0' 1e3 {a:1} ''",
     "trainer.max_time": "abc 01:00 5 [] {hour:1} {hours:-1} '' true",
-    "trainer.limit_train_batches": "-1 1.5 -0.5 abc true [] nan",
+    "trainer.limit_train_batches": "-1 1.5 -0.5 abc true [] nan 0 0.0",
     "trainer.val_check_interval": "0 0.0 -1 1.5 abc null nan [] true",
     "trainer.fast_dev_run": "-1 maybe 1.5 [] null",
     "trainer.benchmark": "maybe 2 1 0 [] 1.0 'yes'",

@@ -165,7 +165,9 @@ class Trainer(Open):
     gradient_clip_val: described("> 0, or null for off", PositiveFloat | None)
     fast_dev_run: Batches
     overfit_batches: integer(0) | Fraction
-    limit_train_batches: Limit
+    limit_train_batches: described(
+        "a fraction in (0, 1], an integer >= 1, or null", Interval | None
+    )
     limit_val_batches: Limit
     limit_test_batches: Limit
     val_check_interval: Interval
