@@ -25,9 +25,10 @@ PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
 # CPU's, which is not only moving bytes, fitted to real runs: tests/plan_accuracy.py.
 _GPU, _CPU = (8, 4, 10, 10, 60, 150), (36, 20, 11, 56, 500, 100)
 THREADS = 0.87  # 2 to this power: how much faster two threads are than one
-GUESS = {  # one slow core of 2020
-    "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1e10,
-    "op_s": 5e-6, "links": {"gloo": {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9}}},
+GUESS = {  # half of a core of 2024, as --bench measures it; a run scales it to its own products
+    "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1.6e10,
+    "op_s": 4.3e-6,
+    "links": {"gloo": {"2": {"latency_s": 2e-4, "bytes_per_s": 1.5e9, "wait_s": 2.5e-3}}},
 }  # fmt: skip
 
 
@@ -76,21 +77,21 @@ def this_machine(measured: Path, n_local: int, flops_per_s: float | None = None)
     Args:
         flops_per_s: of fp32 products of one rank, where known: all of a guess is scaled to it.
     """
-    facts, source = GUESS, "speed guessed; measure it: python -m gptrain.collectives --bench"
+    is_guessed, facts, n_cores = True, GUESS, count_cores()
     with suppress(OSError, ValueError):
-        facts, source = json.loads(measured.read_text()), str(measured)
-    n_cores = count_cores()
+        is_guessed, facts = False, json.loads(measured.read_text())
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = int(asked) if asked.isdigit() else max(1, n_cores // n_local)
+    faster = (threads / facts["threads"]) ** THREADS
+    share = faster if is_guessed else (threads / n_cores) ** THREADS  # measured of all cores
+    scale, source = 1.0, str(measured)
+    if is_guessed:
+        source = "speed guessed; measure it: python -m gptrain.collectives --bench"
+        scale = (flops_per_s or 0) / (faster * facts["flops_per_s"]["float32"]) or 1.0
+    flops = {kind: scale * faster * peak for kind, peak in facts["flops_per_s"].items()}
     links = facts["links"].get("gloo") or GUESS["links"]["gloo"]
     link = Link("gloo", **links.get(str(n_local), next(iter(links.values()))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    threads = int(asked) if asked.isdigit() else max(1, n_cores // n_local)
-    faster, share = (threads / facts["threads"]) ** THREADS, (threads / n_cores) ** THREADS
-    flops = {kind: faster * peak for kind, peak in facts["flops_per_s"].items()}
-    is_guessed, scale = facts is GUESS, 1.0
-    if is_guessed and flops_per_s:
-        scale, source = flops_per_s / flops["float32"], f"{source}, from products alone"
-    flops = {kind: scale * peak for kind, peak in flops.items()}
     speeds = (flops, scale * share * facts["memory_bytes_per_s"], facts["op_s"] / scale, link, link)
     more = {"is_cpu": True, "is_guessed": is_guessed}
     return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, **more)
