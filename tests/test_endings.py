@@ -7,8 +7,8 @@ import errno
 import pytest
 
 from gptrain.data import DataError
-from gptrain.launch.process import attempt
-from gptrain.launch.rank import BEATS_NAME, classify, forget_old_beats
+from gptrain.launch.process import attempt_folder
+from gptrain.launch.rank import classify, forget_old_starts
 from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError, Problem
 from gptrain.resilience.draft import NoSpace, SaveFailed
@@ -61,16 +61,17 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
 
 
 def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
-    folder, victim = tmp_path / BEATS_NAME, tmp_path / "victim"
+    mine, victim = attempt_folder(tmp_path), tmp_path / "victim"
+    folder = mine.parent
     victim.mkdir()
     (victim / "file").touch()
-    now = Heartbeat(folder / attempt(), rank=1)  # has opened its file before rank 0 cleans up
+    now = Heartbeat(mine, rank=1)  # has opened its file before rank 0 cleans up
     Heartbeat(folder / "123-45.67-0", rank=0)
     (folder / "of a stranger").symlink_to(victim)
-    forget_old_beats(tmp_path)
-    assert [path.name for path in folder.iterdir()] == [attempt()]
+    forget_old_starts(tmp_path)
+    assert list(folder.iterdir()) == [mine]
     now.beat(7)
-    (life,) = read_lives(folder / attempt())
+    (life,) = read_lives(mine)
     assert (life.rank, life.step) == (1, 7)
     assert (victim / "file").exists()
 

@@ -58,7 +58,7 @@ def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkey
 
     task()
     assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4)
-    set_rendezvous()
+    set_rendezvous("/runs/a")
     assert os.environ["MASTER_ADDR"] == "gpu003" and os.environ["MASTER_PORT"] == "20015"
     assert STORE_VARIABLE not in os.environ
 
@@ -66,11 +66,11 @@ def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkey
 def test_tasks_of_one_node_meet_at_a_file_of_their_step(task):
 
     task(SLURM_STEP_NUM_NODES="1")
-    set_rendezvous()
+    set_rendezvous("/runs/a")
     first = os.environ.pop(STORE_VARIABLE)
     assert "MASTER_ADDR" not in os.environ
     task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="1")
-    set_rendezvous()
+    set_rendezvous("/runs/a")
     assert os.environ[STORE_VARIABLE] != first
 
 
@@ -78,7 +78,7 @@ def test_an_address_of_the_job_script_is_obeyed(task, monkeypatch):
 
     task()
     monkeypatch.setenv("MASTER_ADDR", "head")
-    set_rendezvous()
+    set_rendezvous("/runs/a")
     assert os.environ["MASTER_ADDR"] == "head"
 
 
@@ -135,5 +135,18 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path
 
 def test_a_second_srun_in_an_allocation_has_a_folder_and_a_port_of_its_own(task):
     task(SLURM_STEP_ID="2")
-    set_rendezvous()
+    set_rendezvous("/runs/a")
     assert run_stamp() == "slurm-40015.2" and os.environ["MASTER_PORT"] == "22009"
+
+
+def test_agents_of_several_nodes_name_a_start_alike_whatever_each_has_counted(monkeypatch):
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "40001"}
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    names = set()
+    for count in ("0", "1"):  # an agent counts failures of its own ranks alone
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        names.add(attempt())
+    assert len(names) == 1
+    monkeypatch.setenv("MASTER_PORT", "40002")
+    assert attempt() not in names

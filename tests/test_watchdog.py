@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -201,6 +202,16 @@ def test_the_supervisor_waits_as_long_as_the_launchers_option_says(
     options = {"launcher": {"timeout_s": of_launcher}, "strategy": {"timeout_s": 60.0}}
     supervisor.watch(OmegaConf.create(options), [], None, tmp_path)
     assert waits == [(tmp_path, timeout_s)]
+
+
+def test_ranks_that_are_killed_all_at_once_are_reported(tmp_path, monkeypatch):
+    ends = []
+    monkeypatch.setattr(supervisor, "report_ending", lambda cfg, *ending, **_: ends.append(ending))
+    options = {"launcher": {"timeout_s": 7.0}}
+    rank = SimpleNamespace(is_alive=lambda: False, exitcode=-9, pid=1)
+    supervisor.watch(OmegaConf.create(options), [rank, rank], StopFlag(), tmp_path)
+    ((ending, which),) = ends
+    assert (ending.cause, which) == ("killed", 0)
 
 
 def test_the_rank_furthest_behind_comes_first(tmp_path):

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
     "parallel": {"loss", "plan"},
     "problems": set(),  # the one home of exit codes
-    "launch": {"data", "parallel", "resilience", "small_files", "problems"},
+    "launch": {"parallel", "plan", "resilience", "small_files", "problems"},
     "lit": (LEAVES - {"models"}) | {"launch", "runs", "problems"},
     "nets": {"config", "data", "parallel", "resilience", "small_files", "problems"},
     "config": {"launch", "plan", "data", "resilience", "runs", "small_files", "problems"},

@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.launch.process import set_rendezvous, this_process
+from gptrain.launch.process import this_process
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
 from gptrain.resilience import fileops
 from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock
@@ -43,18 +43,17 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
     cfg, process = settle(cfg), this_process()
     with StopFlag() as stop:
         from gptrain.launch.devices import find_machine  # torch
-        from gptrain.launch.rank import forget_old_beats, run_rank, start_log
+        from gptrain.launch.rank import forget_old_starts, run_rank, start_log
         from gptrain.launch.supervisor import is_restart, prepare_start, supervise
 
         machine, again = find_machine(cfg), is_restart()
-        set_rendezvous()
         if process.rank > 0:  # rank 0 holds the folder, and says where to start
             return run_rank(train, cfg, stop)
         with _held_folder(cfg, again) as lock:
             start_log()
             find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
             prepare_start(cfg, find, again)
-            forget_old_beats(cfg.run_dir)
+            forget_old_starts(cfg.run_dir)
             keep_config(cfg)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
                 return run_rank(train, cfg, stop)

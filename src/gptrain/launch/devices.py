@@ -10,6 +10,7 @@ import torch
 from omegaconf import DictConfig
 
 from gptrain.launch.process import count_devices, count_nodes, listed_numbers, this_process
+from gptrain.plan.speed import count_cores
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,7 @@ def cores_per_rank(n_local: int) -> int:
     """
     if this_process().launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
-    # macOS and Windows do not say which cores are ours.
-    has_affinity = hasattr(os, "sched_getaffinity")
-    n_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, n_cores // n_local)
+    return max(1, count_cores() // n_local)
 
 
 def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:

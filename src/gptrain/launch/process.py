@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
+ATTEMPTS_NAME = ".beats"  # in the run folder, a folder for each start
 _START_S = time.time()  # of this process, nearly
 _held: list[ExitStack] = []  # names of GPUs that are this process's
 
@@ -121,30 +121,27 @@ def parent_start_s() -> float:
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def set_rendezvous() -> None:
-    """Says in the environment where ranks of torchrun and SLURM meet: on one node at a file.
+def set_rendezvous(run_dir: str | Path) -> None:
+    """Says in the environment where the ranks meet: on one node at a file of the run folder.
 
     torchrun's own store listens on all interfaces, and over its restarts the ranks find keys of
     the attempt before in it and wait for ranks that are gone (pytorch#135712); on several nodes set
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. srun names the nodes, but no address and no port;
     MASTER_ADDR and MASTER_PORT, where the job script sets them, are obeyed.
     """
-    from gptrain.parallel.mesh import STORE_VARIABLE  # torch
-
     env, launcher = os.environ, this_process().launcher
-    on_one_node = {
-        "torchrun": env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"),
-        "slurm": env.get("SLURM_STEP_NUM_NODES") == "1" and "MASTER_ADDR" not in env,
-    }
-    if on_one_node.get(launcher):
-        name = f"gptrain-{os.getuid()}-{attempt()}"
-        env.setdefault(STORE_VARIABLE, str(Path(tempfile.gettempdir()) / name))
+    if launcher == "none":
+        return
+    if is_on_one_node() and not (launcher == "slurm" and "MASTER_ADDR" in env):
+        from gptrain.parallel.mesh import STORE_VARIABLE  # torch
+
+        env[STORE_VARIABLE] = str(attempt_folder(run_dir) / "store")
         return
     if launcher == "slurm":
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # a prime
         env.setdefault("MASTER_PORT", str(PORTS[number % len(PORTS)]))
-    if launcher in on_one_node and (name := interface_towards(env["MASTER_ADDR"])):
+    if name := interface_towards(env["MASTER_ADDR"]):
         env.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -163,17 +160,36 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
+def attempt_folder(run_dir: str | Path) -> Path:
+    """Heartbeats of this start's ranks, and where they meet; the next start removes it."""
+    return Path(run_dir) / ATTEMPTS_NAME / attempt()
+
+
 def attempt() -> str:
-    """A name of this start of the job: the same in all its ranks, and of no other start."""
+    """A name of this start of the job: the same in all its ranks, and of no other start.
+
+    Each agent of torchrun counts restarts by itself, those of other nodes not among them; but they
+    agree on a port, which is a new one for each start (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+    """
     env, launcher = os.environ, this_process().launcher
+    if launcher == "gptrain":
+        return env["TORCHELASTIC_RUN_ID"]
     if launcher == "slurm":
-        step, restart = env.get("SLURM_STEP_ID", "0"), env.get("SLURM_RESTART_COUNT", "0")
-        return f"slurm-{env['SLURM_JOB_ID']}-{step}-{restart}"
-    restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        return "-".join(["slurm", *(env.get(name, "0") for name in names)])
+    if is_on_one_node():
+        restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
         return f"{os.getppid()}-{parent_start_s():.2f}-{restart}"
-    job = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('MASTER_PORT')}"  # of agents on many nodes
-    return f"{re.sub('[^A-Za-z0-9_-]', '_', job)}-{restart}"
+    job = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('MASTER_PORT')}"
+    return re.sub("[^A-Za-z0-9_-]", "_", job)
+
+
+def is_on_one_node() -> bool:
+    """Whether all ranks of the job are on this node."""
+    env = os.environ
+    if this_process().launcher == "slurm":
+        return env.get("SLURM_STEP_NUM_NODES") == "1"
+    return env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
 
 
 def take_gpus(devices: Any) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import os
+import re
+import runpy
 import shlex
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,16 +24,8 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.launch.process import attempt, this_process
-from gptrain.problems import (
-    DISK,
-    ConfigError,
-    JobFailed,
-    Problem,
-    code_of,
-    first_line,
-    way_to_install,
-)
+from gptrain.launch.process import attempt_folder, set_rendezvous, this_process
+from gptrain.problems import ConfigError, JobFailed, code_of, first_line
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.fileops import remove_tree
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
@@ -41,8 +36,6 @@ from gptrain.resilience.watchdog import Guard
 from gptrain.small_files import DataError
 
 log = logging.getLogger(__name__)
-BEATS_VARIABLE = "GPTRAIN_BEATS"  # folder of the heartbeats of ranks that our supervisor started
-BEATS_NAME = ".beats"  # in the run folder, for all others: a folder for each attempt
 IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
 PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its connections close
 
@@ -91,11 +84,11 @@ def classify(error: BaseException, doing: str = "") -> Ending:
             return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {said}")
         case SaveFailed():
             return Ending(code_of(error), "disk", f"error: {said}", rank=error.rank)
-        case OSError() if error.errno in DISK:
+        case OSError() if error.errno in problems.DISK:
             return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
         case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
-            line = Problem("", None, said, attempt=way_to_install(error)).line
-            return Ending(problems.BAD_CONFIG, "config", line)
+            missing = problems.Problem("", None, said, attempt=problems.way_to_install(error))
+            return Ending(problems.BAD_CONFIG, "config", missing.line)
         case KeyboardInterrupt():
             return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
         case RuntimeError() if _has(TIMED_OUT, error):
@@ -122,7 +115,7 @@ def run_rank(
     rank = this_process().rank
     guard = Guard(
         cfg.run_dir,
-        os.environ.get(BEATS_VARIABLE) or Path(cfg.run_dir) / BEATS_NAME / attempt(),
+        attempt_folder(cfg.run_dir),
         stop,
         rank=rank,
         timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
@@ -133,6 +126,7 @@ def run_rank(
         with guard:
             guard.leave_if_asked()
             guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
+            set_rendezvous(cfg.run_dir)
             metrics = train(cfg, guard)
     except BaseException as error:  # whatever ends a rank must end the job, with a line about it
         ending = classify(error, guard.doing)
@@ -150,13 +144,13 @@ def run_rank(
 
 
 def rank_process(
-    train: Callable,
-    cfg: DictConfig,
-    hydra: DictConfig,
-    environment: dict[str, str],
-    parent_pid: int,
-) -> None:
-    """Entry of a rank that the supervisor starts; never returns."""
+    script: str, name: str, cfg: DictConfig, hydra: DictConfig, environment: dict, parent_pid: int
+) -> NoReturn:
+    """Entry of a rank that the supervisor starts.
+
+    Args:
+        script, name: of the training function: of a job of submitit `__main__` is not the script.
+    """
     die_with_parent(parent_pid)
     os.environ.update(environment)
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
@@ -166,18 +160,20 @@ def rank_process(
     else:
         logging.getLogger().setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
+
+    def train(*arguments: object) -> dict[str, float]:
+        return runpy.run_path(script)[name](*arguments)
+
     run_rank(train, cfg, StopFlag().install(), parent_pid)
     leave(problems.DONE)
 
 
 def start_log() -> None:
     """Lets the log into the run folder, now that it is held: what was said before comes first."""
-    root = logging.getLogger()
-    for handler in root.handlers[:]:
+    for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
+            handler.capacity = 0  # from now on it passes each record on at once
             handler.flush()
-            root.removeHandler(handler)
-            root.addHandler(handler.target)
 
 
 def leave(code: int) -> NoReturn:
@@ -246,14 +242,9 @@ def resume_command(cfg: DictConfig) -> str:
     """What to type to go on with this run from its newest good checkpoint."""
     mine = ("run_dir=", "ckpt_path=", "init_from=")
     typed = [word for word in HydraConfig.get().overrides.task if not word.startswith(mine)]
-    run_dir = f"run_dir={quote(cfg.run_dir)}"
-    return shlex.join(["python", sys.argv[0], *typed, run_dir, "ckpt_path=last"])
-
-
-def quote(value: str) -> str:
-    """A value as Hydra's grammar takes it, whatever characters it has."""
-    plain = value.isascii() and all(char.isalnum() or char in "/_-.:" for char in value)
-    return value if plain else problems.quoted(value)
+    is_plain = re.fullmatch(r"[A-Za-z0-9/_.:-]+", cfg.run_dir)
+    folder = cfg.run_dir if is_plain else problems.quoted(cfg.run_dir)
+    return shlex.join(["python", sys.argv[0], *typed, f"run_dir={folder}", "ckpt_path=last"])
 
 
 def ways_to_save_memory(cfg: DictConfig) -> str:
@@ -268,12 +259,13 @@ def ways_to_save_memory(cfg: DictConfig) -> str:
     return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
 
 
-def forget_old_beats(run_dir: str | Path) -> None:
-    """Removes the heartbeats of earlier attempts; other ranks may have opened those of this one."""
-    folder = Path(run_dir) / BEATS_NAME
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name != attempt():
-            remove_tree(path)
+def forget_old_starts(run_dir: str | Path) -> None:
+    """Removes what earlier starts left; other ranks may have begun to write what is of this one."""
+    mine = attempt_folder(run_dir)
+    for path in mine.parent.glob("*"):
+        if path != mine:
+            with suppress(OSError):  # on NFS a rank that hangs still has its heartbeat open
+                remove_tree(path)
 
 
 def _has(phrases: tuple[str, ...], error: BaseException) -> bool:

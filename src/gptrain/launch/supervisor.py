@@ -11,26 +11,19 @@ import json
 import logging
 import multiprocessing
 import os
-import runpy
-import tempfile
+import shutil
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.launch.rank import (
-    BEATS_VARIABLE,
-    Ending,
-    newest_checkpoint,
-    rank_process,
-    report_ending,
-)
-from gptrain.parallel.mesh import STORE_VARIABLE
+from gptrain.launch.process import ATTEMPTS_NAME
+from gptrain.launch.rank import Ending, newest_checkpoint, rank_process, report_ending
 from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, ConfigError, JobFailed
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
@@ -41,7 +34,7 @@ from gptrain.small_files import UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
 START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
-POLL_S = 0.05
+POLL_S = 0.2  # heartbeats are read so often, maybe over a network
 GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
 WORTH_A_RESTART = (FAILED, HUNG)
@@ -122,38 +115,32 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
     context, ranks, hydra = multiprocessing.get_context(START_METHOD), [], plain_hydra()
-    by_file = partial(run_function, train.__code__.co_filename, train.__name__)
-    with tempfile.TemporaryDirectory(prefix="gptrain-") as folder:
-        environment = {
-            "GPTRAIN_SUPERVISED": "1",
-            STORE_VARIABLE: str(Path(folder) / "store"),
-            BEATS_VARIABLE: str(Path(folder) / "beats"),
-            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
-            "WORLD_SIZE": str(n_ranks),
-            "LOCAL_WORLD_SIZE": str(n_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-            "GROUP_RANK": "0",
-        }
-        try:
-            for rank in range(n_ranks):
-                place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (by_file, cfg, hydra, place, os.getpid())
-                process = context.Process(target=rank_process, args=arguments)
-                with hold_back():  # a signal waits until the rank can take it as a request
-                    process.start()
-                ranks.append(process)
-            watch(cfg, ranks, stop, Path(folder) / "beats")
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+    function, attempt = (train.__code__.co_filename, train.__name__), uuid.uuid4().hex
+    folder = Path(cfg.run_dir) / ATTEMPTS_NAME / attempt
+    environment = {
+        "GPTRAIN_SUPERVISED": "1",
+        "TORCHELASTIC_RUN_ID": attempt,
+        "WORLD_SIZE": str(n_ranks),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "GROUP_RANK": "0",
+    }
+    try:
+        for rank in range(n_ranks):
+            place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (*function, cfg, hydra, place, os.getpid())
+            process = context.Process(target=rank_process, args=arguments)
+            with hold_back():  # a signal waits until the rank can take it as a request
+                process.start()
+            ranks.append(process)
+        watch(cfg, ranks, stop, folder)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+        shutil.rmtree(folder, ignore_errors=True)
     return job_code(cfg, ranks)
-
-
-def run_function(script: str, name: str, *arguments: object) -> object:
-    """Calls a function by its file: of a job of submitit `__main__` is not the script."""
-    return runpy.run_path(script)[name](*arguments)
 
 
 def plain_hydra() -> DictConfig:
@@ -170,9 +157,10 @@ def plain_hydra() -> DictConfig:
 def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
     """Returns when all ranks have ended, or when those left have had their time."""
     stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
-    forwarded, deadline_s = False, None
-    while any(rank.is_alive() for rank in ranks):
-        time.sleep(POLL_S)
+    forwarded, deadline_s, alive = False, None, True
+    while alive:  # and once more after that: how the last ones ended
+        if alive := [rank.sentinel for rank in ranks if rank.is_alive()]:
+            wait(alive, POLL_S)
         if stop and not forwarded:
             forwarded = True
             for rank in ranks:
@@ -191,7 +179,7 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
                 why = f"by signal {-code}" + (", maybe for want of memory" if code == -9 else "")
                 line = f"error: rank {failed} (process {ranks[failed].pid}) was killed {why}"
                 report_ending(cfg, Ending(FAILED, "killed", line), failed, replace=True)
-        elif stalled := stalls.stalled():
+        elif alive and (stalled := stalls.stalled()):
             deadline_s = time.monotonic() + LINGER_S
             stall = stalled[0]
             line = f"error: no progress for {stall.silent_s:.0f} s: {stall}"
@@ -203,7 +191,5 @@ def job_code(cfg: DictConfig, ranks: list[BaseProcess]) -> int:
     codes = [rank.exitcode for rank in ranks]
     if not any(codes):
         return DONE
-    status = read_status(cfg.run_dir)
-    if status is not None and status["exit_code"]:
-        return status["exit_code"]
-    return next((code for code in codes if code > 0), FAILED)
+    told = (read_status(cfg.run_dir) or {}).get("exit_code")
+    return told or next((code for code in codes if code > 0), FAILED)

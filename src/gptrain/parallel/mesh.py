@@ -47,25 +47,28 @@ def start_group(
 ) -> None:
     """Creates the job's process group, before Lightning would; does nothing where one exists.
 
-    Ranks that our own supervisor started use a file store, and gloo talks over loopback, so that a
-    run on one node opens no port that others could reach; ranks of several nodes have MASTER_ADDR.
+    Ranks of one node use a file store, and gloo talks over loopback, so that no port is opened that
+    others could reach; ranks of several nodes have MASTER_ADDR.
     """
     if dist.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = os.environ.get(STORE_VARIABLE)
-    if store:
+    timeout, store = timedelta(seconds=timeout_s), None  # in the environment
+    if path := os.environ.get(STORE_VARIABLE):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    alone = dist.HashStore() if world_size == 1 else None  # a strategy tried on one device
+        store = dist.FileStore(path, world_size)  # by itself: a URL cannot hold every path
+    if world_size == 1:  # a strategy tried on one device
+        store = dist.HashStore()
+    if store is not None:
+        store.set_timeout(timeout)
     dist.init_process_group(
         backend,
-        init_method=None if alone else f"file://{store}" if store else "env://",
-        store=alone,
+        store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         # NCCL then knows this rank's GPU; else barriers guess it by the rank, and warn.
         device_id=device if backend == "nccl" else None,
     )
