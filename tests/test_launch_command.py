@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gptrain.launch import command as launch_command
+from gptrain.problems import quoted
 from tests.conftest import ROOT
 
 
@@ -83,13 +84,19 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, code, restarts, goes
 @pytest.mark.parametrize(
     "words, line",
     [
-        ((), "error: '' is no engine; allowed: slurm, kubernetes, dockerfile"),
+        ((), "error: '' is no engine; allowed: slurm, kubernetes"),
         (("slurm", "slurm.save_s=0"), "error: slurm.save_s=0: must be >= 1"),
         (("slurm", "trainer.devices=auto"), "error: trainer.devices=auto: the cluster chooses"),
+        (("slurm", "trainer.num_nodes=auto"), "error: trainer.num_nodes=auto: the cluster chooses"),
+        (("slurm", "slurm.account='a\nb'"), "error: slurm.account=a\\nb: "),
         (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),
         (
             ("kubernetes", "-m", "seed=1,2", "kubernetes.image=a", "kubernetes.claim=b"),
             "error: -m: for slurm alone",
+        ),
+        (
+            ("kubernetes", "kubernetes.image=a", "kubernetes.claim=b", "run_dir=/elsewhere"),
+            "error: run_dir=/elsewhere: not in output_dir",
         ),
         (("kubernetes", "kubernetes.claim=a"), "error: kubernetes.image: required and not set"),
     ],
@@ -117,11 +124,27 @@ def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
     assert "+data.note='a \"b\", ${seed}'" in trainer["args"]
 
 
-def test_a_dockerfile_copies_what_is_there(launch):
-    code, text, _ = launch("dockerfile")
-    assert code == 0
+def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):
+    code, text, _ = launch("kubernetes", "trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b")
+    assert code == 0 and "# FROM python" in text
     copied = [
-        word for line in text.splitlines() if line.startswith("COPY") for word in line.split()
+        word for line in text.splitlines() if line.startswith("# COPY") for word in line.split()
     ]
-    for name in set(copied) - {"COPY", "./"}:
+    for name in set(copied) - {"#", "COPY", "./"}:
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("name", ["$(touch x)", "a\n#SBATCH --wrap=x", '`id`"'])
+@pytest.mark.parametrize(
+    "words", [("slurm",), ("kubernetes", "kubernetes.image=a", "kubernetes.claim=b")]
+)
+def test_a_strangers_run_puts_nothing_of_its_own_into_a_script(launch, tmp_path, words, name):
+    (tmp_path / ".hydra").mkdir()
+    old = [f"name={quoted(name)}", "trainer=cpu"]
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(old))
+    code, out, err = launch(*words, f"from_run={tmp_path}")
+    assert (code, out) == (2, "") and ": must be made of letters" in err, err
+    code, out, err = launch(
+        *words, f"from_run={tmp_path}", f"output_dir={tmp_path}", f"run_dir={tmp_path}/a"
+    )
+    assert code == 0 and name not in out, err

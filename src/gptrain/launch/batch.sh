@@ -1,7 +1,7 @@
 #!/bin/bash
 # A job of SLURM. What this machine's people need besides (#SBATCH --mem=0, module load) goes here;
 # lines whose value is null are left out.
-#SBATCH --job-name=<name>
+#SBATCH --job-name=<job>
 #SBATCH --partition=<slurm.partition>
 #SBATCH --account=<slurm.account>
 #SBATCH --array=<array>

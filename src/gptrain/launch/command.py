@@ -4,8 +4,7 @@ python -m gptrain.launch slurm trainer.devices=8 trainer.num_nodes=2       an sb
 python -m gptrain.launch slurm --submit trainer.devices=8 slurm.time=12:00:00       or handed over
 python -m gptrain.launch slurm -m optimizer.lr=1e-3,3e-4 trainer.devices=8          a job array
 python -m gptrain.launch kubernetes trainer.devices=8 kubernetes.image=NAME kubernetes.claim=NAME
-                                                           a TrainJob of Kubeflow, printed
-python -m gptrain.launch dockerfile | docker build -t NAME -f - .          its image
+                                              a TrainJob of Kubeflow, below a Dockerfile, printed
 
   slurm.partition, account, time   as sbatch takes them; null: the cluster's own
   slurm.cpus_per_task              null: one, and one a data worker
@@ -27,13 +26,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 
 from gptrain import config
 from gptrain.config.compose import PROJECT, parse
-from gptrain.config.kinds import Count, Name, integer
+from gptrain.config.kinds import Count, LocalPath, described, integer
 from gptrain.config.schema import Closed, Run
 from gptrain.launch.process import run_stamp
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
@@ -45,23 +45,33 @@ DEFAULTS = {
 }
 
 
+def made_of(characters: str, kind: Any = str) -> Any:
+    """A text that may stand in a script, where the name of a stranger's run, $(x), is code."""
+    limited = Annotated[kind, Field(pattern=rf"^[\w{characters}]+$")]
+    return described(f"made of letters, digits and {characters}", limited)
+
+
+Word = made_of(".,:+@%/_-")
+
+
 class Slurm(Closed):
-    partition: Name | None
-    account: Name | None
-    time: Name | Count | None
+    partition: Word | None
+    account: Word | None
+    time: Word | Count | None
     cpus_per_task: Count | None
     save_s: integer(1, 65535)  # sbatch takes no more
 
 
 class Kubernetes(Closed):
-    image: Name
-    claim: Name
+    image: Word
+    claim: Word
 
 
 class LaunchRun(Run):
     """A run's keys and those of one engine."""
 
     runs_here = False
+    run_dir: made_of(" .,:+@=/_-", LocalPath)
     slurm: Slurm = None
     kubernetes: Kubernetes = None
 
@@ -69,11 +79,9 @@ class LaunchRun(Run):
 def main() -> None:
     """The command line: an engine, then what train.py takes."""
     engine, *typed = sys.argv[1:] or [""]
-    if engine == "dockerfile":
-        return print((HERE / "Dockerfile").read_text(), end="")
     if engine not in (*DEFAULTS, "--help", "-h"):
-        allowed = ", ".join([*DEFAULTS, "dockerfile"])
-        print(Problem("", None, f"{engine!r} is no engine", allowed).line, file=sys.stderr)
+        problem = Problem("", None, f"{engine!r} is no engine", ", ".join(DEFAULTS))
+        print(problem.line, file=sys.stderr)
         sys.exit(BAD_CONFIG)
     flags = {"--submit", "-m", "--multirun"} & set(typed)
     shared, jobs = [word for word in typed if word not in flags], [[]]
@@ -86,9 +94,10 @@ def main() -> None:
         for job in jobs[1:]:  # the first has been
             own = f"+{engine}={DEFAULTS[engine]}"
             config.check(config.compose_command([own, *shared, *job]), LaunchRun)
-        if type(cfg.trainer.devices) is not int or cfg.trainer.devices < 0:
-            wrong = "the cluster chooses the devices, it must know how many of a node"
-            raise ConfigError.of("trainer.devices", cfg.trainer.devices, f"{wrong}, as 8")
+        for key in ("devices", "num_nodes"):
+            if type(asked := cfg.trainer[key]) is not int or asked < 1:
+                wrong = "the cluster chooses which, it must know how many"
+                raise ConfigError.of(f"trainer.{key}", asked, wrong, attempt=f"trainer.{key}=2")
         words = [word for word in shared if not word.startswith((f"{engine}.", "run_dir="))]
         if engine == "kubernetes":
             return print(train_job(cfg, words), end="")
@@ -113,21 +122,23 @@ def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
 
 def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> str:
     """The text that sbatch takes; several jobs make an array."""
-    file, task, cases, own = "%j", "$SLURM_JOB_ID", None, shlex.join(jobs[0])
-    if len(jobs) > 1:
-        file, task, own = "%A_%a", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID", '"${job[@]}"'
+    command = shlex.join([sys.executable, str(PROJECT / "train.py"), *words])
+    file, task, cases = "%j", "$SLURM_JOB_ID", None
+    if jobs != [[]]:
+        file, task = "%A_%a", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
         lines = [f"  {n}) job=({shlex.join(job)}) ;;" for n, job in enumerate(jobs)]
         cases = "\n".join(["", "case $SLURM_ARRAY_TASK_ID in", *lines, "esac"])
-    train = [sys.executable, str(PROJECT / "train.py"), *words]
+        command += ' "${job[@]}"'
     is_named = cases or run_stamp() in cfg.run_dir
     return fill("batch.sh", cfg, {
+        "job": label(cfg.name),
         "array": f"0-{len(jobs) - 1}" if cases else None,
         "gpus": None if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices,
         "cpus": cfg.slurm.cpus_per_task or 1 + cfg.data.num_workers,
         "here": shlex.quote(os.getcwd()),
         "log": shlex.quote(run_folder(cfg, file) + ".log"),
         "cases": cases,
-        "command": f"{shlex.join(train)} {own}".strip(),
+        "command": command,
         "folder": run_folder(cfg, task) if is_named else cfg.run_dir,
     })  # fmt: skip
 
@@ -154,22 +165,31 @@ def submit(cfg: DictConfig, script: str) -> str:
 
 def train_job(cfg: DictConfig, words: list[str]) -> str:
     """The manifest that kubectl takes, and above it the Dockerfile of its image."""
-    job = re.sub("[^a-z0-9]+", "-", f"{cfg.name}-{run_stamp()}".lower())
-    folder = cfg.run_dir.replace(run_stamp(), job).replace(cfg.output_dir, "/outputs")
-    words.append(f"run_dir={folder}")
+    job = f"{label(cfg.name)[:24]}-{label(run_stamp())}"  # a pod's is longer, and at most 63
+    folder = os.path.relpath(cfg.run_dir.replace(run_stamp(), job), cfg.output_dir)
+    if folder.startswith(".."):
+        wrong = "not in output_dir, which is the claim there"
+        raise ConfigError.of("run_dir", cfg.run_dir, wrong)
+    words = [word for word in words if not word.startswith("output_dir=")]
+    words.append(f"run_dir=/outputs/{folder}")
     if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):
         words.append("ckpt_path=last")  # a first start that finds none begins anew
+    image = [f"# {line}\n" for line in (HERE / "Dockerfile").read_text().splitlines()]
     gpus = 0 if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices
-    image = re.sub("^", "# ", (HERE / "Dockerfile").read_text(), flags=re.M).removesuffix("# ")
     own = {"job": job, "gpus": gpus, "words": json.dumps(words)}
-    return f"{image}\n{fill('trainjob.yaml', cfg, own)}"
+    return "".join([*image, "\n", fill("trainjob.yaml", cfg, own)])
+
+
+def label(name: str) -> str:
+    """A name of a job, as Kubernetes takes it."""
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def fill(name: str, cfg: DictConfig, own: Mapping[str, Any]) -> str:
-    """A text with <key> replaced by values; without the lines whose value is None."""
+    """A text of this folder with <key> replaced by values; no line of it whose value is None."""
     lines = []
     for line in (HERE / name).read_text().splitlines():
         values = {key: own.get(key, OmegaConf.select(cfg, key)) for key in re.findall(KEY, line)}
         if None not in values.values():
-            lines.append(re.sub(KEY, lambda key: str(values[key[1]]), line))  # noqa: B023
+            lines.append(re.sub(KEY, lambda key, of=values: str(of[key[1]]), line))
     return "\n".join(lines) + "\n"
