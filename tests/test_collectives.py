@@ -10,6 +10,7 @@ import torch
 from forked import forked_ranks
 
 from gptrain.collectives.command import CollectivesRun, start
+from gptrain.collectives.measure import add_links
 from gptrain.config.cli import run_command
 
 
@@ -19,7 +20,8 @@ def run(tmp_path):
 
     def run(n_ranks: int, *overrides: str, bench: bool = False) -> str:
         out = tmp_path / f"out-{n_ranks}-{bench}"
-        words = ["trainer.accelerator=cpu", f"trainer.devices={n_ranks}", "max_bytes=65536"]
+        words = ["trainer.accelerator=cpu", f"trainer.devices={n_ranks}", "max_bytes=65536",
+                 f"run_dir='{tmp_path}/run #{n_ranks}%41'"]  # fmt: skip
         with forked_ranks(out, tmp_path / "err"):
             code = run_command(
                 start, [*words, *overrides], CollectivesRun, {"bench": bench, "max_bytes": 2**24}
@@ -57,8 +59,9 @@ def check_pictures(text: str, n_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
-def test_each_rank_gets_what_the_collective_says(run, n_ranks):
+def test_each_rank_gets_what_the_collective_says(run, n_ranks, tmp_path):
     check_pictures(run(n_ranks), n_ranks)
+    assert not list((tmp_path / f"run #{n_ranks}%41" / ".beats").iterdir())  # where they met
 
 
 def test_under_torchrun_rank_0_alone_speaks(command, tmp_path):
@@ -102,6 +105,15 @@ def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_pat
     for link in facts["links"]["gloo"].values():
         assert link["latency_s"] > 0 and link["bytes_per_s"] > 0
         assert 0 <= link["wait_s"] < 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"links": 5}', '{"links": {"gloo": [1]}}'])
+def test_a_damaged_file_of_a_machine_is_replaced_with_a_warning(tmp_path, capfd, text):
+    (tmp_path / "machine.json").write_text(text)
+    link = {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9}}
+    assert add_links(tmp_path / "machine.json", "gloo", link) == {"gloo": link}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {tmp_path}/machine.json: damaged")
 
 
 def test_a_buffer_too_small_to_tell_anything_is_refused(capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from gptrain.collectives.operations import (
 from gptrain.launch.devices import cores_per_rank
 from gptrain.lit.perf import measure_matmul, wait_for
 from gptrain.resilience import fileops
-from gptrain.small_files import read_json
+from gptrain.small_files import UnreadableFile, read_json
 
 SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
 BATCHES = 5  # of calls
@@ -83,33 +84,43 @@ def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
 
 
 def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:
-    """Measures this machine while all ranks compute, and writes it with the link of all_reduce.
+    """Measures this machine's CPU while all ranks compute; writes it with the link of all_reduce.
 
     FLOP/s are those of the slowest rank, bytes/s those of all together that an activation function
-    reads and writes. Of an older file the links of other numbers of ranks stay.
+    reads and writes.
     """
-    flops = {}
+    cpu, n_ranks, flops = torch.device("cpu"), dist.get_world_size(), {}
     for dtype in (torch.float32, torch.bfloat16):
         dist.barrier()
-        slowest = min(from_all(measure_matmul(device, dtype)))
+        slowest = min(from_all(measure_matmul(cpu, dtype)))
         flops[str(dtype).removeprefix("torch.")] = slowest
-    values, one = torch.randn(ACTIVATIONS, device=device), torch.zeros(1, device=device)
-    pass_s = seconds_of(lambda: torch.nn.functional.gelu(values), device, 50, min)
+    values, one = torch.randn(ACTIVATIONS), torch.zeros(1)
+    pass_s = seconds_of(lambda: torch.nn.functional.gelu(values), cpu, 50, min)
     facts = {
         "cores": cores_per_rank(1),
         "threads": torch.get_num_threads(),
         "flops_per_s": flops,
-        "memory_bytes_per_s": dist.get_world_size() * 2 * values.nbytes / pass_s,
-        "op_s": seconds_of(lambda: one.add_(1), device, 1000, min),
-        "links": read_json(path)["links"] if path.exists() else {},
+        "memory_bytes_per_s": n_ranks * 2 * values.nbytes / pass_s,
+        "op_s": seconds_of(lambda: one.add_(1), cpu, 1000, min),
     }
-    if dist.get_world_size() > 1:
-        links = facts["links"].setdefault(dist.get_backend(), {})
-        links[str(dist.get_world_size())] = measure_link(all_reduce, device)
+    found = {str(n_ranks): measure_link(all_reduce, device)} if n_ranks > 1 else {}
     if dist.get_rank() == 0:
+        facts["links"] = add_links(path, dist.get_backend(), found)
         path.parent.mkdir(parents=True, exist_ok=True)
         fileops.replace(path, json.dumps(facts, indent=1).encode() + b"\n")
         print(f"\nkept in {path}, for python -m gptrain.plan")
+
+
+def add_links(path: Path, backend: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The links of an older file, and those found now; with a warning where it is damaged."""
+    try:
+        old = read_json(path)["links"]
+        return old | {backend: old.get(backend, {}) | found}
+    except FileNotFoundError:
+        pass
+    except (UnreadableFile, LookupError, TypeError, AttributeError):
+        print(f"warning: {path}: damaged; what else it held is lost", file=sys.stderr)
+    return {backend: found}
 
 
 def measure_link(times: list[tuple[int, float]], device: torch.device) -> dict[str, float]:
