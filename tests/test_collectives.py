@@ -97,7 +97,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_pat
             assert bus == pytest.approx(factor * algorithm, abs=2e-3)  # three decimals
     facts = json.loads((tmp_path / "machine.json").read_text())
     assert facts.keys() == {
-        "cores", "threads", "flops_per_s", "memory_bytes_per_s", "op_s", "links"
+        "threads", "flops_per_s", "memory_bytes_per_s", "op_s", "links"
     }  # fmt: skip
     assert facts["flops_per_s"].keys() == {"float32", "bfloat16"}
     assert 1e8 < facts["memory_bytes_per_s"] < 1e13 and 1e-8 < facts["op_s"] < 1e-2

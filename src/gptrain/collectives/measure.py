@@ -20,7 +20,6 @@ from gptrain.collectives.operations import (
     from_all,
     say,
 )
-from gptrain.launch.devices import cores_per_rank
 from gptrain.lit.perf import measure_matmul, wait_for
 from gptrain.resilience import fileops
 from gptrain.small_files import UnreadableFile, read_json
@@ -97,7 +96,6 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
     values, one = torch.randn(ACTIVATIONS), torch.zeros(1)
     pass_s = seconds_of(lambda: torch.nn.functional.gelu(values), cpu, 50, min)
     facts = {
-        "cores": cores_per_rank(1),
         "threads": torch.get_num_threads(),
         "flops_per_s": flops,
         "memory_bytes_per_s": n_ranks * 2 * values.nbytes / pass_s,

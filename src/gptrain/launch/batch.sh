@@ -13,7 +13,6 @@
 #SBATCH --signal=USR1@<slurm.save_s>
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --chdir=<here>
 #SBATCH --output=<log>
 <cases>
 # srun does not read --cpus-per-task from above since 22.05. No --kill-on-bad-exit: it makes 137 of

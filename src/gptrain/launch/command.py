@@ -129,17 +129,16 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
         lines = [f"  {n}) job=({shlex.join(job)}) ;;" for n, job in enumerate(jobs)]
         cases = "\n".join(["", "case $SLURM_ARRAY_TASK_ID in", *lines, "esac"])
         command += ' "${job[@]}"'
-    is_named = cases or run_stamp() in cfg.run_dir
+    is_typed = run_stamp() not in cfg.run_dir
     return fill("batch.sh", cfg, {
         "job": label(cfg.name),
         "array": f"0-{len(jobs) - 1}" if cases else None,
         "gpus": None if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices,
         "cpus": cfg.slurm.cpus_per_task or 1 + cfg.data.num_workers,
-        "here": shlex.quote(os.getcwd()),
         "log": shlex.quote(run_folder(cfg, file) + ".log"),
         "cases": cases,
         "command": command,
-        "folder": run_folder(cfg, task) if is_named else cfg.run_dir,
+        "folder": cfg.run_dir if is_typed and not cases else run_folder(cfg, task),
     })  # fmt: skip
 
 

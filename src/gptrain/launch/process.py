@@ -104,9 +104,8 @@ def run_stamp() -> str:
         job = "_".join(env[name] for name in array if name in env) or env["SLURM_JOB_ID"]
         return f"slurm-{job}" + (f".{step}" if step != "0" else "")  # srun is typed by hand
     started_s = parent_start_s() if process.launcher == "torchrun" else _START_S
-    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s)) + (
-        f"-{int(started_s * 1000) % 1000:03d}"
-    )
+    second = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s))
+    return f"{second}-{int(started_s * 1000) % 1000:03d}"
 
 
 def parent_start_s() -> float:

@@ -39,7 +39,6 @@ GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
 WORTH_A_RESTART = (FAILED, HUNG)
 RESTARTS_NAME = ".restarts"
-STARTS_KEPT = 100
 FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
 Find = Callable[[], Path | None]
 
@@ -104,7 +103,7 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
         before = read_json(path)
         if again:
             fruitless = 0 if step > before["step"] else before["fruitless"] + 1
-        starts = [*before["starts"], *starts][-STARTS_KEPT:]
+        starts = [*before["starts"], *starts]
     except (FileNotFoundError, UnreadableFile, LookupError, TypeError):
         pass  # the first, or not written by us
     record = {"step": step, "fruitless": fruitless, "starts": starts}

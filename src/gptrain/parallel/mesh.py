@@ -59,10 +59,9 @@ def start_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         store = dist.FileStore(path, world_size)  # by itself: a URL cannot hold every path
+        store.set_timeout(timeout)
     if world_size == 1:  # a strategy tried on one device
         store = dist.HashStore()
-    if store is not None:
-        store.set_timeout(timeout)
     dist.init_process_group(
         backend,
         store=store,
