@@ -23,7 +23,7 @@ PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
 # What a step does besides its products: writings and readings of an activation, plain and compiled,
 # of a logit, of a parameter; calls of torch for a block and a step. A GPU's counted in both nets; a
 # CPU's, which is not only moving bytes, fitted to real runs: tests/plan_accuracy.py.
-_GPU, _CPU = (8, 4, 10, 10, 60, 150), (36, 20, 11, 56, 500, 100)
+_GPU, _CPU = (8, 4, 10, 10, 60, 150), (33, 18, 16, 40, 450, 100)
 THREADS = 0.87  # 2 to this power: how much faster two threads are than one
 GUESS = {  # half of a core of 2024, as --bench measures it; a run scales it to its own products
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1.6e10,
