@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gptrain.plan.hardware import DEVICES, LINKS, device_of
+from gptrain.plan.speed import this_machine
 
 
 @pytest.mark.parametrize("generation, transfers_per_s", [(3, 8e9), (4, 16e9), (5, 32e9)])
@@ -76,3 +77,17 @@ def test_a_device_is_known_by_the_name_its_driver_gives(driver, name, peak):
 @pytest.mark.parametrize("driver", ["NVIDIA GeForce GTX 1080", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
 def test_a_slice_of_a_device_and_an_unknown_one_have_no_row(driver):
     assert device_of(driver) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"threads": 1}'])
+def test_a_cpu_whose_measurement_is_not_there_or_damaged_is_guessed(text, tmp_path):
+    if text:
+        (tmp_path / "machine.json").write_text(text)
+    guessed = this_machine(tmp_path / "machine.json", 1)
+    assert guessed.is_guessed and "guessed" in guessed.source
+    # Its own products scale all of it.
+    twice = 2 * guessed.flops_per_s["float32"]
+    faster = this_machine(tmp_path / "machine.json", 1, twice)
+    assert faster.flops_per_s["float32"] == pytest.approx(twice)
+    assert faster.memory_bytes_per_s == pytest.approx(2 * guessed.memory_bytes_per_s)
+    assert faster.op_s == pytest.approx(guessed.op_s / 2)

@@ -79,7 +79,9 @@ def this_machine(measured: Path, n_local: int, flops_per_s: float | None = None)
     """
     is_guessed, facts, n_cores = True, GUESS, count_cores()
     with suppress(OSError, ValueError):
-        is_guessed, facts = False, json.loads(measured.read_text())
+        found = json.loads(measured.read_text())
+        if isinstance(found, dict) and found.keys() >= GUESS.keys():
+            is_guessed, facts = False, found
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(asked) if asked.isdigit() else max(1, n_cores // n_local)
     faster = (threads / facts["threads"]) ** THREADS
