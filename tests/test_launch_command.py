@@ -98,7 +98,7 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, code, restarts, goes
             ("kubernetes", "kubernetes.image=a", "kubernetes.claim=b", "run_dir=/elsewhere"),
             "error: run_dir=/elsewhere: not in output_dir",
         ),
-        (("kubernetes", "kubernetes.claim=a"), "error: kubernetes.image: required and not set"),
+        (("kubernetes", "kubernetes.claim=null"), "error: kubernetes.claim=null"),
     ],
 )
 def test_a_wrong_word_is_one_line(launch, words, line):

@@ -3,13 +3,14 @@
 python -m gptrain.launch slurm trainer.devices=8 trainer.num_nodes=2       an sbatch script, printed
 python -m gptrain.launch slurm --submit trainer.devices=8 slurm.time=12:00:00       or handed over
 python -m gptrain.launch slurm -m optimizer.lr=1e-3,3e-4 trainer.devices=8          a job array
-python -m gptrain.launch kubernetes trainer.devices=8 kubernetes.image=NAME kubernetes.claim=NAME
+python -m gptrain.launch kubernetes trainer.devices=8 trainer.num_nodes=2
                                               a TrainJob of Kubeflow, below a Dockerfile, printed
 
   slurm.partition, account, time   as sbatch takes them; null: the cluster's own
   slurm.cpus_per_task              null: one, and one a data worker
   slurm.save_s                     before the time is up the run is asked to save
-  kubernetes.claim                 a volume claim that all pods can write: /outputs
+  kubernetes.image                 gptrain: what the Dockerfile makes, by its name in a registry
+  kubernetes.claim                 outputs: a volume claim that all pods can write, at /outputs
 
 All else of a cluster goes into batch.sh and trainjob.yaml, in src/gptrain/launch.
 """
@@ -41,7 +42,7 @@ from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 HERE, KEY = Path(__file__).parent, r"<([\w.]+)>"  # of the texts there
 DEFAULTS = {
     "slurm": "{partition:null,account:null,time:null,cpus_per_task:null,save_s:120}",
-    "kubernetes": "{image:'???',claim:'???'}",
+    "kubernetes": "{image:gptrain,claim:outputs}",
 }
 
 
