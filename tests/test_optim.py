@@ -175,6 +175,12 @@ def test_runs_too_short_for_their_shape_have_one(schedule):
     assert schedule(0, **one_step) == pytest.approx(0.2)
 
 
+def test_a_decay_of_no_step_is_at_the_last_step():
+    """A fifth of a run of two steps is none."""
+    run = {**RUN, "warmup_steps": 0, "total_steps": 2, "decay_steps": 0}
+    assert [warmup_stable_decay(step, **run) for step in (0, 1)] == [1.0, pytest.approx(0.2)]
+
+
 @pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, STABLE_DECAY])
 def test_the_factor_rises_once_and_falls_once(schedule):
     factors = [schedule(step, **RUN) for step in range(120)]

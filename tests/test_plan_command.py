@@ -142,11 +142,11 @@ def test_a_wrong_word_is_one_line(plan, words, line):
 
 
 def test_the_planner_needs_no_torch():
-    """Nor Lightning, nor numpy: Hydra and pydantic alone."""
+    """Nor Lightning, nor what that brings: Hydra and pydantic alone."""
     words = ["model=gpt2", "trainer.devices=8", "hardware=h100_sxm", "--json"]
     code = (
         "import sys\n"
-        "for name in ('torch', 'lightning', 'numpy'): sys.modules[name] = None\n"
+        "for name in ('torch', 'lightning', 'numpy', 'tqdm'): sys.modules[name] = None\n"
         f"sys.argv[1:] = {words}\n"
         "from gptrain.plan.command import main\nmain()"
     )

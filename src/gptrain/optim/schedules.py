@@ -72,4 +72,4 @@ def _warmup(step: int, warmup_steps: int, start_factor: float) -> float:
 
 def _fraction_done(step: int, start: int, end: int) -> float:
     """0 up to start, 1 from end on, a straight line between."""
-    return 1.0 if step >= end else max(0, step - start) / (end - start)
+    return 1.0 if step >= end else max(0, step - start) / max(1, end - start)
