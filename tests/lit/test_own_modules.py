@@ -23,6 +23,11 @@ def test_a_subclass_gets_ours_and_the_other_keys_of_the_group(fit):
     assert run.metrics["val/loss"] != plain.metrics["val/loss"]
 
 
+def test_gradients_that_training_step_forms_for_itself_are_not_the_steps(fit):
+    run, plain = fit(f"{MODULES}.LooksAhead"), fit(name="plain")
+    assert run.column("grad_norm") == plain.column("grad_norm")
+
+
 def test_a_key_that_the_module_does_not_take_is_one_line(refused):
     assert "weigth" in refused(f"{MODULES}.WithPenalty", "+module.weigth=0.01")
 

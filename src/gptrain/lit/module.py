@@ -132,8 +132,8 @@ class LanguageModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"interval": "step", **schedule}}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Nothing under our strategies: they clear gradients before the forward pass."""
-        if not isinstance(self.trainer.strategy, NetStrategy):
+        """Drops what training_step formed for itself; of a pipeline that is the gradients."""
+        if not self._strategy().forward_runs_backward:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def clip_gradients(

@@ -68,6 +68,14 @@ class WithPenalty(LanguageModel):
         return loss + self.weight * penalty
 
 
+class LooksAhead(LanguageModel):
+    """Forms gradients within its training_step, as adversarial training does."""
+
+    def training_step(self, batch):
+        self.loss(*batch).backward()
+        return self.loss(*batch)
+
+
 class Beside(LanguageModel):
     """A parameter, a buffer and a torchmetric beside the net."""
 

@@ -62,6 +62,7 @@ class NetStrategy:
 
     Attributes:
         info: what it was made for.
+        forward_runs_backward: training_step forms the gradients, before Lightning clears them.
         check_finite: called between clipping and the optimizer's step.
         grad_norm: of all gradients before clipping, of the last step.
         micro_losses: what training_step returned in each micro-step of this step, detached.
@@ -69,6 +70,7 @@ class NetStrategy:
     """
 
     info: StrategyInfo
+    forward_runs_backward = False
     check_finite: "FiniteCheck | None" = None
     grad_norm: Tensor | None = None
     replicas: DeviceMesh | None = None

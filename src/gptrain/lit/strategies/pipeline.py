@@ -30,6 +30,7 @@ class PipelineStrategy(MeshStrategy):
     step makes sure that training_step returns it as it is, alone or in a sum.
     """
 
+    forward_runs_backward = True
     runs_whole_net = False  # no rank can, not even with the others' help
 
     def __init__(self, pipeline: Pipeline):
