@@ -90,6 +90,23 @@ def test_an_optimizer_that_skips_nothing_is_not_waited_for_where_the_run_stops(
     assert max(saved) == BAD_STEP
 
 
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_step_that_another_callback_ends_the_run_with_is_found_out(
+    train, poison, caught, monkeypatch, batches
+):
+    """After the line of the log, where Timer and EarlyStopping do; no save, none validated."""
+    monkeypatch.setattr(finite, "waits_for_device", lambda norm: True)
+
+    def end(self, *args):
+        self.trainer.should_stop |= self.trainer.global_step > BAD_STEP
+
+    monkeypatch.setattr(LanguageModel, "on_train_batch_end", end)
+    words = ("checkpoint=none", "trainer.log_every_n_steps=100", "trainer.max_steps=6")
+    run = train("optimizer=muon", *words, f"trainer.limit_val_batches={batches}")
+    assert run.code == 79, run.err
+    assert f"the loss of rank 0 at step {BAD_STEP} is not finite; samples: " in run.err
+
+
 def test_a_step_is_left_out_alike_both_ways(train, poison, request):
     """Read at once it has no gradients, read later the optimizer is told: the same weights."""
     options = ("trainer.max_steps=5", "on_nonfinite=skip", "logger=csv")

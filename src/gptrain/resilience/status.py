@@ -37,10 +37,10 @@ class Preempted(BaseException):
 
 
 class NonFinite(Exception):
-    """A loss or a gradient was NaN or infinite; the weights are those of the step before.
+    """A loss or a gradient was NaN or infinite; no checkpoint of ours holds what came of it.
 
     Args:
-        step: the optimizer step that was not taken, counted from 0.
+        step: the optimizer step, counted from 0.
         rank: the first rank whose own loss was not finite, None where only gradients were.
         samples: those that the step had read: that rank's, or all.
     """

@@ -27,7 +27,8 @@ class FiniteCheck(Callback):
     On a CPU the norm is read at once. On a GPU a read would wait for the device in every step: a
     flag is copied meanwhile and read here before the next step is taken, while the device is busy
     with that one's gradients. A fused Adam skips the step by itself, told by the flag; another
-    optimizer takes it where the run then stops, and nothing of it is ever saved.
+    optimizer takes it where the run then stops: no checkpoint of ours ever holds its weights, but a
+    callback that saves on an exception finds them.
 
     Args:
         on_nonfinite: "stop" raises NonFinite, on all ranks; "skip" skips the step.
@@ -67,7 +68,7 @@ class FiniteCheck(Callback):
             optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
 
     def resolve_pending(self) -> None:
-        """Reads what is still unread: before a step is logged, validated or saved.
+        """Reads what is still unread: before a step is logged, validated or saved, and at the end.
 
         Raises: NonFinite.
         """
@@ -90,8 +91,11 @@ class FiniteCheck(Callback):
         if trainer.is_global_zero:
             log.warning("warning: %s; the step is skipped", error)
 
-    def on_save_checkpoint(self, trainer: Trainer, module: LightningModule, _: Any) -> None:
+    def on_save_checkpoint(self, *_: Any) -> None:
         self.resolve_pending()
+
+    # Another callback may end the run after a step's log line, with a validation or without.
+    on_validation_start = on_train_end = on_save_checkpoint
 
 
 def clips_by_strategy(trainer: Trainer, module: LightningModule) -> bool:
