@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import errno
 import shutil
 
 import pytest
 import torch
 
+from gptrain.lit.callbacks.step_log import StepLog
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -180,6 +182,18 @@ def test_model_checkpoint_works_beside_our_store(fit):
     best = next(p for p in kept if True)
     step = int(torch.load(best, weights_only=True)["global_step"])
     assert not differences(tensors(best), tensors(run.folder / "checkpoints" / f"step-{step:08d}"))
+
+
+def test_a_file_of_lightnings_is_one_where_our_own_save_failed(fit, tmp_path, monkeypatch):
+    def refuse(self, trainer, *_):
+        if trainer.strategy.saves_to_store:
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(StepLog, "on_save_checkpoint", refuse)
+    options = f"{{_target_: {LIGHTNING}.OnExceptionCheckpoint, dirpath: {tmp_path}}}"
+    fit(f"+callbacks.last={options}", code=74)
+    state = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert state["global_step"] == 6 and "validated" not in state
 
 
 @pytest.mark.parametrize("weights_only", ["false", "true"])

@@ -158,7 +158,6 @@ class Checkpoints(Checkpoint):
         self._wait_for_writing(trainer)
         is_large = self._needed_bytes >= BACKGROUND_BYTES
         ends = self.stopping or step == trainer.max_steps
-        strategy.saves_to_store = True
         with self.store.writing(
             step,
             kind="sharded" if strategy.partitions else "full",
@@ -169,8 +168,12 @@ class Checkpoints(Checkpoint):
             gather=gather,
             in_background=options.background and is_large and not ends,
         ) as draft:
-            trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
-        strategy.saves_to_store, self._metrics = False, None
+            strategy.saves_to_store = True
+            try:
+                trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
+            finally:  # a callback may save on an exception
+                strategy.saves_to_store = False
+        self._metrics = None
         if not self.store.is_unfinished:
             self._tidy(trainer)
         if self.stopping:
