@@ -135,5 +135,5 @@ def _muon(work: Work) -> Iterator[Traffic]:
     matrices = work.is_muon * 2 * work.part[0] * work.shape.block_matrices
     times = 1 + is_sharded
     sent = times * gather_bytes(matrices if work.is_cpu or not is_sharded else matrices / n, n)
-    shapes = len(set(work.shape.matrices))
+    shapes = len(set(work.shape.matrices)) + 1 + (dims.tensor > 1)  # down_proj; out_proj's shards
     yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, times * shapes, n - 1)
