@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
 from gptrain.export.command import DEFAULTS, ExportRun, export
-from gptrain.export.files import check_format, write_net, write_tokenizer
+from gptrain.export.files import CODES, check_format, write_net, write_tensors, write_tokenizer
 from gptrain.models import SimpleGPT
 from gptrain.nets.weights import load_weights
 from gptrain.problems import ConfigError
@@ -236,6 +236,14 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
     assert code == 2 and "from_run" in said and not folder.exists()
     code, folder, said = export_run(f"from_run={tmp_path / 'nothing'}")
     assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
+
+
+@pytest.mark.parametrize("dtype", [one for one in CODES if not one.is_floating_point], ids=str)
+def test_what_is_no_floating_point_number_is_exported_as_it_is(dtype, tmp_path):
+    own = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+    write_tensors(tmp_path / "model.safetensors", {"own": own}, torch.bfloat16)
+    read = load_file(tmp_path / "model.safetensors")["own"]
+    assert read.dtype == dtype and torch.equal(read, own)
 
 
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):

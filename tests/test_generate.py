@@ -215,7 +215,8 @@ def test_a_learned_tokenizer_travels_too(write, train, bpe, tmp_path):
 
 def test_a_run_without_a_tokenizer_speaks_once_it_has_one(write, saved_twice):
     assert gptrain.load(saved_twice.folder, with_tokenizer=True)[1] is None
-    said = f"error: from_run={saved_twice.folder}: no tokenizer.json in the run's folder\n"
+    said = f"error: from_run={saved_twice.folder}: no tokenizer.json in the run's folder"
+    said += "; try: copy it there\n"
     assert write(saved_twice.folder, "prompt=hello") == (66, "", said)
     BYTES.save(saved_twice.folder)
     texts = [write(saved_twice.folder, "prompt=hello", "temperature=0", *words)

@@ -18,8 +18,9 @@ from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
 
 CODES = {  # of the format
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float64: "F64", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.complex64: "C64", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names
 
