@@ -10,6 +10,7 @@ one of the first steps, then times the others. Four minutes, of a machine that d
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -78,6 +79,7 @@ class Meter(pl.Callback):
         if first != 0 or step not in (2, 3, 4):
             return
         if step == 2:
+            gc.collect()  # what an earlier run left is not freed in this step
             self.found |= held_bytes(module, trainer.optimizers[0])
         self.mode = (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True),

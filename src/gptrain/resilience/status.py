@@ -37,7 +37,7 @@ class Preempted(BaseException):
 
 
 class NonFinite(Exception):
-    """A loss or a gradient was NaN or infinite; no checkpoint of ours holds what came of it.
+    """A loss or a gradient was NaN or infinite; the weights are those of the step before.
 
     Args:
         step: the optimizer step, counted from 0.

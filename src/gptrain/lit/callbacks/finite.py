@@ -25,10 +25,8 @@ class FiniteCheck(Callback):
     gradients by design and skips those steps itself.
 
     On a CPU the norm is read at once. On a GPU a read would wait for the device in every step: a
-    flag is copied meanwhile and read here before the next step is taken, while the device is busy
-    with that one's gradients. A fused Adam skips the step by itself, told by the flag; another
-    optimizer takes it where the run then stops: no checkpoint of ours ever holds its weights, but a
-    callback that saves on an exception finds them.
+    fused Adam skips the step by itself, told by a flag on the device, and the flag is read here
+    before the next step is taken, while the device is busy with that one's gradients.
 
     Args:
         on_nonfinite: "stop" raises NonFinite, on all ranks; "skip" skips the step.
@@ -55,12 +53,9 @@ class FiniteCheck(Callback):
             return
         norm, step = trainer.strategy.grad_norm, trainer.global_step
         losses = trainer.strategy.micro_losses
-        skips = is_read_later(norm, optimizer)
-        if skips or (waits_for_device(norm) and self.on_nonfinite == "stop"):
-            flag = norm.isfinite().logical_not().float()
-            if skips:
-                optimizer.found_inf = flag
-            host = flag.to("cpu", non_blocking=True)  # into page-locked memory
+        if is_read_later(norm, optimizer):
+            optimizer.found_inf = norm.isfinite().logical_not().float()
+            host = optimizer.found_inf.to("cpu", non_blocking=True)  # into page-locked memory
             copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
             self._pending = trainer, step, losses, host, copied
         elif not math.isfinite(norm):
@@ -105,11 +100,6 @@ def clips_by_strategy(trainer: Trainer, module: LightningModule) -> bool:
     return not is_overridden("configure_gradient_clipping", module)
 
 
-def waits_for_device(grad_norm: Tensor) -> bool:
-    """Whether its value is there only once the device has done all that was queued before."""
-    return grad_norm.is_cuda
-
-
 def is_read_later(grad_norm: Tensor, optimizer: Optimizer) -> bool:
     """Whether reading waits for a device, and the optimizer skips a step that it is told to.
 
@@ -117,5 +107,4 @@ def is_read_later(grad_norm: Tensor, optimizer: Optimizer) -> bool:
     the first step (2.13).
     """
     is_adam = isinstance(optimizer, Adam | AdamW)
-    is_fused = is_adam and all(group["fused"] for group in optimizer.param_groups)
-    return is_fused and waits_for_device(grad_norm)
+    return grad_norm.is_cuda and is_adam and all(g["fused"] for g in optimizer.param_groups)
