@@ -10,5 +10,5 @@
     temperature  0: the likeliest token; top_k  top_p  min_p  leave out the unlikely
     cache        true: each position is computed once; false: for comparison
 
-A run's tokenizer lies in its folder; of data=tokens, put its tokenizer.json there.
+A run's tokenizer lies in its folder; where there is none (data=tokens), a text is token ids.
 """

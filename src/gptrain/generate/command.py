@@ -77,8 +77,6 @@ def generate(cfg: DictConfig) -> None:
     with named_source("from_run", cfg.from_run):
         which, allowed = cfg.ckpt_path or "best", cfg.allowed_targets
         net, tokenizer = load(cfg.from_run, which, allowed, with_tokenizer=True)
-        if tokenizer is None:
-            raise FileNotFoundError("no tokenizer.json in the run's folder; try: copy it there")
     given = ([] if cfg.interactive else "\n") if cfg.prompt is None else cfg.prompt
     writer = Writer(cfg, net.to(device), tokenizer, device)
     try:

@@ -21,8 +21,8 @@ OPEN = "\N{REPLACEMENT CHARACTER}"  # what decodes to it may be the beginning of
 class Writer:
     """Continues prompts by one net, with one series of random numbers."""
 
-    def __init__(self, cfg: DictConfig, net: nn.Module, tokenizer: Tokenizer, device: str):
-        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer
+    def __init__(self, cfg: DictConfig, net: nn.Module, tokenizer: Tokenizer | None, device: str):
+        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer or Numbers()
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
         self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
         self.generator = torch.Generator(device).manual_seed(cfg.seed)
@@ -31,7 +31,7 @@ class Writer:
         """Prints a prompt with what follows it, and on stderr how fast.   Raises: ConfigError."""
         start_s, tokens = time.perf_counter(), [int(t) for t in self.tokenizer.encode(prompt)]
         n_given, size = len(tokens), getattr(self.net, "vocab_size", sys.maxsize)
-        if not tokens or max(tokens) >= size:
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
             wrong = f"not one or more tokens of the net, which has 0 to {size - 1}"
             raise ConfigError.of("prompt", prompt, wrong)
         options = (self.sampling, self.generator, self.cfg.cache)
@@ -58,7 +58,23 @@ class Writer:
                 return print(end="\n" * is_typed)
 
 
-def characters(tokenizer: Tokenizer, tokens: list[int], made: Iterable[int]) -> Iterator[str]:
+class Numbers:
+    """For a run without a tokenizer: token ids with spaces, or commas, between them."""
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            wrong, attempt = "no tokenizer lies in the run's folder", "token ids, as in '1 2 3'"
+            raise ConfigError.of("prompt", text, wrong, attempt=attempt) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def characters(
+    tokenizer: Tokenizer | Numbers, tokens: list[int], made: Iterable[int]
+) -> Iterator[str]:
     """The text of tokens, then what each of those made adds to it, in whole characters.
 
     Args:

@@ -14,6 +14,7 @@ from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser, code_of, prin
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.table import aligned, differing, names, ranked, same, text_table
 
+OUTPUTS = Path(__file__).parents[3] / "outputs"
 AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
 EACH_ITS_OWN = {"overrides", "command", "started"}
 
@@ -22,7 +23,8 @@ def main() -> NoReturn:
     """The command line."""
     head = {"description": package.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
-    parser.add_argument("folders", nargs="+", type=Path, help="of runs, or folders above them")
+    what = "of runs, or folders above them; this project's outputs"
+    parser.add_argument("folders", nargs="*", type=Path, help=what, default=[OUTPUTS])
     parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="a list, the best run first")
