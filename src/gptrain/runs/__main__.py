@@ -23,8 +23,7 @@ def main() -> NoReturn:
     """The command line."""
     head = {"description": package.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
-    what = "of runs, or folders above them; this project's outputs"
-    parser.add_argument("folders", nargs="*", type=Path, help=what, default=[OUTPUTS])
+    parser.add_argument("folders", nargs="*", type=Path, default=[OUTPUTS], help="or above them")
     parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="a list, the best run first")
