@@ -51,8 +51,8 @@ def estimate_memory(work: Work) -> dict[str, float]:
     logits = is_last * (rows * shape.vocab_size / n * (4 + 2 * work.is_mixed) + casts)
     inner = (1 + shape.is_gated) * shape.d_ff + work.is_mixed * shape.d_model
     once = row + inner / n * work.product_bytes
-    # Gathered, and in the order of time; those of the collective before may not be freed yet.
-    once += (n > 1) * 8 * shape.d_model * work.product_bytes
+    # Gathered, and in the order of time; gloo may not have freed those of the collective before.
+    once += (n > 1) * (8 if work.is_cpu else 4) * shape.d_model * work.product_bytes
     once = tokens * (again + once)  # in the backward pass of one block
 
     blocks, root = work.held

@@ -119,7 +119,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     head, down = each * shape.table, each * shape.n_layers * shape.d_model * shape.d_ff
     # Of a block's forward pass all but its last product; "selective" repeats no product.
     again = (flops - head - down) / 3 if work.checkpointing == "full" else 0.0
-    repeated = 4 / 3 if work.checkpointing != "none" else 1.0  # all else
+    repeated = 1.5 if work.checkpointing != "none" else 1.0  # of all else the forward pass: half
     update = shape.n_layers * shape.muon_flops / n_ranks if work.is_muon else 0.0
 
     half = "bfloat16" if "bf16" in work.precision else "float16"
