@@ -57,7 +57,8 @@ def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs
         text = window.wait_for("loss 2 cards", "optim 2 cards", "perf 5 cards")
         assert text.index("loss 2 cards") < text.index("optim 2 cards") < text.index("perf 5 cards")
         assert "epoch" not in text
-        assert [step for step, _ in points(window)] == [1, 2, 3, 4]
+        shown = wait(lambda: points(window), lambda found: len(found) >= 4, "the resumed steps")
+        assert [step for step, _ in shown] == [1, 2, 3, 4]
         window.open(f"{address}?#text")
         window.wait_for("run/config/text_summary", "_target_: gptrain.models.SimpleGPT")
         window.wait_for(
