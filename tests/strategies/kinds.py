@@ -218,7 +218,7 @@ class Piped(OneProcess):
             self.net.parameters(),
             MAX_NORM,
             groups=[self.pipeline.group],
-            elsewhere={*self.pipeline.tied_parameters()} if self.pipeline.rank else frozenset(),
+            elsewhere={*self.pipeline.tied_parameters} if self.pipeline.rank else frozenset(),
         )
         return total.item(), norm.item()
 

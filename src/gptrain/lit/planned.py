@@ -32,14 +32,14 @@ class Planned:
 
     def _estimate(self, flops_per_s: float | None = None) -> None:
         """Finds all, on a machine that is guessed from its fp32 products where it must be."""
-        measured = Path(self.config["output_dir"]) / "machine.json"
-        here = this_machine(measured, self.machine.n_local, flops_per_s)
-        if self.machine.accelerator != "cpu":
-            is_known = self.machine.accelerator == "cuda"
-            device = device_of(torch.cuda.get_device_name()) if is_known else None
-            if device is None:
-                raise ValueError("not in the table of devices")
-            here = machine_of(device, self.machine.n_local)
+        accelerator, n_local = self.machine.accelerator, self.machine.n_local
+        if accelerator == "cpu":
+            measured = Path(self.config["output_dir"]) / "machine.json"
+            here = this_machine(measured, n_local, flops_per_s)
+        elif accelerator == "cuda" and (device := device_of(torch.cuda.get_device_name())):
+            here = machine_of(device, n_local)
+        else:
+            raise ValueError("not in the table of devices")
         self.has_speed = flops_per_s is not None or not here.is_guessed
         self.found = compare(self.config, here, self.machine.n_nodes) | {"machine": here.source}
         if self.name not in self.found["strategies"]:

@@ -8,6 +8,7 @@ Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXi
 # B batch, b microbatch, T time, D d_model
 
 from collections.abc import Callable
+from functools import cached_property
 from math import gcd
 
 import torch
@@ -66,6 +67,7 @@ class Pipeline:
         self._schedules: dict[tuple, object] = {}  # (training, shape) -> one with its buffers
         self._loss: Loss | None = None  # of the pass that is run
 
+    @cached_property
     def tied_parameters(self) -> list[nn.Parameter]:
         """Those that the other end holds as well: one on the first and the last rank, else none."""
         tied = {*self.stages.aliases, *self.stages.aliases.values()}
@@ -91,8 +93,8 @@ class Pipeline:
 
         Once per optimizer step, after its last micro-step.
         """
-        if self.tied_parameters():
-            sum_gradients(self.tied_parameters(), self.ends_group)
+        if self.tied_parameters:
+            sum_gradients(self.tied_parameters, self.ends_group)
         sum_gradients(self.net.parameters(), self.data_group, divisor=self.data_group.size())
 
     def _run(

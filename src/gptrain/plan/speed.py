@@ -188,7 +188,7 @@ def find_way(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
         return link
     bandwidth = min(link.bytes_per_s, n_here * network.bytes_per_s)
     hops_s = network.latency_s * math.log2(size / n_here) + link.latency_s * n_here
-    return Link(network.name, bandwidth, hops_s / size)
+    return Link(network.name, bandwidth, hops_s / size, wait_s=link.wait_s)
 
 
 def unit_of(n_bytes: float) -> tuple[str, int]:

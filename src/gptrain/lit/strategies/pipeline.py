@@ -91,7 +91,7 @@ class PipelineStrategy(MeshStrategy):
     @cached_property
     def shared(self) -> set[nn.Parameter]:
         """Parameters that several stages hold."""
-        return {*self.pipeline.tied_parameters(), *self.beside}
+        return {*self.pipeline.tied_parameters, *self.beside}
 
     def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
         """Over all stages; of what several of them hold, the first counts."""
