@@ -28,10 +28,10 @@ def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
 
 def main(cfg: DictConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
-    from gptrain import assemble, launch  # likewise
+    from gptrain import assemble, ranks  # likewise
 
     assemble.check(cfg)
-    metrics = launch.run(train, cfg, assemble.find_checkpoint)
+    metrics = ranks.run(train, cfg, assemble.find_checkpoint)
     return metrics.get(cfg.objective)
 
 

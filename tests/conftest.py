@@ -23,7 +23,7 @@ import pytest
 from composed_once import compose_once
 from no_network import forbid_network
 
-from gptrain.plan.dims import STRATEGIES
+from gptrain.parallel.dims import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 # Files that take longest begin first: the last ones to end decide how long the suite takes.

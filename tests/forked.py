@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from gptrain.launch import supervisor
 from gptrain.lit import perf
+from gptrain.ranks import supervisor
 
 PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothing else
     "gptrain.assemble",
     "gptrain.config.cli",
-    "gptrain.launch.supervisor",
+    "gptrain.ranks.supervisor",
     "gptrain.lit.loggers.csv",
     "gptrain.lit.perf",
     "gptrain.lit.strategies.data_parallel",
@@ -53,7 +53,7 @@ def rank_process(out: Path, err: Path, *args: object) -> None:
     """The supervisor's entry of a rank, with its output in these files."""
     from no_network import forbid_network
 
-    from gptrain.launch.rank import rank_process as enter
+    from gptrain.ranks.rank import rank_process as enter
 
     forbid_network()
     perf.measure_matmul = some_flops_per_s

@@ -28,8 +28,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from gptrain.plan.choice import compare
-from gptrain.plan.speed import this_machine
+from gptrain.costs.choice import compare
+from gptrain.costs.speed import this_machine
 from tests.strategies.count_bytes import CountBytes
 
 ROOT = Path(__file__).parents[1]
@@ -190,7 +190,7 @@ def predict(words: list[str]) -> dict[str, Any]:
     """The planner's estimate of the strategy that these words run."""
     from gptrain.config.cli import compose_command
     from gptrain.config.compose import plain
-    from gptrain.plan.dims import strategy_name
+    from gptrain.parallel.dims import strategy_name
 
     values = plain(compose_command([*words, *QUIET]), resolve=True)
     n_ranks = values["trainer"]["devices"]

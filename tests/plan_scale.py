@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gptrain.plan.dims import ParallelDims
-from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import DEVICES, LINKS
-from gptrain.plan.shape import llama_shape
-from gptrain.plan.speed import estimate, machine_of
-from gptrain.plan.work import Work
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.hardware import DEVICES, LINKS
+from gptrain.costs.shape import llama_shape
+from gptrain.costs.speed import estimate, machine_of
+from gptrain.costs.work import Work
+from gptrain.parallel.dims import ParallelDims
 
 T = 8192
 NAME = "fsdp_tensor_pipeline"  # no strategy of ours has all three axes

@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.fit import Unfit, check_fit
-from gptrain.plan.dims import ParallelDims
 
 B, T, V = 2, 16, 61
 

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 import gptrain
 from gptrain.assemble.parts import build_optimizer, build_schedule, check_sample, peak_lr
 from gptrain.config.cli import compose_command
+from gptrain.lengths import BatchPlan, Lengths
 from gptrain.lit import LanguageModel
-from gptrain.plan.batch import BatchPlan, Lengths
 from gptrain.problems import ConfigError
 
 EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gptrain.plan.dims import ParallelDims, parallel_dims
+from gptrain.parallel.dims import ParallelDims, parallel_dims
 
 
 def options(name, tensor, pipeline):

@@ -7,10 +7,10 @@ import errno
 import pytest
 
 from gptrain.data import DataError
-from gptrain.launch.process import attempt_folder
-from gptrain.launch.rank import classify, forget_old_starts
-from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError, Problem
+from gptrain.ranks.process import attempt_folder
+from gptrain.ranks.rank import classify, forget_old_starts
+from gptrain.ranks.supervisor import note_start
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
 from gptrain.resilience.safe_load import UnsafeCheckpoint

@@ -7,11 +7,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.shape import gpt_shape
 from gptrain.lit.perf import measure_matmul
 from gptrain.loss import next_token_loss
 from gptrain.models import SimpleGPT
-from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.shape import gpt_shape
 
 SIZES = {  # vocab_size, d_model, n_heads, n_layers, positions
     "wide vocabulary": (1000, 64, 4, 2, 32),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gptrain.plan.hardware import DEVICES, LINKS, device_of
-from gptrain.plan.speed import this_machine
+from gptrain.costs.hardware import DEVICES, LINKS, device_of
+from gptrain.costs.speed import this_machine
 
 
 @pytest.mark.parametrize("generation, transfers_per_s", [(3, 8e9), (4, 16e9), (5, 32e9)])

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from gptrain.assemble.parts import plan_lengths
 from gptrain.config.cli import compose_command
 from gptrain.data import TokenDataset, collate
+from gptrain.lengths import token_steps, warmup_steps
 from gptrain.lit import LanguageModel
-from gptrain.plan.batch import token_steps, warmup_steps
 from tests.conftest import ROOT
 
 TOKENS_PER_STEP = 4 * 16  # of TINY: sequences x positions

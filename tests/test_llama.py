@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from gptrain.config import compose_command
+from gptrain.costs.shape import find_shape
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama
 from gptrain.models.rms_norm import RMSNorm
 from gptrain.nets.load import build_net
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.plan.shape import find_shape
 
 SMALL = {
     "vocab_size": 97, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "d_ff": 40,

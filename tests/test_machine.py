@@ -14,10 +14,10 @@ from gptrain import assemble
 from gptrain.assemble.trainer import assign_devices
 from gptrain.config import compose_command
 from gptrain.config.cli import main
-from gptrain.launch.devices import Machine, find_machine, set_threads
-from gptrain.launch.process import Process, calm_threads, listed_numbers
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.data_parallel import DDP, SingleDevice
+from gptrain.ranks.devices import Machine, find_machine, set_threads
+from gptrain.ranks.process import Process, calm_threads, listed_numbers
 
 
 @pytest.fixture

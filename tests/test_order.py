@@ -18,8 +18,8 @@ from gptrain.data import (
     TrainBatches,
     collate,
 )
+from gptrain.lengths import BatchPlan, Lengths
 from gptrain.lit import TextDataModule
-from gptrain.plan.batch import BatchPlan, Lengths
 
 
 def epoch_of(n_samples, seed=0, epoch=0):

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
+from gptrain.costs.hardware import DEVICES, Link
+from gptrain.costs.memory import estimate_states
+from gptrain.costs.shape import find_shape, gpt_shape, llama_shape
+from gptrain.costs.speed import find_way, machine_of
+from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
-from gptrain.plan.communication import Traffic, all_reduce_bytes, find_traffic
-from gptrain.plan.dims import ParallelDims
-from gptrain.plan.hardware import DEVICES, Link
-from gptrain.plan.memory import estimate_states
-from gptrain.plan.shape import find_shape, gpt_shape, llama_shape
-from gptrain.plan.speed import find_way, machine_of
-from gptrain.plan.work import Work
+from gptrain.parallel.dims import ParallelDims
 
 GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
 

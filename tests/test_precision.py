@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptrain.launch.devices import Machine, native_precision, precision_for
+from gptrain.ranks.devices import Machine, native_precision, precision_for
 
 AMPERE, TURING = 8, 7
 

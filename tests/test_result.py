@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from gptrain.launch.provenance import read_git
+from gptrain.ranks.provenance import read_git
 from tests.conftest import ROOT
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
 from gptrain.config.cli import compose_command
-from gptrain.launch.supervisor import note_start
 from gptrain.problems import ConfigError
+from gptrain.ranks.supervisor import note_start
 from gptrain.resilience.store import CheckpointStore
 
 RUN = "a" * 32

@@ -8,7 +8,7 @@ import sys
 
 TAKE = """
 import os, sys
-from gptrain.launch.process import take_gpus
+from gptrain.ranks.process import take_gpus
 take_gpus(int(sys.argv[1]))
 print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 sys.stdin.read()

@@ -6,8 +6,10 @@ import os
 
 import pytest
 
-from gptrain.launch.devices import cores_per_rank
-from gptrain.launch.process import (
+from gptrain.lit.lightning import RankEnvironment
+from gptrain.parallel.mesh import STORE_VARIABLE
+from gptrain.ranks.devices import cores_per_rank
+from gptrain.ranks.process import (
     Process,
     attempt,
     first_host,
@@ -15,8 +17,6 @@ from gptrain.launch.process import (
     set_rendezvous,
     this_process,
 )
-from gptrain.lit.lightning import RankEnvironment
-from gptrain.parallel.mesh import STORE_VARIABLE
 
 TASK = {  # of `srun --ntasks=4 --nodes=2`, as SLURM 22.05 sets them for the last task
     "SLURM_JOB_ID": "40015", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4",

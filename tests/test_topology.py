@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.plan.topology import nvidia_smi, parse_topology, read_topology, speed
+from gptrain.costs.topology import nvidia_smi, parse_topology, read_topology, speed
 
 FOLDER = Path(__file__).parent / "topologies"
 ALL = list(range(8))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from gptrain.launch import supervisor
+from gptrain.ranks import supervisor
 from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import read_status, write_status
 from gptrain.resilience.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives

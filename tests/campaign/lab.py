@@ -24,7 +24,7 @@ from pathlib import Path
 from tests.campaign.truth import record
 
 EVERY = 5  # steps between two checkpoints
-WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.launch.supervisor",
+WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.ranks.supervisor",
         "gptrain.lit.loggers", "gptrain.lit.strategies.pipeline", "gptrain.parallel.tensor",
         "gptrain.resilience.sharded", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
 _polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
@@ -133,7 +133,7 @@ def become_run(words: list[str], log: Path) -> None:
         os.environ["TMPDIR"], tempfile.tempdir = words.pop().removeprefix("TMPDIR="), None
     import train
     from gptrain.config import cli
-    from gptrain.launch import supervisor
+    from gptrain.ranks import supervisor
 
     supervisor.START_METHOD = "fork"
     code = cli.run_command(train.main, words)

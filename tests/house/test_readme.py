@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gptrain import problems
-from gptrain.plan.dims import STRATEGIES
+from gptrain.parallel.dims import STRATEGIES
 from tests.campaign.scenarios import SCENARIOS
 from tests.command_line import refused
 from tests.conftest import ROOT

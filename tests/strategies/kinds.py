@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from gptrain.loss import chunked_next_token_loss, count_targets
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing
+from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.mesh import build_mesh
@@ -26,7 +27,6 @@ from gptrain.parallel.state import (
     whole_net_state,
     whole_optimizer_state,
 )
-from gptrain.plan.dims import ParallelDims
 
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
 N_STEPS = 3

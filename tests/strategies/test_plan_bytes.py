@@ -7,12 +7,12 @@ from count_bytes import CountBytes
 from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
 from ranks import on_ranks
 
+from gptrain.costs.communication import find_traffic
+from gptrain.costs.memory import estimate_states
+from gptrain.costs.shape import gpt_shape
+from gptrain.costs.work import Work
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.plan.communication import find_traffic
-from gptrain.plan.dims import ParallelDims
-from gptrain.plan.memory import estimate_states
-from gptrain.plan.shape import gpt_shape
-from gptrain.plan.work import Work
+from gptrain.parallel.dims import ParallelDims
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 

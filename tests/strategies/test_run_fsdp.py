@@ -9,8 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from gptrain.config.compose import compose_config
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
+from gptrain.parallel.dims import parallel_dims
 from gptrain.parallel.mesh import start_group
-from gptrain.plan.dims import parallel_dims
 
 
 class TestEveryClaim(claims.Recomputes):

@@ -11,9 +11,9 @@ import pytest
 import runs as claims
 import torch
 
-from gptrain.launch import rank
 from gptrain.lit.callbacks import checkpoints
 from gptrain.problems import FAILED, HUNG, PREEMPTED
+from gptrain.ranks import rank
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard, Heartbeat
 

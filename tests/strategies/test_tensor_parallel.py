@@ -20,12 +20,12 @@ from ranks import on_ranks
 from torch.distributed.tensor import DTensor, Shard
 
 from gptrain.loss import next_token_loss
+from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import like_parameter, whole_of
 from gptrain.parallel.tensor import partial_parameters
 from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks, vocab_parallel_loss
-from gptrain.plan.dims import ParallelDims
 
 
 @on_ranks(2)

@@ -36,8 +36,7 @@ from gptrain.assemble.resume import check_data, find_checkpoint, set_from_step
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.config.schema import KNOWN, NETS
 from gptrain.data.tokenizers import Tokenizer
-from gptrain.launch.devices import Machine, find_machine, set_threads
-from gptrain.launch.process import Process, this_process
+from gptrain.lengths import BatchPlan
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import quiet, refusals_in_one_line
@@ -45,12 +44,13 @@ from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.nets.load import build_net
 from gptrain.nets.weights import start_from
+from gptrain.parallel.dims import ANY_NET, parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
-from gptrain.plan.batch import BatchPlan
-from gptrain.plan.dims import ANY_NET, parallel_dims, strategy_name
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
+from gptrain.ranks.devices import Machine, find_machine, set_threads
+from gptrain.ranks.process import Process, this_process
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.watchdog import Guard

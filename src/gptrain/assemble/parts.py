@@ -17,16 +17,27 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 from torchmetrics import Metric
 
+from gptrain.lengths import (
+    DECAY_FROM_HERE,
+    DEFAULT_DECAY,
+    BatchPlan,
+    Lengths,
+    cooled_down_steps,
+    effective_max_epochs,
+    phase_steps,
+    plan_batch,
+    run_steps,
+    token_steps,
+    warmup_steps,
+)
 from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization, named_beside_net
 from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.activation import compiles_loss
+from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
-from gptrain.plan import batch as plan
-from gptrain.plan.batch import BatchPlan, Lengths
-from gptrain.plan.dims import ANY_NET
 from gptrain.problems import BAD_DATA, ConfigError
 
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
@@ -93,7 +104,7 @@ def batch_of(cfg: DictConfig, data_parallel_size: int) -> BatchPlan:
     """The run's batch arithmetic over the ranks that see different samples."""
     accumulate = cfg.trainer.accumulate_grad_batches
     given = cfg.data.global_batch_size
-    return plan.plan_batch(cfg.data.batch_size, given, accumulate, data_parallel_size)
+    return plan_batch(cfg.data.batch_size, given, accumulate, data_parallel_size)
 
 
 def plan_lengths(
@@ -113,17 +124,17 @@ def plan_lengths(
     step_tokens = batch.global_batch_size * sample_tokens
     if trainer.fast_dev_run:
         n_steps, limit = int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
-    elif cfg.scheduler._target_ == plan.DECAY_FROM_HERE:
-        asked = asked_steps(cfg, "decay", step_tokens) or plan.DEFAULT_DECAY
-        n_steps = plan.cooled_down_steps(cfg.scheduler.from_step, asked)
+    elif cfg.scheduler._target_ == DECAY_FROM_HERE:
+        asked = asked_steps(cfg, "decay", step_tokens) or DEFAULT_DECAY
+        n_steps = cooled_down_steps(cfg.scheduler.from_step, asked)
         limit = "scheduler=decay_from_here"
     elif cfg.max_tokens is not None:
         with as_config_errors(cfg, "max_tokens"):
-            n_steps = plan.token_steps(cfg.max_tokens, step_tokens)
+            n_steps = token_steps(cfg.max_tokens, step_tokens)
         limit = f"max_tokens={cfg.max_tokens:g}"
     else:
-        max_epochs = plan.effective_max_epochs(trainer, cfg.max_tokens)
-        n_steps = plan.run_steps(epoch_steps, max_epochs, trainer.max_steps)
+        max_epochs = effective_max_epochs(trainer, cfg.max_tokens)
+        n_steps = run_steps(epoch_steps, max_epochs, trainer.max_steps)
         by_steps = n_steps == trainer.max_steps
         limit = f"trainer.max_{f'steps={n_steps}' if by_steps else f'epochs={max_epochs}'}"
     interval = trainer.val_check_interval
@@ -239,7 +250,7 @@ def asked_steps(cfg: DictConfig, phase: str, step_tokens: int) -> float | None:
     if tokens is None:
         return cfg.scheduler.get(f"{phase}_steps")
     with as_config_errors(cfg, f"scheduler.{phase}_tokens"):
-        return plan.token_steps(tokens, step_tokens)
+        return token_steps(tokens, step_tokens)
 
 
 def build_schedule(
@@ -255,12 +266,12 @@ def build_schedule(
     warmup, decay, total = (asked_steps(cfg, phase, lengths.step_tokens) for phase in PHASES)
     options["total_steps"] = total_steps = total or lengths.n_steps
     with as_config_errors(cfg, "scheduler.warmup_steps"):
-        options["warmup_steps"] = plan.warmup_steps(warmup, total_steps)
+        options["warmup_steps"] = warmup_steps(warmup, total_steps)
     named = inspect.signature(schedule).parameters
     if "decay_steps" in named:
         with as_config_errors(cfg, "scheduler.decay_steps"):
-            asked = plan.DEFAULT_DECAY if decay is None else decay
-            options["decay_steps"] = plan.phase_steps(asked, total_steps)
+            asked = DEFAULT_DECAY if decay is None else decay
+            options["decay_steps"] = phase_steps(asked, total_steps)
     options = {k: v for k, v in options.items() if k in named or k not in SCHEDULER_KEYS}
     if not inspect.isclass(schedule):
         return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}

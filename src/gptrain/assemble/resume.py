@@ -11,9 +11,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.parts import batch_of
+from gptrain.lengths import DECAY_FROM_HERE
 from gptrain.nets.weights import find_weights, named_source
-from gptrain.plan.batch import DECAY_FROM_HERE
-from gptrain.plan.dims import parallel_dims
+from gptrain.parallel.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
 from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror

@@ -26,9 +26,7 @@ from torch.utils.data import Dataset
 from gptrain.assemble.parts import peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
-from gptrain.launch.devices import Machine, native_precision
-from gptrain.launch.process import this_process
-from gptrain.launch.provenance import describe_run
+from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.finite import FiniteCheck
 from gptrain.lit.callbacks.guarded import Guarded
@@ -38,9 +36,11 @@ from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
 from gptrain.nets.load import build_target
+from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
-from gptrain.plan.batch import Lengths
-from gptrain.plan.dims import ANY_NET
+from gptrain.ranks.devices import Machine, native_precision
+from gptrain.ranks.process import this_process
+from gptrain.ranks.provenance import describe_run
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME

@@ -80,10 +80,10 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     """
     import torch  # here, so that a wrong option is answered without it
 
-    from gptrain import launch
-    from gptrain.launch.devices import find_machine, native_precision, set_threads
+    from gptrain import ranks
+    from gptrain.ranks.devices import find_machine, native_precision, set_threads
 
-    cfg, mine = launch.settle(cfg), typed_words()
+    cfg, mine = ranks.settle(cfg), typed_words()
     folder = Path(cfg.run_dir)
     if cfg.target_loss is not None:
         results = target.race(cfg, mine)

@@ -8,8 +8,8 @@ from statistics import median
 from typing import Any
 
 from gptrain.bench.turns import Contestant
-from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.shape import gpt_shape
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.shape import gpt_shape
 
 
 def summarize(

@@ -36,9 +36,9 @@ def main() -> None:
 
 def start(cfg: DictConfig) -> None:
     """Starts the ranks, or is one of those that torchrun started."""
-    from gptrain import launch  # here, so that a wrong option is answered without torch
+    from gptrain import ranks  # here, so that a wrong option is answered without torch
 
-    launch.run(work, cfg, lambda *_: None)
+    ranks.run(work, cfg, lambda *_: None)
 
 
 def work(cfg: DictConfig, guard: Guard) -> dict[str, float]:
@@ -46,9 +46,9 @@ def work(cfg: DictConfig, guard: Guard) -> dict[str, float]:
     import torch.distributed as dist
 
     from gptrain.collectives import measure, operations
-    from gptrain.launch.devices import find_machine, set_threads
-    from gptrain.launch.process import this_process
     from gptrain.parallel.mesh import start_group
+    from gptrain.ranks.devices import find_machine, set_threads
+    from gptrain.ranks.process import this_process
 
     machine, rank = find_machine(cfg), this_process().rank
     backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size

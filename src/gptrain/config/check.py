@@ -18,10 +18,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, NETS, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
-from gptrain.launch.process import count_devices, count_nodes, this_process
-from gptrain.plan.batch import DECAY_FROM_HERE, effective_max_epochs, plan_batch, run_steps
-from gptrain.plan.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
+from gptrain.lengths import DECAY_FROM_HERE, effective_max_epochs, plan_batch, run_steps
+from gptrain.parallel.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
+from gptrain.ranks.process import count_devices, count_nodes, this_process
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16

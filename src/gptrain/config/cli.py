@@ -26,7 +26,6 @@ from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
 from gptrain.config.sweep import begin_job, job_options, note_refusal, report_sweep
-from gptrain.launch.process import calm_threads, count_nodes, take_gpus, this_process
 from gptrain.problems import (
     BAD_CONFIG,
     DONE,
@@ -42,6 +41,7 @@ from gptrain.problems import (
     quoted,
     way_to_install,
 )
+from gptrain.ranks.process import calm_threads, count_nodes, take_gpus, this_process
 
 LINGER_S = 10.0  # ranks start within seconds of each other
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.config.values import unknown_choice, unknown_key, walk
-from gptrain.launch.process import run_stamp
 from gptrain.problems import Problem, first_line
+from gptrain.ranks.process import run_stamp
 
 PROJECT = Path(__file__).resolve().parents[3]
 CONF = str(PROJECT / "conf")

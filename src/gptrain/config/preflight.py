@@ -17,17 +17,17 @@ from gptrain.config.check import Config, check_cpu, check_world, find_world_size
 from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
-from gptrain.launch.process import (
+from gptrain.costs.memory import estimate_states
+from gptrain.costs.work import find_work
+from gptrain.parallel.dims import strategy_name
+from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
+from gptrain.ranks.process import (
     count_devices,
     count_nodes,
     listed_numbers,
     run_stamp,
     this_process,
 )
-from gptrain.plan.dims import strategy_name
-from gptrain.plan.memory import estimate_states
-from gptrain.plan.work import find_work
-from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 
 GIB = 2**30
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of the ranks, not that of torchrun's agents
@@ -50,7 +50,7 @@ def check_machine(run: Config) -> Iterator[Problem]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
     from torch.cuda import device_count as count_gpus
 
-    from gptrain.launch.devices import accelerator_of, count_local
+    from gptrain.ranks.devices import accelerator_of, count_local
 
     yield from check_classes(run)
     asked, n_nodes = run.get("trainer.accelerator"), count_nodes(run.get("trainer.num_nodes"))

@@ -34,8 +34,8 @@ from gptrain.config.kinds import (
     integer,
     number,
 )
-from gptrain.plan.batch import DECAY_FROM_HERE
-from gptrain.plan.dims import STRATEGIES as STRATEGY_NAMES
+from gptrain.lengths import DECAY_FROM_HERE
+from gptrain.parallel.dims import STRATEGIES as STRATEGY_NAMES
 
 DUMMY = "gptrain.data.DummyTextDataset"
 

@@ -40,13 +40,13 @@ def export(cfg: DictConfig) -> None:
     Raises: ConfigError: 2 for a net that transformers does not know, 65 or 66 for a checkpoint that
         cannot be taken, 73 where run_dir holds a run.
     """
-    from gptrain import launch  # here, so that a wrong option is answered without torch
+    from gptrain import ranks  # here, so that a wrong option is answered without torch
     from gptrain.assemble.resume import find_trained
     from gptrain.export.files import check_format, write_net, write_tokenizer
     from gptrain.nets.load import build_net, find_tokenizer
     from gptrain.nets.weights import load_weights, named_source
 
-    cfg = launch.settle(cfg)
+    cfg = ranks.settle(cfg)
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():
         wrong = "holds a run, whose record an export would replace"

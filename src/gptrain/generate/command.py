@@ -67,9 +67,9 @@ def generate(cfg: DictConfig) -> None:
     """
     check_effects()
     from gptrain.generate.text import Writer  # here, so that a wrong option is answered without
-    from gptrain.launch.devices import accelerator_of, set_threads  # torch
     from gptrain.nets.load import load
     from gptrain.nets.weights import named_source
+    from gptrain.ranks.devices import accelerator_of, set_threads  # torch
 
     if (device := accelerator_of(asked := cfg.trainer.accelerator)) is None:
         raise ConfigError.of("trainer.accelerator", asked, "not on this machine")

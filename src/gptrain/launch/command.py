@@ -36,8 +36,8 @@ from gptrain import config
 from gptrain.config.compose import PROJECT, parse
 from gptrain.config.kinds import Count, LocalPath, described, integer
 from gptrain.config.schema import Closed, Run
-from gptrain.launch.process import run_stamp
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
+from gptrain.ranks.process import run_stamp
 
 HERE, KEY = Path(__file__).parent, r"<([\w.]+)>"  # of the texts there
 DEFAULTS = {

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
-from gptrain.plan.batch import Lengths
+from gptrain.lengths import Lengths
 from gptrain.resilience.signals import hold_back, ignore_in_worker
 
 

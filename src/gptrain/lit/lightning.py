@@ -15,8 +15,8 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from gptrain.launch.process import Process
 from gptrain.problems import ConfigError
+from gptrain.ranks.process import Process
 
 NOISE = (
     "isinstance(treespec, LeafSpec)",  # Lightning 2.6 on torch 2.13
@@ -41,7 +41,7 @@ class NoProfiler(PassThroughProfiler):
 
 
 class RankEnvironment(TorchElasticEnvironment):
-    """This process's place in the job, as gptrain.launch.process reads it of any launcher.
+    """This process's place in the job, as gptrain.ranks.process reads it of any launcher.
 
     Lightning's guess takes a run that is started by hand in a SLURM allocation for a task of srun
     (pytorch-lightning#20391), and refuses `srun --ntasks`. The process group exists already, so

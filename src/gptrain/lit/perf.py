@@ -7,9 +7,9 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from gptrain.plan.batch import Lengths
-from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import device_of
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.hardware import device_of
+from gptrain.lengths import Lengths
 
 MEASURE_S = 0.15  # spent on measuring a peak that no table knows
 SIDE = {"cpu": 384, "mps": 4096}  # of the matrices multiplied: full speed, a millisecond each

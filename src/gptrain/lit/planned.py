@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from gptrain.launch.devices import Machine
+from gptrain.costs.choice import compare
+from gptrain.costs.hardware import device_of
+from gptrain.costs.speed import machine_of, this_machine, unit_of
 from gptrain.lit.perf import Peak
-from gptrain.plan.choice import compare
-from gptrain.plan.hardware import device_of
-from gptrain.plan.speed import machine_of, this_machine, unit_of
+from gptrain.ranks.devices import Machine
 from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
 

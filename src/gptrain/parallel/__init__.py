@@ -6,6 +6,7 @@ order in which they are applied, inside `slices.make_net_on`:
 
     tensor or pipeline -> activation checkpointing -> compile -> FSDP
 
+dims        the table of strategies, and how many ranks each axis takes; no torch
 mesh        ranks: process group, axes       fit         what an option needs of a net
 fsdp, tensor (vocab_loss), pipeline     the strategies that partition it
 activation  what is kept for the backward pass, and compile

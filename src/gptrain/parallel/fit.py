@@ -4,7 +4,7 @@ from pkgutil import resolve_name
 
 from torch import nn
 
-from gptrain.plan.dims import STRATEGIES, strategy_name
+from gptrain.parallel.dims import STRATEGIES, strategy_name
 
 
 class Unfit(ValueError):

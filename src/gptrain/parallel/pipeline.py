@@ -22,10 +22,10 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
+from gptrain.parallel.dims import STAGES_PER_RANK, stage_blocks
 from gptrain.parallel.fit import Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.state import Stages
-from gptrain.plan.dims import STAGES_PER_RANK, stage_blocks
 
 _SCHEDULES = {
     "gpipe": ScheduleGPipe,

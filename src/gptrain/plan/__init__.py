@@ -1,1 +1,1 @@
-"""What a run will cost: batch arithmetic, the table of strategies, memory, FLOPs; no torch."""
+"""`python -m gptrain.plan`: what a run will cost, by `costs`; faults of a machine."""

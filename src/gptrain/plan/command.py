@@ -4,7 +4,7 @@
     python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 max_tokens=1e11 \\
         hardware=h100_sxm hardware.link=nvlink4 hardware.network=infiniband_ndr
 
-    hardware         a device of gptrain.plan.hardware; null: this machine
+    hardware         a device of gptrain.costs.hardware; null: this machine
     hardware.link    within a node; null: the device's own
     topology         a file with what `nvidia-smi topo -m` prints, or - for a pipe
     --json           everything, for programs
@@ -27,14 +27,14 @@ from omegaconf import DictConfig
 from gptrain import config
 from gptrain.config.compose import plain
 from gptrain.config.schema import Closed, Run
-from gptrain.launch.process import count_devices
-from gptrain.plan import sweep
-from gptrain.plan.choice import command_line, compare
+from gptrain.costs import sweep
+from gptrain.costs.choice import command_line, compare
+from gptrain.costs.hardware import DEVICES, LINKS, device_of
+from gptrain.costs.speed import Machine, machine_of, this_machine, unit_of
+from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
-from gptrain.plan.hardware import DEVICES, LINKS, device_of
-from gptrain.plan.speed import Machine, machine_of, this_machine, unit_of
-from gptrain.plan.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError
+from gptrain.ranks.process import count_devices
 
 FLAGS = ("--json", "--sweep", "--doctor")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")

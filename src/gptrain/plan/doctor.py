@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 
-from gptrain.plan.speed import count_cores
-from gptrain.plan.topology import nvidia_smi
+from gptrain.costs.speed import count_cores
+from gptrain.costs.topology import nvidia_smi
 
 CAPS = {  # of nvidia-smi: now, usual; what resets it
     "power": ("power.limit", "power.default_limit", "W", "-pl {usual:.0f}"),

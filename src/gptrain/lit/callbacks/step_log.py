@@ -9,12 +9,12 @@ from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import ends_step, is_validated
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
-from gptrain.plan.batch import Lengths
 from gptrain.problems import first_line
 
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then

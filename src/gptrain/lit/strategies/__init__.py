@@ -10,8 +10,8 @@ from torch import nn
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import BuildArgs, NetStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.dims import STRATEGIES, ParallelDims, strategy_name
 from gptrain.parallel.slices import make_to_look_at
-from gptrain.plan.dims import STRATEGIES, ParallelDims, strategy_name
 
 __all__ = ["NetStrategy", "build_strategy"]
 

@@ -14,9 +14,9 @@ from torchmetrics import Metric
 from gptrain.lit.losses import LossOptions, has_chunks, head_loss, net_logits
 from gptrain.loss import IGNORED, logits_in_chunks, next_token_loss
 from gptrain.optim import Muon
+from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
-from gptrain.plan.dims import ParallelDims
 
 if TYPE_CHECKING:
     from gptrain.lit.callbacks.finite import FiniteCheck

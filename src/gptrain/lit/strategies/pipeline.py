@@ -14,12 +14,12 @@ from gptrain.lit.losses import LossOptions, head_loss
 from gptrain.lit.strategies.base import BuildArgs
 from gptrain.lit.strategies.partitioned import MeshStrategy
 from gptrain.loss import count_targets, logits_in_chunks, reduce_total
+from gptrain.parallel.dims import count_microbatches
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.pipeline import Pipeline
 from gptrain.parallel.slices import make_net_on
-from gptrain.plan.dims import count_microbatches
 
 
 class PipelineStrategy(MeshStrategy):

@@ -23,8 +23,8 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.launch.process import attempt_folder, set_rendezvous, this_process
 from gptrain.problems import ConfigError, JobFailed, code_of, first_line
+from gptrain.ranks.process import attempt_folder, set_rendezvous, this_process
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.fileops import remove_tree
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint

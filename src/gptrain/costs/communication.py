@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gptrain.plan.dims import DATA, PIPELINE, TENSOR
-from gptrain.plan.work import Work
+from gptrain.costs.work import Work
+from gptrain.parallel.dims import DATA, PIPELINE, TENSOR
 
 
 class Traffic(NamedTuple):

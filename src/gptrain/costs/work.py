@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gptrain.plan import dims
-from gptrain.plan.batch import plan_batch
-from gptrain.plan.shape import DecoderShape, find_shape
+from gptrain.costs.shape import DecoderShape, find_shape
+from gptrain.lengths import plan_batch
+from gptrain.parallel import dims
 
 
 @dataclass(frozen=True)

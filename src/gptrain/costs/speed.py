@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gptrain.plan.communication import Traffic, find_traffic
-from gptrain.plan.dims import PIPELINE, TENSOR, ParallelDims
-from gptrain.plan.flops import train_flops_per_token
-from gptrain.plan.hardware import LINKS, Device, Link
-from gptrain.plan.memory import block_activations, estimate_memory
-from gptrain.plan.work import Work
+from gptrain.costs.communication import Traffic, find_traffic
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.hardware import LINKS, Device, Link
+from gptrain.costs.memory import block_activations, estimate_memory
+from gptrain.costs.work import Work
+from gptrain.parallel.dims import PIPELINE, TENSOR, ParallelDims
 
 # What training reaches of a data sheet's figures, fitted to published speeds: tests/plan_scale.py.
 PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gptrain.plan.dims import ANY_NET, STRATEGIES
-from gptrain.plan.shape import find_shape
-from gptrain.plan.speed import Machine, estimate
-from gptrain.plan.work import find_work
+from gptrain.costs.shape import find_shape
+from gptrain.costs.speed import Machine, estimate
+from gptrain.costs.work import find_work
+from gptrain.parallel.dims import ANY_NET, STRATEGIES
 
 SELECTIVE, FULL = ({"model.activation_checkpointing": mode} for mode in ("selective", "full"))
 LEVELS = ({}, SELECTIVE, FULL, {**FULL, "data.batch_size": 1})  # tried in turn until one fits

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from gptrain.plan.work import Work
+from gptrain.costs.work import Work
 
 # States per parameter of torch's optimizers; of all others two, as Adam has.
 _STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import torch
 from omegaconf import DictConfig
 
-from gptrain.launch.process import count_devices, count_nodes, listed_numbers, this_process
-from gptrain.plan.speed import count_cores
+from gptrain.costs.speed import count_cores
+from gptrain.ranks.process import count_devices, count_nodes, listed_numbers, this_process
 
 
 @dataclass(frozen=True)

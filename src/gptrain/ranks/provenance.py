@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 
-from gptrain.launch.devices import Machine
+from gptrain.ranks.devices import Machine
 
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 GIT_S = 3.0  # on a slow file system the answer is not worth more

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gptrain.plan.dims import ParallelDims
-from gptrain.plan.speed import Machine, estimate
-from gptrain.plan.work import find_work
+from gptrain.costs.speed import Machine, estimate
+from gptrain.costs.work import find_work
+from gptrain.parallel.dims import ParallelDims
 
 
 def report(values: dict[str, Any], machine: Machine, asked: str) -> str:

@@ -1,0 +1,1 @@
+"""What a run will cost: memory, FLOPs, traffic, time, on which hardware; standard library only."""

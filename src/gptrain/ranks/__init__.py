@@ -1,0 +1,112 @@
+"""Starts a job: in this process where it has one device, else in ranks that the parent watches.
+
+process     which process this is, and where ranks meet
+devices     what it runs on
+supervisor  the parent of local ranks
+rank        what surrounds the training function in each of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain.problems import FOLDER_UNUSABLE, ConfigError
+from gptrain.ranks.process import this_process
+from gptrain.resilience import fileops
+from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock
+from gptrain.resilience.signals import StopFlag
+from gptrain.resilience.status import is_guest
+
+__all__ = ["run", "settle"]
+
+
+def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str, float]:
+    """Runs one job to its end, alone in its folder, and returns its metrics.
+
+    Args:
+        train: (cfg, guard) -> metrics; runs in every rank, with plain values.
+        find_checkpoint: (cfg, run_id, world_size) -> folder of the verified checkpoint to go on
+            from, or None; called by the one process that holds the run folder, before any rank
+            starts, and again before a restart.
+
+    Raises:
+        JobFailed: with the exit code, after the reason has been printed.
+        ConfigError: it does not fit what is in its folder, or another run holds that; nothing was
+            started or changed.
+    """
+    cfg, process = settle(cfg), this_process()
+    with StopFlag() as stop:
+        from gptrain.ranks.devices import find_machine  # torch
+        from gptrain.ranks.rank import forget_old_starts, run_rank, start_log
+        from gptrain.ranks.supervisor import is_restart, prepare_start, supervise
+
+        machine, again = find_machine(cfg), is_restart()
+        if process.rank > 0:  # rank 0 holds the folder, and says where to start
+            return run_rank(train, cfg, stop)
+        with _held_folder(cfg, again) as lock:
+            start_log()
+            find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
+            prepare_start(cfg, find, again)
+            forget_old_starts(cfg.run_dir)
+            keep_config(cfg)
+            if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
+                return run_rank(train, cfg, stop)
+            return supervise(train, cfg, machine.n_local, find, stop)
+
+
+def settle(cfg: DictConfig) -> DictConfig:
+    """The job's own config: plain values, and run_dir the folder that Hydra made for it.
+
+    Plain, it can be unpickled in a rank that knows no schema and no resolvers.
+    """
+    cfg = cfg.copy()
+    OmegaConf.set_readonly(cfg, False)
+    cfg.run_dir = str(Path(HydraConfig.get().runtime.output_dir))
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    OmegaConf.set_struct(cfg, True)
+    return cfg
+
+
+def keep_config(cfg: DictConfig) -> None:
+    """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
+
+    So a start that is refused leaves the record of the run that lives there alone, and so does an
+    evaluation in the folder of a run that was trained: its own lies in .hydra/<task>.
+    """
+    folder, hydra = Path(cfg.run_dir) / ".hydra", HydraConfig.instance().cfg
+    if is_guest(cfg.run_dir, cfg.task):
+        folder /= cfg.task
+    folder.mkdir(parents=True, exist_ok=True)
+    records = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    for name, record in records.items():
+        fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
+
+
+@contextmanager
+def _held_folder(cfg: DictConfig, again: bool) -> Iterator[RunLock]:
+    """The run folder, held; it is free again when the process ends, however that ends."""
+    mirrored = ""
+    if (url := cfg.checkpoint.mirror) and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
+        from gptrain.resilience.mirror import Mirror
+
+        mirrored = Mirror(url).run_id()  # maybe all that is left of the run
+    lock = RunLock(cfg.run_dir, mirrored if cfg.ckpt_path == "last" else "")
+    try:
+        lock.acquire(LOST_HOST_S if again else NAMED_AFTER_S)
+    except (RunFolderHeld, OSError) as error:
+        raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
+    try:
+        if mirrored not in ("", lock.run_id):
+            attempt = "ckpt_path=last in a new run_dir to go on with that"
+            raise ConfigError.of(
+                "checkpoint.mirror", url, "holds another run", attempt=attempt, code=FOLDER_UNUSABLE
+            )
+        yield lock
+    finally:
+        lock.release()
