@@ -78,10 +78,9 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     for extra in ("optuna", "safetensors"):
         pytest.importorskip(extra)
     monkeypatch.chdir(tmp_path)
-    commands = [command for command in TRAIN if "my_lstm" not in command]
-    assert len(commands) > 8
+    assert len(TRAIN) > 8
     said = tmp_path / "said"  # by ranks
-    for number, command in enumerate(commands):
+    for number, command in enumerate(TRAIN):
         words = shlex.split(command)[2:]
         if not any(word.startswith(("run_dir=", "--")) for word in words):
             words.append(f"run_dir={tmp_path / str(number)}")  # a second later it is another one
@@ -98,7 +97,7 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
 def test_the_options_shown_for_parts_of_ones_own_train(train):
     table = "".join(re.findall(r"^\|.*\n", section("Put in your own"), re.MULTILINE))
     shown = [text for text in re.findall(r"`([^`]+)`", table) if re.match(r'"?\+?[\w.]+=', text)]
-    words = [word for text in shown for word in shlex.split(text) if "my_package" not in word]
+    words = [word for text in shown for word in shlex.split(text) if "my_" not in word]
     assert len(words) > 6
     run = train(*words, "trainer.val_check_interval=2")
     assert run.code == 0, run.err

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 import shutil
 
 import pytest
 
 from gptrain.adopt.__main__ import read_parts
 from tests.house.copies import Copy
-from tests.house.test_readme import README, TRAIN, small
+from tests.house.test_readme import README
 
 PARTS = read_parts()
 # Imports every module, collects every test, and asks for the strategies that are gone.
@@ -74,21 +73,3 @@ def test_the_readme_prints_the_table_of_parts():
 @pytest.mark.parametrize("part", ["pipeline", "tensor_parallel", "export"])
 def test_without_one_part_every_module_imports_and_every_test_is_collected(part, copy):
     look(copy, strip(copy, part))
-
-
-def test_what_a_user_adds_runs_and_fails_no_test_but_those_of_this_folder(copy):
-    """The four files as shown, a Makefile, and a README of one's own."""
-    shown = re.findall(r"`((?:src|conf)/\S+\.(?:py|yaml))`\n```\w+\n(.*?)```", README, re.DOTALL)
-    assert len(shown) == 4
-    for name, text in shown:
-        assert not (copy.folder / name).exists()
-        (copy.folder / name).write_text(text)
-    (copy.folder / "Makefile").write_text("train:\n\tpython train.py\n")
-    (copy.folder / "README.md").write_text("# My project\n")
-    (command,) = [command for command in TRAIN if "my_lstm" in command]
-    copy.python(*small(shlex.split(command)[1:]))
-    looking = [
-        "tests/test_choices.py::test_a_choice_composes_and_every_reference_in_it_resolves",
-        "tests/test_front.py::test_help_fits_one_screen_and_names_every_choice",
-    ]
-    copy.python("-m", "pytest", *looking, "-q", "-n0", "-p", "no:cacheprovider")

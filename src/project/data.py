@@ -1,0 +1,20 @@
+"""Your data: a dataset of (tokens (T,), targets (T,)), int64; a target of -100 does not count."""
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+class MyDigits(Dataset):
+    """Sample i counts up from first + i, digit by digit.   conf/data/my_digits.yaml"""
+
+    def __init__(self, first: int, n_samples: int, seq_len: int):
+        self.first, self.n_samples, self.seq_len = first, n_samples, seq_len
+
+    def __len__(self) -> int:
+        return self.n_samples
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        text = "".join(str(self.first + i + k) for k in range(self.seq_len + 1))
+        digits = torch.tensor([int(digit) for digit in text[: self.seq_len + 1]])
+        return digits[:-1], digits[1:]

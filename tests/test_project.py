@@ -1,0 +1,72 @@
+"""Yours: each of your parts once, then all of them together, on one device and on two."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from project.data import MyDigits
+from project.module import MyAccuracy
+from project.net import MyLSTM
+
+ROOT = Path(__file__).parents[1]
+MINE = ("model=my_lstm", "data=my_digits", "module=my_module", "callbacks=my_callback")
+
+
+def run(*options: str, cwd: Path) -> str:
+    """What `python train.py <options>` prints, on the CPU, with all output in `cwd`."""
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "trainer.accelerator=cpu",
+        f"run_dir={cwd}/run",
+    ]
+    done = subprocess.run(
+        [*command, *options], cwd=cwd, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_net_makes_logits_of_tokens_that_do_not_see_the_future():
+    net, tokens = MyLSTM(vocab_size=10, d_model=8), torch.randint(10, (2, 6))
+    logits = net(tokens)
+    assert logits.shape == (2, 6, 10)
+    tokens[:, 4:] = 0
+    assert torch.equal(net(tokens)[:, :4], logits[:, :4])
+
+
+def test_a_sample_counts_and_its_targets_are_the_tokens_that_come_next():
+    data = MyDigits(first=8, n_samples=3, seq_len=5)
+    tokens, targets = data[1]
+    assert len(data) == 3
+    assert tokens.tolist() == [9, 1, 0, 1, 1] and targets.tolist() == [1, 0, 1, 1, 1]
+
+
+def test_the_accuracy_counts_targets_among_the_likeliest_tokens():
+    logits, targets = torch.tensor([[3.0, 2.0, 1.0]] * 3), torch.tensor([0, 1, 2])
+    for k, right in ((1, 1 / 3), (2, 2 / 3)):
+        metric = MyAccuracy(k)
+        metric.update(logits, targets)
+        assert metric.compute() == pytest.approx(right)
+
+
+def test_every_part_goes_through_one_step(tmp_path):
+    run(*MINE, "trainer.fast_dev_run=true", cwd=tmp_path)
+
+
+def test_all_of_it_trains_on_two_ranks(tmp_path):
+    steps = ("trainer.max_steps=20", "trainer.log_every_n_steps=5", "logger=csv")
+    run(*MINE, *steps, "trainer.devices=2", "strategy=ddp", "optimizer.lr=1e-2", cwd=tmp_path)
+    metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
+    assert metrics["val/loss"] < 2.2  # below ln 10 = 2.303 of a guess
+    assert 0.1 < metrics["val/my_accuracy"] <= 1
+    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+        logged = {name for row in csv.DictReader(file) for name, value in row.items() if value}
+    assert {"train/entropy", "weights_norm"} <= logged
