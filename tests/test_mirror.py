@@ -90,7 +90,7 @@ def test_the_mirror_holds_what_the_run_folder_holds(train, tmp_path):
             assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
 
 
-def test_a_damaged_or_unfinished_copy_is_left_there(train, tmp_path):
+def test_a_damaged_or_unfinished_copy_is_not_taken_and_the_damaged_one_kept(train, tmp_path):
     mirror = tmp_path / "mirror"
     words = (*SAVES, f"checkpoint.mirror={mirror}")
     assert train(*words).code == 0
@@ -101,7 +101,8 @@ def test_a_damaged_or_unfinished_copy_is_left_there(train, tmp_path):
     again = train(*words, "ckpt_path=last", name="again")
     assert again.code == 0, again.err
     assert "from step 5" not in again.out and "from step 6" not in again.out
-    assert "is left there" in again.out
+    assert "kept as step-00000005.corrupt" in again.out
+    assert (mirror / "step-00000005.corrupt" / "state.ckpt").exists()
 
 
 def test_the_mirror_of_another_run_is_refused(train, tmp_path):

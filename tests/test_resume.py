@@ -9,6 +9,7 @@ import copy
 import json
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +21,7 @@ from gptrain.ranks.supervisor import note_start
 from gptrain.resilience.store import CheckpointStore
 
 RUN = "a" * 32
+LOCK = SimpleNamespace(run_id=RUN)
 
 
 @cache
@@ -53,7 +55,7 @@ def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointSt
 
 def refused(cfg, **options) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        find_checkpoint(cfg, RUN, options.pop("world_size", 1))
+        find_checkpoint(cfg, LOCK, options.pop("world_size", 1))
     return error.value
 
 
@@ -78,7 +80,7 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
     key = changed.partition("=")[0].replace("data.batch_size", "data.global_batch_size")
     assert problem.code == 2
     assert [one.key for one in problem.problems] == [key]
-    assert find_checkpoint(compose(changed, "ckpt_path=last", f"allow_changes=[{key}]"), RUN, 1)
+    assert find_checkpoint(compose(changed, "ckpt_path=last", f"allow_changes=[{key}]"), LOCK, 1)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +89,13 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
 )
 def test_what_does_not_change_the_run_may_change(compose, changed):
     save(compose(), 5)
-    assert find_checkpoint(compose(changed, "ckpt_path=last"), RUN, 1).name == "step-00000005"
+    assert find_checkpoint(compose(changed, "ckpt_path=last"), LOCK, 1).name == "step-00000005"
 
 
 def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
     cfg = compose("ckpt_path=last", "data.batch_size=16", "data.global_batch_size=32")
     save(compose(), 5)
-    assert find_checkpoint(cfg, RUN, world_size=2)
+    assert find_checkpoint(cfg, LOCK, world_size=2)
     assert refused(compose("ckpt_path=last"), world_size=2).problems[0].value == 64
 
 
@@ -113,7 +115,7 @@ def test_an_evaluation_needs_the_same_net_only(compose):
 
 def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, caplog):
     caplog.set_level("INFO")
-    assert find_checkpoint(compose("ckpt_path=last"), RUN, 1) is None
+    assert find_checkpoint(compose("ckpt_path=last"), LOCK, 1) is None
     assert "from the beginning" in caplog.text
 
 
@@ -125,13 +127,13 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose):
         and "saved at step 5" in str(problem)
         and "ckpt_path=last" in str(problem)
     )
-    assert find_checkpoint(compose("task=test"), RUN, 1) is None
+    assert find_checkpoint(compose("task=test"), LOCK, 1) is None
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):
     save(compose(), 5)
     with pytest.raises(ConfigError, match="of another run"):
-        find_checkpoint(compose("ckpt_path=last"), "b" * 32, 1)
+        find_checkpoint(compose("ckpt_path=last"), SimpleNamespace(run_id="b" * 32), 1)
 
 
 @pytest.mark.parametrize("mode, step", [("min", 5), ("max", 6)])
@@ -139,14 +141,14 @@ def test_the_best_is_told_by_the_monitor_and_its_mode(compose, mode, step):
     for saved, mine in ((5, 1.0), (6, 3.0), (7, 2.0)):
         save(compose(), saved, metrics={"mine": mine})
     cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")
-    assert find_checkpoint(cfg, RUN, 1).name == f"step-{step:08d}"
+    assert find_checkpoint(cfg, LOCK, 1).name == f"step-{step:08d}"
 
 
 @pytest.mark.parametrize("path", ["step-00000005", "step-00000005/state.ckpt"])
 def test_a_checkpoint_is_named_by_its_folder_or_a_file_of_it(compose, path):
     store = save(compose(), 5)
     cfg = compose(f"ckpt_path={store.folder}/{path}")
-    assert find_checkpoint(cfg, None, 1) == store.folder / "step-00000005"
+    assert find_checkpoint(cfg, LOCK, 1) == store.folder / "step-00000005"
 
 
 def test_a_cool_down_of_nothing_is_refused(compose):

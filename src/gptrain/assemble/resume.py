@@ -15,6 +15,7 @@ from gptrain.lengths import DECAY_FROM_HERE
 from gptrain.nets.weights import find_weights, named_source
 from gptrain.parallel.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
+from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME
@@ -38,19 +39,19 @@ INDIFFERENT = {
 # Which checkpoint
 
 
-def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Path | None:
+def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | None:
     """The folder that ckpt_path names, every byte of it verified; None for a fresh run.
 
     Call it in one process, under the run lock, before any rank starts.
 
     Args:
-        run_id: of the run folder; checkpoints of another run are not taken for its own.
+        lock: of the run folder; checkpoints of another run are not taken for its own.
     Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
         fresh run where one has been.
     """
-    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, run_id)
+    store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, lock.run_id)
     if cfg.task == "fit":
-        found = _find_start(cfg, store)
+        found = _find_start(cfg, store, lock)
     else:
         found = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if found is None:
@@ -67,7 +68,7 @@ def find_checkpoint(cfg: DictConfig, run_id: str | None, world_size: int) -> Pat
     return found.path
 
 
-def _find_start(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | Path | None:
+def _find_start(cfg: DictConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
     """What a training goes on from; None where it begins."""
     asked, cools_down = cfg.ckpt_path, cfg.scheduler._target_ == DECAY_FROM_HERE
     if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
@@ -75,8 +76,8 @@ def _find_start(cfg: DictConfig, store: CheckpointStore) -> Checkpoint | Path | 
         attempt = "ckpt_path=last to go on with it, or another run_dir"
         code = FOLDER_UNUSABLE
         raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=code)
-    if asked == "last" and cfg.checkpoint.mirror and not store.steps():
-        Mirror(cfg.checkpoint.mirror).restore(store)
+    if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
+        Mirror(url).join(store, lock, restore=asked == "last" and not store.steps())
     found, monitor = None, cfg.checkpoint.monitor
     with named_source("ckpt_path", asked):
         if asked == "last":

@@ -30,6 +30,7 @@ from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.finite import FiniteCheck
 from gptrain.lit.callbacks.guarded import Guarded
+from gptrain.lit.callbacks.mirror import Mirrored
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.step_log import StepLog
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
@@ -138,7 +139,10 @@ def build_callbacks(
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     compiles = cfg.model.compile != "none"
     guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
-    ours = (bar, guarded, checkpoints)
+    mirrored = None
+    if checkpoints and cfg.checkpoint.mirror:
+        mirrored = Mirrored(checkpoints.store, Mirror(cfg.checkpoint.mirror))
+    ours = (bar, guarded, checkpoints, mirrored)
     return [log, FiniteCheck(cfg.on_nonfinite), *theirs, *(part for part in ours if part)]
 
 
@@ -163,8 +167,7 @@ def build_checkpoints(
     )
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
-    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    return Checkpoints(store, facts, cfg.checkpoint, mirror, changed_options(cfg))
+    return Checkpoints(store, facts, cfg.checkpoint, changed_options(cfg))
 
 
 def build_report(

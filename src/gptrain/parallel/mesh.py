@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -88,6 +89,21 @@ def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float) -> T:
         return made
     store.wait(["rank 0 is ready"], timedelta(seconds=timeout_s))
     return make()
+
+
+def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
+    """Returns on all ranks once rank 0 has done what only it does; or is gone, or was too slow.
+
+    Call it once, at the end: whoever waits here has no collective that another rank might miss.
+    """
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if rank == 0:
+        finish()
+    if store is not None:
+        with suppress(RuntimeError):
+            if rank == 0:
+                store.set("rank 0 has finished", "1")
+            store.wait(["rank 0 has finished"], timedelta(seconds=timeout_s))
 
 
 def from_rank_0(value: T) -> T:

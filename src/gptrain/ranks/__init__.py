@@ -31,7 +31,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
 
     Args:
         train: (cfg, guard) -> metrics; runs in every rank, with plain values.
-        find_checkpoint: (cfg, run_id, world_size) -> folder of the verified checkpoint to go on
+        find_checkpoint: (cfg, lock, world_size) -> folder of the verified checkpoint to go on
             from, or None; called by the one process that holds the run folder, before any rank
             starts, and again before a restart.
 
@@ -51,7 +51,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
             return run_rank(train, cfg, stop)
         with _held_folder(cfg, again) as lock:
             start_log()
-            find = partial(find_checkpoint, cfg, lock.run_id, machine.world_size)
+            find = partial(find_checkpoint, cfg, lock, machine.world_size)
             prepare_start(cfg, find, again)
             forget_old_starts(cfg.run_dir)
             keep_config(cfg)
@@ -91,22 +91,12 @@ def keep_config(cfg: DictConfig) -> None:
 @contextmanager
 def _held_folder(cfg: DictConfig, again: bool) -> Iterator[RunLock]:
     """The run folder, held; it is free again when the process ends, however that ends."""
-    mirrored = ""
-    if (url := cfg.checkpoint.mirror) and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
-        from gptrain.resilience.mirror import Mirror
-
-        mirrored = Mirror(url).run_id()  # maybe all that is left of the run
-    lock = RunLock(cfg.run_dir, mirrored if cfg.ckpt_path == "last" else "")
+    lock = RunLock(cfg.run_dir)
     try:
         lock.acquire(LOST_HOST_S if again else NAMED_AFTER_S)
     except (RunFolderHeld, OSError) as error:
         raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
     try:
-        if mirrored not in ("", lock.run_id):
-            attempt = "ckpt_path=last in a new run_dir to go on with that"
-            raise ConfigError.of(
-                "checkpoint.mirror", url, "holds another run", attempt=attempt, code=FOLDER_UNUSABLE
-            )
         yield lock
     finally:
         lock.release()

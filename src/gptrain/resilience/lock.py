@@ -48,17 +48,14 @@ class UnsafeFolder(OSError):
 class RunLock:
     """The right to write into a run folder; hold it as long as anything of the run lives.
 
-    Args:
-        run_id: of a run that goes on in a new folder; "": its first holder draws one.
-
     Attributes:
         run_id: identity of the run in this folder: drawn by its first holder, kept by all later
             ones. Checkpoints carry it, so one that was copied in from elsewhere is recognised.
     """
 
-    def __init__(self, run_dir: str | Path, run_id: str = "") -> None:
+    def __init__(self, run_dir: str | Path) -> None:
         self.run_dir = Path(run_dir)
-        self.run_id = run_id
+        self.run_id = ""
         self._descriptor: int | None = None
 
     def acquire(self, wait_s: float = NAMED_AFTER_S) -> "RunLock":
@@ -76,13 +73,16 @@ class RunLock:
         _held.add(self._descriptor)
         try:
             self._lock(time.monotonic() + wait_s)
-            known = read_holder(self.run_dir).get("run_id") or self.run_id
-            self.run_id = known or uuid.uuid4().hex
-            self._write_holder()
+            self.adopt(read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex)
         except BaseException:
             self.release()
             raise
         return self
+
+    def adopt(self, run_id: str) -> None:
+        """Makes this the folder of another run, all of which is elsewhere; or of its first."""
+        self.run_id = run_id
+        self._write_holder()
 
     def release(self) -> None:
         """Gives the folder back; harmless when it is not held, or held by this process's parent."""

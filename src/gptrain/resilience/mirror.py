@@ -7,6 +7,8 @@
 An object store has no rename. So a copy's manifest is written last, and removed first where a step
 is saved again: a folder without one is no checkpoint. What comes back is verified, and of a folder
 there only the files come that its manifest names: keys of a store may have any ".." in them.
+Removed are only steps that the store has passed and pruned: a run that goes on from an old image of
+its disk leaves what is newer, until it gets there itself.
 """
 
 from __future__ import annotations
@@ -19,8 +21,17 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from gptrain.problems import BAD_DATA, DONE, ConfigError, Problem, code_of, first_line
+from gptrain.problems import (
+    BAD_DATA,
+    DONE,
+    FOLDER_UNUSABLE,
+    ConfigError,
+    Problem,
+    code_of,
+    first_line,
+)
 from gptrain.resilience import fileops, manifest
+from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
 from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import read_bytes
@@ -43,6 +54,29 @@ class Mirror:
         self._thread = ThreadPoolExecutor(1, "mirror")
         self._last: Future | None = None
 
+    def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
+        """Makes sure that it is the mirror of the folder's run.
+
+        Args:
+            restore: the store is empty: the folder becomes that of the run that is in the mirror.
+
+        Raises: ConfigError where it holds another run, or no checkpoint that is whole.
+        """
+        try:
+            run_id = self._run_id()
+            if restore:
+                if run_id:
+                    lock.adopt(run_id)
+                    store.run_id = run_id
+                self.restore(store)
+        except OSError as error:
+            about = "checkpoint.mirror", self.url, first_line(error)
+            raise ConfigError.of(*about, code=code_of(error)) from error
+        if run_id not in ("", lock.run_id):
+            attempt = "ckpt_path=last in a new run_dir to go on with that"
+            about = "checkpoint.mirror", self.url, "holds another run"
+            raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
+
     def update(self, store: CheckpointStore) -> None:
         """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
         if self._last is not None:
@@ -54,28 +88,15 @@ class Mirror:
         if self._last is not None:
             self._last.result()
 
-    def run_id(self) -> str:
-        """Of the run whose checkpoints are there, "" where there are none.
-
-        Raises: ConfigError where nothing can be read there.
-        """
-        try:
-            for name in self._names():
-                with suppress(FileNotFoundError, DamagedCheckpoint):  # never finished
-                    return manifest.parse(self._manifest(name), Path(name))["run_id"]
-        except OSError as error:
-            about = "checkpoint.mirror", self.url, first_line(error)
-            raise ConfigError.of(*about, code=code_of(error)) from error
-        return ""
-
     def restore(self, store: CheckpointStore) -> None:
-        """Brings every checkpoint that is whole back into the store.
+        """Brings every checkpoint that is whole back into the store; sets damaged ones aside.
 
         Raises: OSError; ConfigError where there are some, and none is whole: a person must decide.
         """
         store.folder.mkdir(exist_ok=True)
         damaged = False
-        for name in self._names():
+        for step in self._steps():
+            name = folder_name(step)
             draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
             try:
                 self._get(name, draft)
@@ -83,8 +104,10 @@ class Mirror:
             except FileNotFoundError:  # never finished, or half removed
                 continue
             except DamagedCheckpoint as error:
-                _log.warning("warning: %s/%s is left there: %s", self.url, name, error)
-                damaged = True
+                damaged, path, aside = True, f"{self.root}/{name}", f"{name}.corrupt"
+                with suppress(OSError):  # read-only: nothing is removed there either
+                    self.files.mv(path, f"{self.root}/{aside}", recursive=True)
+                _log.warning("warning: %s/%s: %s; kept as %s", self.url, name, error.reason, aside)
                 continue
             os.rename(draft, store.folder / name)
             fileops.sync_folder(store.folder)
@@ -93,13 +116,14 @@ class Mirror:
             raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=BAD_DATA)
 
     def _copy(self, store: CheckpointStore) -> None:
-        kept = [folder_name(step) for step in store.steps()]
         try:
-            for name in kept:
+            for step in reversed(store.steps()):
                 with suppress(FileNotFoundError, DamagedCheckpoint):  # pruned meanwhile
-                    self._put(store.folder / name)
-            for name in set(self._names()) - set(kept):
-                self.files.rm(f"{self.root}/{name}", recursive=True)
+                    self._put(store.folder / folder_name(step))
+            kept = store.steps()
+            for step in self._steps():
+                if kept and step < kept[-1] and step not in kept:
+                    self.files.rm(f"{self.root}/{folder_name(step)}", recursive=True)
         except Exception as error:  # of a package that we do not know; the run itself is well
             wrong = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
             _log.warning("%s", Problem("checkpoint.mirror", self.url, wrong, code=DONE).line)
@@ -127,14 +151,23 @@ class Mirror:
             self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
         fileops.write_whole(draft / MANIFEST_NAME, text)
 
+    def _run_id(self) -> str:
+        """Of the run whose checkpoints are there, "" where there are none."""
+        for step in self._steps():
+            name = folder_name(step)
+            with suppress(FileNotFoundError, DamagedCheckpoint):  # never finished
+                return manifest.parse(self._manifest(name), Path(name))["run_id"]
+        return ""
+
     def _manifest(self, name: str) -> bytes:
         """The text of a copy's manifest. Raises: FileNotFoundError; OSError."""
         return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}", end=manifest.MAX_BYTES)
 
-    def _names(self) -> list[str]:
-        """Folders of steps that are there, complete or not, the newest first."""
+    def _steps(self) -> list[int]:
+        """Steps that are there, complete or not, the newest first."""
         self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             names = (Path(path).name for path in self.files.ls(self.root, detail=False))
-            return sorted(filter(manifest.STEP_NAME.fullmatch, names), reverse=True)
+            found = map(manifest.STEP_NAME.fullmatch, names)
+            return sorted((int(name[1]) for name in found if name), reverse=True)
         return []

@@ -34,6 +34,7 @@ class Preempted(BaseException):
     def __init__(self, step: int | None = None) -> None:
         what = "there was nothing to save" if step is None else f"saved at step {step}"
         super().__init__(f"asked to stop: {what}")
+        self.step = step
 
 
 class NonFinite(Exception):

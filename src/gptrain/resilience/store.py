@@ -31,6 +31,9 @@ class CheckpointStore:
         run_id: written into every manifest; a checkpoint of another run is refused. None takes
             checkpoints of any run and cannot write.
         progress: a heartbeat's `beat`: called bare while bytes are written or verified.
+
+    Attributes:
+        on_commit: called with the folder of each new checkpoint, on rank 0.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class CheckpointStore:
         progress: Callable[..., None] | None = None,
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
+        self.on_commit: Callable[[Path], object] = lambda path: None
         self._unfinished: tuple[Draft, dict] | None = None  # in the background, and its manifest
 
     # Saving
@@ -109,6 +113,8 @@ class CheckpointStore:
         with draft.same_answer():
             if draft.rank == 0:
                 self._commit(draft.path, about, files_of_ranks)
+        if draft.rank == 0:
+            self.on_commit(self.folder / folder_name(about["step"]))
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises NoSpace unless the folder's file system has that many bytes left."""

@@ -17,7 +17,6 @@ from gptrain.lit.callbacks.resume import (
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import ends_step, is_validated, loops_after
 from gptrain.problems import DONE, Problem
-from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.rng import capture
 from gptrain.resilience.store import CheckpointStore
 
@@ -39,7 +38,6 @@ class Checkpoints(Checkpoint):
         options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
             ones besides the best by `monitor` and `mode`; background, of a large save only the copy
             in memory stops the training.
-        mirror: to which each checkpoint is copied, too.
         changed: options of the optimizer that a resume is allowed to change, and does.
 
     Attributes:
@@ -53,11 +51,9 @@ class Checkpoints(Checkpoint):
         store: CheckpointStore,
         identity: dict[str, Any],
         options: Any,
-        mirror: Mirror | None = None,
         changed: tuple[str, ...] = (),
     ):
         self.store, self.identity, self.options = store, identity, options
-        self.mirror = mirror
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
@@ -135,7 +131,6 @@ class Checkpoints(Checkpoint):
         if trainer.global_step > self.saved[0]:
             self.save(trainer)
         self._finish(trainer)
-        self._wait_for_mirror()
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         if self._loaded is not None:  # no step was left: what the run had come to is its result
@@ -176,8 +171,6 @@ class Checkpoints(Checkpoint):
         self._metrics = None
         if not self.store.is_unfinished:
             self._tidy(trainer)
-        if self.stopping:
-            self._wait_for_mirror()
 
     def ranking(self) -> list[Path]:
         """The checkpoints with the monitored metric, the best first."""
@@ -199,17 +192,9 @@ class Checkpoints(Checkpoint):
             self.store.progress(phase="save", allow_s=WRITING_S)
 
     def _tidy(self, trainer: Trainer) -> None:
-        """Removes old checkpoints, and has the mirror follow."""
+        """Removes old checkpoints."""
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
-            if self.mirror is not None:
-                self.mirror.update(self.store)
-
-    def _wait_for_mirror(self) -> None:
-        if self.mirror is not None:
-            if self.store.progress:
-                self.store.progress(phase="mirror", allow_s=WRITING_S)
-            self.mirror.wait()
 
     def _is_due(self, trainer: Trainer) -> bool:
         """Whether a step is saved also where it is not validated."""
