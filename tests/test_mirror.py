@@ -2,15 +2,19 @@
 
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import refused
+from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback
 
 import gptrain
 from gptrain.problems import BAD_DATA, ConfigError
+from gptrain.ranks import supervisor
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.store import CheckpointStore
 
@@ -114,9 +118,8 @@ def test_the_mirror_of_another_run_is_refused(train, tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("mirror/**/*")}
 
 
-def save(store: CheckpointStore, content: bytes) -> None:
-    """A checkpoint of step 1."""
-    with store.writing(1) as draft, draft.open("state.ckpt") as file:
+def save(store: CheckpointStore, content: bytes, step: int = 1) -> None:
+    with store.writing(step) as draft, draft.open("state.ckpt") as file:
         file.write(content)
 
 
@@ -189,6 +192,53 @@ def test_a_mirror_that_fails_on_the_way_is_a_warning(train, tmp_path):
     assert run.code == 0, run.err
     assert "warning: checkpoint.mirror=" in run.out and "own checkpoints are whole" in run.out
     assert len(names(run.folder / "checkpoints")) >= 2
+
+
+class StopsOneRank(Callback):
+    """Asks the last rank alone to stop, and makes every copy slow."""
+
+    def __init__(self, step: int, seconds: float):
+        self.step, self.seconds = step, seconds
+
+    def on_train_start(self, trainer, module):
+        put_file = LocalFileSystem.put_file
+
+        def put_file_slowly(*arguments, **options):
+            time.sleep(self.seconds)
+            put_file(*arguments, **options)
+
+        LocalFileSystem.put_file = put_file_slowly
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
+    train, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
+    words = (*SAVES, "trainer.devices=2", f"checkpoint.mirror={tmp_path}/mirror")
+    slow = "{_target_: tests.test_mirror.StopsOneRank, step: 3, seconds: 2}"
+    run = train(*words, f"+callbacks.slow={slow}")
+    assert run.code == 75, run.err
+    newest = CheckpointStore(run.folder / "checkpoints").newest()
+    assert CheckpointStore(tmp_path / "mirror").newest_good().path.name == newest.name
+    again = train(*words, "ckpt_path=last", name="again")
+    assert again.code == 0 and f"from step {int(newest.name[5:])}" in again.out
+
+
+def test_an_older_store_leaves_newer_copies_until_it_gets_there(tmp_path):
+    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+    for step in (1, 4):
+        save(store, b"whole", step)
+    copy(store, mirror)
+    shutil.rmtree(tmp_path / "run" / "step-00000004")
+    for step, there in ((2, {1, 2, 4}), (3, {2, 3, 4}), (5, {3, 5})):
+        save(store, b"again", step)
+        store.prune(2)
+        copy(store, mirror)
+        assert names(tmp_path / "mirror") == {f"step-{one:08d}" for one in there}
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_at_the_start(train, tmp_path):

@@ -29,7 +29,7 @@ from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back
 from gptrain.resilience.status import clear_status, read_status, result_path
-from gptrain.resilience.watchdog import StallWatch
+from gptrain.resilience.watchdog import StallWatch, read_lives
 from gptrain.small_files import UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ START_METHOD = "spawn"  # forked children of a process with threads and a GPU ar
 POLL_S = 0.2  # heartbeats are read so often, maybe over a network
 GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
+SAVING = ("save", "mirror")  # phases of a heartbeat
 WORTH_A_RESTART = (FAILED, HUNG)
 RESTARTS_NAME = ".restarts"
 FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
@@ -156,7 +157,7 @@ def plain_hydra() -> DictConfig:
 def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
     """Returns when all ranks have ended, or when those left have had their time."""
     stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
-    forwarded, deadline_s, alive = False, None, True
+    forwarded, deadline_s, code, alive = False, None, None, True
     while alive:  # and once more after that: how the last ones ended
         if alive := [rank.sentinel for rank in ranks if rank.is_alive()]:
             wait(alive, POLL_S)
@@ -165,7 +166,9 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
             for rank in ranks:
                 rank.terminate()  # SIGTERM: to a rank it is the same request
         if deadline_s is not None:
-            if time.monotonic() > deadline_s:
+            # Who was asked to stop may still save, and copy that elsewhere.
+            saves = code == PREEMPTED and any(life.phase in SAVING for life in read_lives(beats))
+            if time.monotonic() > deadline_s and not saves:
                 return
             continue
         failed = next((index for index, rank in enumerate(ranks) if rank.exitcode), None)
