@@ -132,17 +132,18 @@ def test_a_checkpoint_is_evaluated_to_the_loss_that_the_run_logged(train, task, 
     assert again.metrics[metric] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
 
 
-def test_an_evaluation_in_the_folder_of_a_run_leaves_its_record_alone(train):
+def test_an_evaluation_in_the_folder_of_a_run_is_refused_and_its_records_are_left_alone(train):
     run = train("logger=csv", "optimizer.lr=5e-4")
-    records = [run.folder / ".hydra" / "overrides.yaml", run.folder / "result.json"]
-    before = [path.read_text() for path in records]
-    again = train("logger=csv", "task=validate", "ckpt_path=best")
-    assert again.code == 0, again.err
-    assert [path.read_text() for path in records] == before
-    measured = json.loads((run.folder / "result-validate.json").read_text())["metrics"]["val/loss"]
-    assert measured == pytest.approx(run.metrics["val/loss"], rel=1e-6)
-    assert (run.folder / ".hydra" / "validate" / "overrides.yaml").exists()
-    rows = (run.folder / "metrics.csv").read_text().splitlines()
+    names = (".hydra/overrides.yaml", "result.json", "status.json", "metrics.csv")
+    before = [(run.folder / name).read_text() for name in names]
+    for words in (("task=validate",), ("task=test", "ckpt_path=best")):
+        again = train("logger=csv", *words)
+        assert again.code == 73
+        assert f"holds a trained run; try: from_run={run.folder}" in again.err
+    assert [(run.folder / name).read_text() for name in names] == before
+    other = train(f"from_run={run.folder}", "logger=csv", "task=validate", name="other")
+    assert other.metrics["val/loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
+    rows = (other.folder / "metrics.csv").read_text().splitlines()
     assert {row.partition(",")[0] for row in rows[1:]} == {"4"}  # the step that was evaluated
 
 

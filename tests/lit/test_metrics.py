@@ -70,8 +70,9 @@ def test_a_metric_may_be_monitored_and_the_best_be_the_highest(fit):
     state = run.state(best)["state_dict"]
     loaded = gptrain.load(run.folder).state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
-    again = fit(*words, "task=validate", "ckpt_path=best")
-    measured = json.loads((again.folder / "result-validate.json").read_text())["metrics"]
+    again = fit(*words, "task=validate", f"ckpt_path={run.folder}/checkpoints/step-{best:08d}",
+                name="again")  # fmt: skip
+    measured = json.loads((again.folder / "result.json").read_text())["metrics"]
     assert measured["val/top5"] == values[best - 1]
 
 

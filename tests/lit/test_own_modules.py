@@ -56,7 +56,7 @@ def test_one_may_override_the_loss_and_smooth_labels(fit):
     words = ("module.loss.label_smoothing=0.1",)
     smooth, own = fit(*words, name="smooth"), fit(*words, f"{MODULES}.OwnLoss", name="own")
     assert own.column("train/loss")[0] == pytest.approx(2 * smooth.column("train/loss")[0])
-    fit(f"{MODULES}.OwnLoss", *words, "task=validate", "ckpt_path=last", name="own")
+    fit(f"from_run={own.folder}", "allowed_targets=[tests]", "task=validate", name="checked")
 
 
 # Two ranks

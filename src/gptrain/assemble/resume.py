@@ -47,12 +47,16 @@ def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | N
     Args:
         lock: of the run folder; checkpoints of another run are not taken for its own.
     Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
-        fresh run where one has been.
+        fresh run, or an evaluation, where one has been.
     """
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, lock.run_id)
     if cfg.task == "fit":
         found = _find_start(cfg, store, lock)
     else:
+        if store.folder.is_dir():
+            wrong, attempt = "holds a trained run", f"from_run={cfg.run_dir} in another run_dir"
+            about = "run_dir", cfg.run_dir, wrong
+            raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
         found = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if found is None:
         return None

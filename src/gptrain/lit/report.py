@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.step_log import STEP, StepLog
 from gptrain.lit.planned import Planned
-from gptrain.resilience.status import result_path, write_result
+from gptrain.resilience.status import RESULT_NAME, write_result
 
 log = logging.getLogger(__name__)
 PROFILE_LINES = 16  # of a profiler's table, in the log
@@ -66,7 +66,7 @@ class Report:
         steps_log, is_fit = find_callback(trainer, StepLog), trainer.state.fn == "fit"
         checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
-        path = result_path(self.run_dir, self.hyper_parameters["task"])
+        path = Path(self.run_dir) / RESULT_NAME
         measured = trainer.ckpt_path or "the weights that it began with"
         ended = {"reason": f"{trainer.state.fn.value} done", "detail": f"of {measured}"}
         ended = steps_log.ended or ended

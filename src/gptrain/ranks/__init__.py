@@ -21,7 +21,6 @@ from gptrain.ranks.process import this_process
 from gptrain.resilience import fileops
 from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock
 from gptrain.resilience.signals import StopFlag
-from gptrain.resilience.status import is_guest
 
 __all__ = ["run", "settle"]
 
@@ -76,13 +75,10 @@ def settle(cfg: DictConfig) -> DictConfig:
 def keep_config(cfg: DictConfig) -> None:
     """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
 
-    So a start that is refused leaves the record of the run that lives there alone, and so does an
-    evaluation in the folder of a run that was trained: its own lies in .hydra/<task>.
+    So a start that is refused leaves the record of the run that lives there alone.
     """
     folder, hydra = Path(cfg.run_dir) / ".hydra", HydraConfig.instance().cfg
-    if is_guest(cfg.run_dir, cfg.task):
-        folder /= cfg.task
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     records = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())

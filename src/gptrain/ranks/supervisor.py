@@ -28,7 +28,7 @@ from gptrain.ranks.rank import Ending, newest_checkpoint, rank_process, report_e
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back
-from gptrain.resilience.status import clear_status, read_status, result_path
+from gptrain.resilience.status import RESULT_NAME, clear_status, read_status
 from gptrain.resilience.watchdog import StallWatch, read_lives
 from gptrain.small_files import UnreadableFile, read_json
 
@@ -62,7 +62,7 @@ def supervise(
     if code != DONE:
         raise JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
     try:
-        return read_json(result_path(cfg.run_dir, cfg.task))["metrics"]
+        return read_json(Path(cfg.run_dir) / RESULT_NAME)["metrics"]
     except FileNotFoundError:
         return {}
 

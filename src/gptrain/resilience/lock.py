@@ -21,7 +21,7 @@ from gptrain.small_files import UnreadableFile, open_regular, read_json
 LOCK_NAME = ".lock"
 # What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
 _FILES = (LOCK_NAME, "train.log")
-_FOLDERS = (".hydra", ".hydra/validate", ".hydra/test", ".beats")
+_FOLDERS = (".hydra", ".beats")
 # One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
 _RECORD_BYTES = 512
 NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left

@@ -7,7 +7,6 @@ every value that is not a tensor. `SafeFileSystemReader` closes both.
 """
 
 import io
-import os
 import pickle
 import re
 import struct
@@ -31,8 +30,6 @@ from gptrain.problems import first_line
 from gptrain.resilience.manifest import DamagedCheckpoint, is_file_name
 from gptrain.small_files import open_regular, read_bytes
 
-# torch's weights-only unpickler is Python and reads about 1 MB/s; a tensor takes 200 bytes of it.
-MAX_PICKLE_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 2**27  # `.metadata`: about 200 bytes for each shard of each tensor
 # Exactly what torch 2.11 to 2.13 write into .metadata: data classes, sizes and names of dtypes.
 _METADATA_NAMES = {
@@ -152,23 +149,9 @@ class _PlainValues:
 
 
 def _load(file: IO[bytes], mapped: str | Path | None = None) -> Any:
-    """Its content, after its pickles were found small.
-
-    Args:
-        mapped: where it lies, if its tensors shall be left there.   Raises: any of _GARBAGE.
-    """
-    is_archive = zipfile.is_zipfile(file)
-    if is_archive:
-        members = zipfile.ZipFile(file).infolist()
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-            raise ValueError("a compressed archive, which torch.save does not write")
-        n_bytes = sum(member.file_size for member in members if "/data/" not in member.filename)
-    else:
-        n_bytes = file.seek(0, os.SEEK_END)
-    if n_bytes > MAX_PICKLE_BYTES:
-        raise ValueError(f"its pickle has {n_bytes} bytes: at most {MAX_PICKLE_BYTES} are read")
+    """Its content; mapped: where it lies, if its tensors shall be left there."""
+    mmap = mapped is not None and zipfile.is_zipfile(file)
     file.seek(0)
-    mmap = is_archive and mapped is not None
     with warnings.catch_warnings():  # about pickles not made by torch.save: those end in an error
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         return torch.load(mapped if mmap else file, "cpu", weights_only=True, mmap=mmap)

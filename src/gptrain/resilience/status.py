@@ -104,16 +104,6 @@ def clear_status(run_dir: str | Path) -> None:
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
-def is_guest(run_dir: str | Path, task: str) -> bool:
-    """Whether a job evaluates in the folder of a trained run, whose records it leaves alone."""
-    return task != "fit" and (Path(run_dir) / CHECKPOINTS_NAME).is_dir()
-
-
-def result_path(run_dir: str | Path, task: str) -> Path:
-    """Where a result lies: result.json, or result-<task>.json beside that of a trained run."""
-    return Path(run_dir) / (f"result-{task}.json" if is_guest(run_dir, task) else RESULT_NAME)
-
-
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
     """The result of a run that is done; a metric that is not finite becomes null.
 
