@@ -29,7 +29,7 @@ PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothi
     "gptrain.lit.strategies.data_parallel",
     "gptrain.lit.strategies.partitioned",
     "gptrain.lit.strategies.pipeline",
-    "gptrain.resilience.sharded",
+    "gptrain.resilience.safe_load",
     "hydra._internal.utils",
     "pytest",
     "torch._dynamo",  # of every optimizer

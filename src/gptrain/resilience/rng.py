@@ -14,23 +14,9 @@ import torch
 
 def capture() -> dict[str, Any]:
     """State of Python's, NumPy's, torch's CPU and the current device's generator."""
-    version, numbers, gauss_next = random.getstate()
-    name, keys, position, has_gauss, gauss = numpy.random.get_state()
-    state: dict[str, Any] = {
-        "python": {
-            "version": version,
-            "numbers": torch.tensor(numbers, dtype=torch.int64),
-            "gauss_next": gauss_next,
-        },
-        "numpy": {
-            "name": str(name),
-            "keys": torch.from_numpy(keys.astype(numpy.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(gauss),
-        },
-        "torch": torch.get_rng_state(),
-    }
+    numbers = numpy.random.get_state(legacy=False)
+    numbers["state"]["key"] = numbers["state"]["key"].tolist()
+    state = {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state()}
     if device := _device_in_use():
         state[device] = torch.get_device_module(device).get_rng_state()
     return state
@@ -38,19 +24,15 @@ def capture() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Put a captured state back, of the generators that this process has."""
-    for name, saved in state.items():
-        if name == "python":
-            numbers = tuple(saved["numbers"].tolist())
-            random.setstate((saved["version"], numbers, saved["gauss_next"]))
-        elif name == "torch":
-            torch.set_rng_state(saved)
-        elif name == "numpy":
-            keys = saved["keys"].numpy().astype(numpy.uint32)
-            numpy.random.set_state(
-                (saved["name"], keys, saved["position"], saved["has_gauss"], saved["gauss"])
-            )
-        elif name == _device_in_use():
-            torch.get_device_module(name).set_rng_state(saved)
+    setters = {
+        "python": random.setstate,
+        "numpy": numpy.random.set_state,
+        "torch": torch.set_rng_state,
+    }
+    if device := _device_in_use():
+        setters[device] = torch.get_device_module(device).set_rng_state
+    for name in setters.keys() & state.keys():
+        setters[name](state[name])
 
 
 def _device_in_use() -> str | None:

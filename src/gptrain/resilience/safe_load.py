@@ -1,4 +1,8 @@
-"""Loading a file somebody else may have written: tensors and plain values, never code.
+"""torch's files: loaded without running code, whoever wrote them; and shards written into a draft.
+
+    with store.writing(step, kind="sharded", rank=rank, gather=gather) as draft:
+        dcp.save(state, storage_writer=ShardWriter(draft))
+    dcp.load(state, storage_reader=SafeFileSystemReader(store.newest_good().path))
 
 A pickle names functions and calls them; whoever unpickles it freely runs them. torch.load with
 `weights_only=True` refuses names it does not know, and this is the only way of loading used here.
@@ -7,18 +11,26 @@ every value that is not a tensor. `SafeFileSystemReader` closes both.
 """
 
 import io
+import os
 import pickle
 import re
 import struct
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+)
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     StorageMeta,
@@ -27,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from gptrain.problems import first_line
+from gptrain.resilience.draft import Draft
 from gptrain.resilience.manifest import DamagedCheckpoint, is_file_name
 from gptrain.small_files import open_regular, read_bytes
 
@@ -62,12 +75,8 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
     Args:
         mmap: leave the tensors in the file until they are used: halves the peak memory where they
             are copied to a device. They die with the file: not for a state that trains on the CPU.
-    Raises: UnsafeCheckpoint, DamagedCheckpoint, FileNotFoundError; ValueError for a remote path.
+    Raises: UnsafeCheckpoint, DamagedCheckpoint, FileNotFoundError.
     """
-    if "://" in str(path):
-        raise ValueError(
-            f"{path}: remote checkpoints are off; download, check the hash, pass a local path"
-        )
     with one_line_refusals(path), open_regular(path) as file:
         return _load(file, path if mmap else None)
 
@@ -120,6 +129,27 @@ class SafeFileSystemReader(FileSystemReader):
             return super().read_data(plan, _PlainValues(planner))
 
 
+class ShardWriter(FileSystemWriter):
+    """Writes through `Draft.open`: hashed, synced and counted like every file of a save.
+
+    The draft keeps a file's error for the end of the save, so that no rank leaves the collectives
+    of torch.distributed.checkpoint alone.
+    """
+
+    def __init__(self, draft: Draft) -> None:
+        # Nothing is copied ahead: what is, _OverlappingCpuLoader of the writer's module leaves
+        # page-locked until the file is closed, a second copy of the whole state on the host.
+        super().__init__(
+            draft.path,
+            sync_files=False,  # the draft's files sync themselves
+            per_thread_copy_ahead=0,
+        )
+        self.fs = _DraftFolder(draft)
+
+    def storage_meta(self) -> None:
+        """Nothing: it would hold the draft's path, which is gone after the save."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -155,3 +185,23 @@ def _load(file: IO[bytes], mapped: str | Path | None = None) -> Any:
     with warnings.catch_warnings():  # about pickles not made by torch.save: those end in an error
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         return torch.load(mapped if mmap else file, "cpu", weights_only=True, mmap=mmap)
+
+
+class _DraftFolder(FileSystem):
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def create_stream(
+        self, path: str | os.PathLike, mode: str
+    ) -> AbstractContextManager[IO[bytes]]:
+        # The index comes as .metadata.tmp, to be renamed: a draft needs no second layer of it.
+        return self._draft.open(Path(path).name.removesuffix(".tmp"))
+
+    def mkdir(self, path: str | os.PathLike) -> None:
+        """The draft has its folder."""
+
+    def exists(self, path: str | os.PathLike) -> bool:
+        return False
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        """Written under its final name already."""

@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -105,26 +104,13 @@ def die_with_parent(parent_pid: int) -> None:
 def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
     """A data worker leaves when its rank ends it or dies, not when a signal reaches the group.
 
-    For DataLoader's worker_init_fn. SIGINT and SIGUSR1 are ignored. SIGTERM counts only from the
-    parent, which ends its workers that way: who sent it is seen where it is waited for (Linux).
-    A worker that outlived its rank would keep the rank's connections open, and the other ranks
-    waiting.
+    For DataLoader's worker_init_fn. A worker that outlived its rank would keep the rank's
+    connections open, and the other ranks waiting.
 
     Args:
         parent_pid: the rank, read before it started the worker: read here, it may be the process
             that adopted an orphan. DataLoader's own check of its parent has that gap.
     """
     die_with_parent(parent_pid)
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if not hasattr(signal, "sigwaitinfo"):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_leave_when_told, args=(parent_pid,), daemon=True).start()
-
-
-def _leave_when_told(parent_pid: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent_pid:
-        pass
-    os._exit(0)

@@ -91,7 +91,7 @@ class NamedStates:
         if self._writes_shards:
             import torch.distributed.checkpoint as dcp
 
-            from gptrain.resilience.sharded import ShardWriter
+            from gptrain.resilience.safe_load import ShardWriter
 
             parameters, optimizer = self.saved_parameters(), self.optimizers[0]
             shards = states.sharded_state(self.net, parameters, optimizer, self.stages)
