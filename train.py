@@ -8,6 +8,7 @@ python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    four runs, one after anoth
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -36,4 +37,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    config.main(main, usage=__doc__)
+    config.main(main, conf=Path(__file__).parent / "conf", usage=__doc__)

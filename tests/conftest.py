@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["GPTRAIN_CONF"] = str(Path(__file__).parents[1] / "conf")  # wherever a test goes
 
 import pytest
 from composed_once import compose_once
@@ -114,7 +115,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def find_gone() -> list[str]:
     """Strategies and rooms that this project has taken out; see gptrain.adopt."""
-    strategies = [name for name in STRATEGIES if not (ROOT / f"conf/strategy/{name}.yaml").exists()]
+    strategies = [
+        name
+        for name in STRATEGIES
+        if not (ROOT / f"src/gptrain/conf/strategy/{name}.yaml").exists()
+    ]
     rooms = [
         room
         for room in ("bench", "collectives", "export", "generate")

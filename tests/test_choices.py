@@ -11,11 +11,11 @@ from gptrain.assemble.parts import build_datasets
 from gptrain.config import compose_command
 from tests.conftest import ROOT
 
-CONF = ROOT / "conf"
+CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
 REQUIRED = {"tokens": ("data.train_path=train.bin", "data.val_path=val.bin")}
 CHOICES = [
     (path.parent.name, path.stem)
-    for path in sorted(CONF.glob("*/*.yaml"))
+    for path in sorted(path for conf in CONFS for path in conf.glob("*/*.yaml"))
     if path.parent.name != "local"
 ]
 

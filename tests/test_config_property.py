@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra.errors import MissingConfigException
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +15,6 @@ from gptrain.config import compose_command
 from gptrain.config.compose import plain
 from gptrain.config.values import walk
 from tests.command_line import answer
-from tests.conftest import ROOT
 
 VALID = [
     ["model=gpt_nano"],
@@ -25,9 +22,8 @@ VALID = [
     ["model=gpt_nano", "strategy=fsdp", "trainer.devices=2"],
     ["experiment=quickstart", "scheduler=warmup_stable_decay"],
     ["model=gpt_nano", "checkpoint=every_n_steps", "trainer.max_steps=10"],
+    ["model=gpt_nano", "strategy=pipeline", "trainer.devices=2", "data.batch_size=4"],
 ]
-if (ROOT / "conf" / "strategy" / "pipeline.yaml").exists():  # a part that comes off
-    VALID.append(["model=gpt_nano", "strategy=pipeline", "trainer.devices=2", "data.batch_size=4"])
 CODES = {0, 2, 65, 66, 73}
 numbers = st.one_of(
     st.integers(-3, 40).map(str),
@@ -48,8 +44,7 @@ def keys() -> list[str]:
     """Of all these commands."""
     found = set()
     for command in VALID:
-        with suppress(MissingConfigException):  # its part of the template was taken out
-            found |= {key for key, _ in walk(plain(compose_command(command))) if key}
+        found |= {key for key, _ in walk(plain(compose_command(command))) if key}
     return sorted(found)
 
 

@@ -20,6 +20,7 @@ from gptrain.config.schema import Run
 from gptrain.problems import JobFailed, Problem
 from tests.command_line import refused
 from tests.conftest import TINY
+from tests.test_choices import CONFS
 
 ROOT = Path(__file__).parents[1]
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
@@ -75,7 +76,7 @@ def test_help_fits_one_screen_and_names_every_choice(capsys):
     assert run_command(never, ["--help"], usage="python train.py") == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 50
-    for file in (ROOT / "conf").glob("*/*.yaml"):
+    for file in [file for conf in CONFS for file in conf.glob("*/*.yaml")]:
         assert file.stem in text, file
 
 

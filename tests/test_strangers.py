@@ -240,7 +240,7 @@ def test_code_that_came_with_a_run_into_the_checkout_is_not_ours(world, old, tra
     from gptrain.config import trust
 
     plant(world / "old")
-    monkeypatch.setattr(trust, "PROJECT", world)
+    monkeypatch.setattr(trust, "find_project", lambda: world)
     assert trust.is_own("old") and not trust.is_own("old", world / "old")
     assert train(old(["model._target_=old.evil.Net"]), tiny=False).code == 2
     refused(lambda: gptrain.load(config(world / "old", CONFIGS["own"])))
@@ -308,7 +308,7 @@ def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, cap
         "_target_: own_nets.Net\nvocab_size: 256\nwidth: 4\n"
     )
     if home == "checkout":
-        monkeypatch.setattr(trust, "PROJECT", world)
+        monkeypatch.setattr(trust, "find_project", lambda: world)
     allowed = ["own_nets"] if home == "elsewhere" else []
     typed = ["--config-dir", "conf", *(f"allowed_targets=[{name}]" for name in allowed)]
     small = ["model=own_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",

@@ -6,7 +6,6 @@ import pytest
 import yaml
 
 from gptrain.config import trust
-from gptrain.config.compose import PROJECT
 from gptrain.config.from_run import expand
 from gptrain.problems import ConfigError, Problem
 
@@ -160,7 +159,3 @@ def test_an_unreadable_record_is_refused_and_not_trained_as_the_default(stranger
     with pytest.raises(ConfigError) as caught:
         stranger(text)
     assert caught.value.code == 65
-
-
-def test_ones_own_files_are_in_this_checkout():
-    assert (PROJECT / "train.py").exists()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import ROOT
+from tests.test_choices import CONFS
 
-YAML = [path for path in sorted((ROOT / "conf").glob("*/*.yaml")) if path.parent.name != "local"]
+FOUND = sorted(path for conf in CONFS for path in conf.glob("*/*.yaml"))
+YAML = [path for path in FOUND if path.parent.name != "local"]
 
 
 @pytest.mark.parametrize("path", YAML, ids=lambda path: f"{path.parent.name}/{path.stem}")

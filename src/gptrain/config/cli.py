@@ -20,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from gptrain import home
 from gptrain.config.check import check_config
-from gptrain.config.compose import CONF, compose_and_explain, compose_config, open_hydra, parse
+from gptrain.config.compose import compose_and_explain, compose_config, open_hydra, parse
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
@@ -49,7 +50,11 @@ Job = Callable[[DictConfig], "float | None"]
 
 
 def main(
-    job: Job, schema: type[Run] = Run, defaults: Mapping[str, Any] | None = None, usage: str = ""
+    job: Job,
+    schema: type[Run] = Run,
+    defaults: Mapping[str, Any] | None = None,
+    usage: str = "",
+    conf: str | Path | None = None,
 ) -> NoReturn:
     """Runs `job` under Hydra, once or once per job of a sweep, and exits with its code.
 
@@ -59,8 +64,10 @@ def main(
     Args:
         schema: of the run; a command's own keys are in a class that inherits from it.
         defaults: of those keys.   usage: with which --help begins.
+        conf: the project's folder of yaml; None: that of the project in which the command is typed.
     """
     calm_threads()
+    home.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
     if code == BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
@@ -137,7 +144,9 @@ def check(
 
 
 def check_environment() -> None:
-    """Raises: ConfigError where a launcher has set variables that are no numbers."""
+    """Raises: ConfigError where variables name no folder, or those of a launcher are no numbers."""
+    if (conf := home.find_conf()) and not conf.is_dir():
+        raise ConfigError.of(home.VARIABLE, conf, "no such folder")
     try:
         this_process(), count_nodes("auto")
     except (ValueError, KeyError) as error:
@@ -195,17 +204,21 @@ def compose_command(overrides: list[str]) -> DictConfig:
 
 def help_text(usage: str) -> str:
     """What to type, every choice of every group, and where the keys are."""
-    choices = ""
-    for group in sorted({file.parent for file in Path(CONF).glob("*/*.yaml")}):
-        names = " ".join(sorted(file.stem for file in group.glob("*.yaml")))
-        choices += f"  {group.name:17}{names}\n"
+    choices: dict[str, set[str]] = {}
+    for conf in filter(None, (home.find_conf(), home.LIBRARY / "conf")):
+        for file in conf.glob("*/*.yaml"):
+            choices.setdefault(file.parent.name, set()).add(file.stem)
+    lines = (f"  {group:17}{' '.join(sorted(names))}" for group, names in sorted(choices.items()))
+    text = "\n".join(lines)
     return f"""{usage.strip()}
 
-{choices}  hydra/launcher   basic submitit_local submitit_slurm
+{text}
+  hydra/launcher   basic submitit_local submitit_slurm
 
   --cfg job        shows the composed config         -m           runs a sweep
   debug=true       shows tracebacks
-  conf/            every key with its default, of the types in src/gptrain/config/schema.py"""
+  conf/            your choices and values; those of the library, with every key's default and
+                   type, are in conf/ and config/schema.py of {home.LIBRARY}"""
 
 
 def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) -> int:
@@ -217,6 +230,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
         node = HydraConfig.get()
         try:
             if sweep:
+                home.enter()  # it may be a process of another machine
                 begin_job(node)
                 take_gpus(cfg.trainer.devices)
                 _tell(check(cfg, schema, folder=node.runtime.output_dir))

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gptrain import home
 from gptrain.config.values import unknown_choice, unknown_key, walk
 from gptrain.problems import Problem, first_line
 from gptrain.ranks.process import run_stamp
 
-PROJECT = Path(__file__).resolve().parents[3]
-CONF = str(PROJECT / "conf")
 LONGEST_NAME = 80  # of a job's folder
 # What Hydra raises on words that it cannot use; not all of it is wrapped.
 REFUSALS = (
@@ -32,9 +32,11 @@ REFUSALS = (
 )  # fmt: skip
 
 
-def default_output_dir() -> str:
-    """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever the command is typed."""
-    return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(PROJECT / "outputs")
+class LibraryChoices(SearchPathPlugin):
+    """Where Hydra looks for a choice that the project's conf/ does not have."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="gptrain", path="pkg://gptrain.conf")
 
 
 def job_folder(number: int, varied: str) -> str:
@@ -112,12 +114,14 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def open_hydra() -> Iterator[Any]:
-    """Hydra's own object on conf/, with the resolvers that are used there."""
+    """Hydra's own object on the project's conf/, or the library's alone, with their resolvers."""
     # Kept in the config, so that a job of a sweep in another process has this one's time, too.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    for resolver in (default_output_dir, job_folder, plus):
+    for resolver in (home.default_output_dir, job_folder, plus):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-    with initialize_config_dir(CONF, job_name="train", version_base="1.3"):
+    Plugins.instance().register(LibraryChoices)
+    conf = str(home.find_conf() or home.LIBRARY / "conf")
+    with initialize_config_dir(conf, job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 
 

@@ -2,7 +2,7 @@
 
 One's own yaml is code, and is not judged here. What lies in a run folder (from_run, gptrain.load,
 export, init_from) is data: a `_target_` in it may only name a class of the kind that its group
-holds, which comes from this checkout, torch or Lightning, or from a package that the user allows
+holds, which comes from this project, torch or Lightning, or from a package that the user allows
 now; it says nowhere where to write; and its values are plain, or refer to one other key each.
 """
 
@@ -17,9 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gptrain.config.compose import PROJECT, default_output_dir
 from gptrain.config.suggest import nearest
 from gptrain.config.values import walk
+from gptrain.home import default_output_dir, find_project
 from gptrain.problems import Problem, first_line, show
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
@@ -129,25 +129,29 @@ def wrong_kind(found: Any, group: str) -> str | None:
 
 
 def is_own(package: str, run_dir: Path | None = None) -> bool:
-    """Whether a top-level package is code of this checkout, not its outputs or its libraries.
+    """Whether a top-level package is this library or code of the project, not of its outputs.
 
     Args:
-        run_dir: a stranger's run, which may lie in the checkout: code around or in it is not ours.
+        run_dir: a stranger's run, which may lie in the project: code around or in it is not ours.
     """
+    project = find_project()
+    if package == "gptrain" or project is None:
+        return package == "gptrain"
+    project = project.resolve()
     try:
         spec = None if package in sys.stdlib_module_names else find_spec(package)
     except (ImportError, ValueError):
         return False
     found = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
     places = [Path(place).resolve() for place in found if place]
-    theirs = [PROJECT / "outputs", Path(default_output_dir()).resolve()]
+    theirs = [project / "outputs", Path(default_output_dir()).resolve()]
     theirs += [] if run_dir is None else [Path(run_dir).expanduser().resolve()]
     return bool(places) and all(
-        place.is_relative_to(PROJECT)
+        place.is_relative_to(project)
         and not any(
             place.is_relative_to(folder) or folder.is_relative_to(place) for folder in theirs
         )
-        and not re.search(r"/(\.|site-packages/)", str(place)[len(str(PROJECT)) :])
+        and not re.search(r"/(\.|site-packages/)", str(place)[len(str(project)) :])
         for place in places
     )
 

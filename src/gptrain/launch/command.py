@@ -33,9 +33,10 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from gptrain import config
-from gptrain.config.compose import PROJECT, parse
+from gptrain.config.compose import parse
 from gptrain.config.kinds import Count, LocalPath, described, integer
 from gptrain.config.schema import Closed, Run
+from gptrain.home import find_project
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.ranks.process import run_stamp
 
@@ -123,7 +124,9 @@ def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
 
 def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> str:
     """The text that sbatch takes; several jobs make an array."""
-    command = shlex.join([sys.executable, str(PROJECT / "train.py"), *words])
+    if (project := find_project()) is None:
+        raise ConfigError.of("", None, "no project here, a folder with train.py and conf/")
+    command = shlex.join([sys.executable, str(project / "train.py"), *words])
     file, task, cases = "%j", "$SLURM_JOB_ID", None
     if jobs != [[]]:
         file, task = "%A_%a", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 
+from gptrain.home import LIBRARY, find_project
 from gptrain.ranks.devices import Machine
 
 PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
@@ -30,7 +31,7 @@ def describe_run(machine: Machine) -> dict[str, object]:
     return {
         "command": shlex.join(["python", *sys.argv]),
         "overrides": list(HydraConfig.get().overrides.task) if is_typed else [],
-        "git": read_git(Path(__file__).parent),
+        "git": read_git(find_project() or LIBRARY),
         "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
         "host": socket.gethostname(),
         "devices": f"{machine.world_size} x {device}",

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from gptrain import runs as package
+from gptrain.home import default_output_dir
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser, code_of, printable
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.table import aligned, differing, names, ranked, same, text_table
 
-OUTPUTS = Path(__file__).parents[3] / "outputs"
 AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
 EACH_ITS_OWN = {"overrides", "command", "started"}
 
@@ -23,7 +23,8 @@ def main() -> NoReturn:
     """The command line."""
     head = {"description": package.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
-    parser.add_argument("folders", nargs="*", type=Path, default=[OUTPUTS], help="or above them")
+    outputs = Path(default_output_dir())
+    parser.add_argument("folders", nargs="*", type=Path, default=[outputs], help="or above them")
     parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="a list, the best run first")

@@ -1,0 +1,48 @@
+"""The project that a command works for: its conf/, and beside it train.py, src/ and outputs/.
+
+The library does not know where it lies. train.py says which conf/ is its own; a command of the
+library looks for a project from the working directory upwards, unless GPTRAIN_CONF names its conf/.
+Outside of any project there are the library's own choices alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "GPTRAIN_CONF"
+LIBRARY = Path(__file__).parent  # of which this file is a part, wherever it is installed
+
+
+def enter(conf: str | Path | None = None) -> None:
+    """From here on, in the processes started from here too, this conf/ is the project's.
+
+    Classes of the project's src/ can be imported then, installed or not.
+    """
+    if conf is not None:
+        os.environ[VARIABLE] = os.path.abspath(conf)
+    project = find_project()
+    if project and str(project / "src") not in sys.path:
+        sys.path.append(str(project / "src"))
+
+
+def find_conf() -> Path | None:
+    """The project's conf/, absolute; None outside of any project."""
+    if named := os.environ.get(VARIABLE):
+        return Path(named).absolute()
+    here = Path.cwd()
+    folders = (folder for folder in (here, *here.parents) if (folder / "train.py").is_file())
+    return next((conf for folder in folders if (conf := folder / "conf").is_dir()), None)
+
+
+def find_project() -> Path | None:
+    """The folder around the project's conf/; None outside of any project."""
+    conf = find_conf()
+    return conf and conf.parent
+
+
+def default_output_dir() -> str:
+    """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever in it the command is typed."""
+    project = find_project() or Path.cwd()
+    return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(project / "outputs")
