@@ -307,6 +307,9 @@ def test_a_file_larger_than_the_limit_of_the_process_is_the_same_error(store):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert failed.value.errno == errno.EFBIG
     assert os.listdir(store.folder) == ["step-00000001"]
+    assert str(failed.value).endswith("earlier checkpoints are intact")
+    shutil.rmtree(store.folder)
+    assert str(failed.value).endswith("the folder is gone")
 
 
 def test_too_little_space_is_found_out_before_anything_is_written(store):

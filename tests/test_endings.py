@@ -35,7 +35,7 @@ def unusable(number):
         (DamagedCheckpoint("step-1", "state.ckpt is missing"), 65, "data"),
         (UnsafeCheckpoint("step-1", "contains os.system"), 65, "data"),
         (NoGoodCheckpoint("checkpoints", []), 65, "data"),
-        (NoSpace("checkpoints", 10, 5), 73, "disk"),
+        (NoSpace("checkpoints", 10, 5), 74, "disk"),
         (SaveFailed(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
         (SaveFailed(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
         (unusable(errno.ENOSPC), 74, "disk"),

@@ -1,5 +1,6 @@
 """One run, one folder: the lock against real processes."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -7,9 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from gptrain.problems import ConfigError
+from gptrain.ranks import _held_folder
 from gptrain.resilience.lock import RunFolderHeld, RunLock, UnsafeFolder, read_holder
 
 FORK = multiprocessing.get_context("fork")
@@ -161,8 +165,26 @@ def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path
     assert {pid for answer, pid in answers if answer == "refused"} == set(holders)
 
 
+@pytest.mark.parametrize("number, code", [(errno.ENOSPC, 74), (errno.EACCES, 73)])
+def test_a_disk_that_refuses_the_lock_is_one_line_with_its_code(
+    tmp_path, monkeypatch, number, code
+):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(ConfigError) as refused, _held_folder(job(tmp_path), again=False):
+        pass
+    assert refused.value.code == code
+    assert str(refused.value) == f"error: run_dir={tmp_path}: {os.strerror(number)}"
+
+
+def job(run_dir):
+    return SimpleNamespace(run_dir=str(run_dir))
+
+
 def test_a_job_that_is_started_again_waits_for_the_lock_of_its_lost_host(holder, tmp_path):
     timer = threading.Timer(1.5, holder.kill)
     timer.start()
-    RunLock(tmp_path).acquire(wait_s=30).release()
-    timer.join()
+    with _held_folder(job(tmp_path), again=True):
+        timer.join()

@@ -163,6 +163,22 @@ def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
     assert flag.signal == "SIGTERM"
 
 
+def test_a_signal_just_after_the_question_ends_the_wait_too(tmp_path):
+    class AskedJustBefore(StopFlag):
+        def __bool__(self):
+            before = super().__bool__()
+            os.kill(os.getpid(), signal.SIGTERM)
+            return before
+
+    with (
+        AskedJustBefore() as flag,
+        Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
+        pytest.raises(Preempted),
+        guard.nothing_to_save(),
+    ):
+        pytest.fail("would tokenize for hours")
+
+
 def test_a_library_on_the_way_cannot_make_another_error_of_it(tmp_path):
     with (
         StopFlag() as flag,

@@ -139,6 +139,16 @@ def test_a_second_srun_in_an_allocation_has_a_folder_and_a_port_of_its_own(task)
     assert run_stamp() == "slurm-40015.2" and os.environ["MASTER_PORT"] == "22009"
 
 
+def test_a_restart_of_torchrun_on_one_node_has_a_name_of_its_own(monkeypatch):
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    names = set()
+    for count in ("0", "1", "2"):
+        for name, value in {**torchrun, "TORCHELASTIC_RESTART_COUNT": count}.items():
+            monkeypatch.setenv(name, value)
+        names.add(attempt())
+    assert len(names) == 3
+
+
 def test_agents_of_several_nodes_name_a_start_alike_whatever_each_has_counted(monkeypatch):
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "40001"}
     for name, value in torchrun.items():

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import stat
 
 import pytest
 
@@ -94,6 +95,19 @@ def test_a_status_of_somebody_elses_is_none(tmp_path, text):
 def test_an_unwritable_folder_is_an_error_and_not_a_lost_status(tmp_path):
     with pytest.raises(OSError):
         write_status(tmp_path / "missing", cause="done", exit_code=0)
+
+
+def test_a_new_name_is_on_the_disk_before_a_file_counts_as_replaced(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+
+    def note_fsync(descriptor):
+        done.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", lambda *paths: (done.append("rename"), rename(*paths)))
+    write_result(tmp_path / "result.json", {})
+    assert done == ["file", "rename", "folder"]
 
 
 def test_a_result_is_plain_json_also_when_a_metric_is_not_finite(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -16,8 +18,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
+from gptrain.resilience import watchdog
+from tests.conftest import ROOT
 
 
 def test_a_run_prints_five_lines_at_the_start_and_three_at_the_end(train):
@@ -184,6 +189,34 @@ def test_a_sanity_check_leaves_no_trace_in_what_is_saved_and_logged(train):
     assert "\n0," not in (checked.folder / "metrics.csv").read_text()
 
 
+def test_a_rank_that_fails_before_it_begins_has_a_code_and_a_status(train, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(watchdog, "Heartbeat", refuse)
+    run = train()
+    assert run.code == 74 and run.err.startswith("error: OSError: "), run.err
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["cause"], status["rank"]) == ("disk", 0)
+
+
+def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_folder(
+    train, tmp_path
+):
+    (tmp_path / "conf" / "scheduler").mkdir(parents=True)
+    shutil.copy(ROOT / "conf/scheduler/constant.yaml", tmp_path / "conf/scheduler/mine.yaml")
+    bar = "+callbacks.bar={_target_: lightning.pytorch.callbacks.TQDMProgressBar}"
+    old = train(bar, "seed=7", "trainer.max_steps=1", name="old")
+    words = (f"from_run={old.folder}", "~callbacks.bar", "scheduler=mine", "model.dropout=0.1")
+    run = train("--config-dir", f"{tmp_path}/conf", *words, tiny=False)
+    assert run.code == 0, run.err
+    shutil.rmtree(old.folder)
+    resume = json.loads((run.folder / "status.json").read_text())["resume"]
+    cfg = compose_command(shlex.split(resume)[2:])
+    assert (cfg.seed, cfg.model.dropout, cfg.from_run, cfg.ckpt_path) == (7, 0.1, None, "last")
+    assert "bar" not in cfg.callbacks and cfg.run_dir == str(run.folder)
+
+
 def test_a_run_that_failed_says_why_in_its_status(train):
     run = train("optimizer.lr=1e30", "trainer.gradient_clip_val=null", "trainer.max_steps=20")
     assert run.code == 79
@@ -191,8 +224,8 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", 79, 0)
     step = re.search(r"the loss of rank 0 at step (\d+) is not finite", run.err).group(1)
     assert status["step"] == int(step) > 0
-    assert status["resume"].endswith(f"run_dir={run.folder} ckpt_path=last")
-    again = train("trainer.max_steps=1")  # nothing was saved: from the beginning
+    assert status["resume"].endswith(f"run_dir={run.folder}")  # nothing was saved
+    again = train("trainer.max_steps=1")
     status = json.loads((again.folder / "status.json").read_text())
     assert (status["cause"], status["exit_code"]) == ("done", 0)
     assert "samples" in run.err

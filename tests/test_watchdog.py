@@ -204,14 +204,35 @@ def test_the_supervisor_waits_as_long_as_the_launchers_option_says(
     assert waits == [(tmp_path, timeout_s)]
 
 
-def test_ranks_that_are_killed_all_at_once_are_reported(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code, cause", [(-9, "killed"), (1, "error")])
+def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code, cause):
+    """Killed all at once, or ended by Python before they could report anything."""
     ends = []
     monkeypatch.setattr(supervisor, "report_ending", lambda cfg, *ending, **_: ends.append(ending))
-    options = {"launcher": {"timeout_s": 7.0}}
-    rank = SimpleNamespace(is_alive=lambda: False, exitcode=-9, pid=1)
-    supervisor.watch(OmegaConf.create(options), [rank, rank], StopFlag(), tmp_path)
+    cfg = OmegaConf.create({"launcher": {"timeout_s": 7.0}, "run_dir": str(tmp_path)})
+    ranks = 2 * [SimpleNamespace(is_alive=lambda: False, exitcode=code, pid=1)]
+    supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
     ((ending, which),) = ends
-    assert (ending.cause, which) == ("killed", 0)
+    assert (ending.cause, ending.code, which) == (cause, 70, 0)
+    assert supervisor.job_code(cfg, ranks) == 70
+
+
+def test_the_code_of_a_job_is_that_of_the_first_rank_that_failed(tmp_path):
+    write_status(tmp_path, cause="nonfinite", exit_code=79, rank=1)
+    ranks = [SimpleNamespace(exitcode=code) for code in (70, 79)]
+    assert supervisor.job_code(OmegaConf.create({"run_dir": str(tmp_path)}), ranks) == 79
+
+
+def test_a_call_that_was_announced_as_long_is_no_stall_from_outside_either(tmp_path):
+    compiling, silent = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    compiling.beat(allow_s=60.0)
+    watch = StallWatch(tmp_path, timeout_s=0.1, stopped_s=0.3)
+
+    def look():
+        compiling.tick(), silent.tick()
+        return watch.stalled()
+
+    assert [stall.rank for stall in wait_until(look, seconds=30)] == [1]
 
 
 def test_the_rank_furthest_behind_comes_first(tmp_path):

@@ -12,9 +12,11 @@
 #SBATCH --time=<slurm.time>
 #SBATCH --signal=USR1@<slurm.save_s>
 #SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=<log>
+#SBATCH --output=/dev/null
 <cases>
+# By ourselves: slurmd would not make the folder of --output, and the job would end without a word.
+log="<log>"
+mkdir -p "${log%/*}" && exec >>"$log" 2>&1 || exit 73
 # srun does not read --cpus-per-task from above since 22.05. No --kill-on-bad-exit: it makes 137 of
 # the 75 of a run that has saved. Ranks that hang end by themselves, long before --wait.
 srun --cpus-per-task=<cpus> --wait=300 <command> "run_dir='<folder>'"

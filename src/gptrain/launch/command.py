@@ -127,9 +127,9 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
     if (project := find_project()) is None:
         raise ConfigError.of("", None, "no project here, a folder with train.py and conf/")
     command = shlex.join([sys.executable, str(project / "train.py"), *words])
-    file, task, cases = "%j", "$SLURM_JOB_ID", None
+    task, cases = "$SLURM_JOB_ID", None
     if jobs != [[]]:
-        file, task = "%A_%a", "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+        task = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
         lines = [f"  {n}) job=({shlex.join(job)}) ;;" for n, job in enumerate(jobs)]
         cases = "\n".join(["", "case $SLURM_ARRAY_TASK_ID in", *lines, "esac"])
         command += ' "${job[@]}"'
@@ -139,7 +139,7 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
         "array": f"0-{len(jobs) - 1}" if cases else None,
         "gpus": None if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices,
         "cpus": cfg.slurm.cpus_per_task or 1 + cfg.data.num_workers,
-        "log": shlex.quote(run_folder(cfg, file) + ".log"),
+        "log": run_folder(cfg, task) + ".log",
         "cases": cases,
         "command": command,
         "folder": cfg.run_dir if is_typed and not cases else run_folder(cfg, task),
@@ -156,14 +156,12 @@ def submit(cfg: DictConfig, script: str) -> str:
     """Hands a script to sbatch; what to type next. Raises: ConfigError."""
     if not shutil.which("sbatch"):
         raise ConfigError.of("--submit", None, "no sbatch on this machine")
-    log = run_folder(cfg, "")
-    Path(log).parent.mkdir(parents=True, exist_ok=True)
     sbatch = ["sbatch", "--parsable"]
     done = subprocess.run(sbatch, input=script, text=True, capture_output=True)
     if done.returncode:
         raise ConfigError.of("--submit", None, " ".join(done.stderr.split()))
     job = done.stdout.strip().partition(";")[0]  # behind it the cluster, where there are several
-    return f"job       {job}\nlog       {log}{job}*.log\ncancel    scancel {job}\n"
+    return f"job       {job}\nlog       {run_folder(cfg, job)}*.log\ncancel    scancel {job}\n"
 
 
 def train_job(cfg: DictConfig, words: list[str]) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.problems import FOLDER_UNUSABLE, ConfigError
+from gptrain.problems import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.ranks.process import this_process
 from gptrain.resilience import fileops
-from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock
+from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock, UnsafeFolder
 from gptrain.resilience.signals import StopFlag
 
 __all__ = ["run", "settle"]
@@ -90,8 +90,11 @@ def _held_folder(cfg: DictConfig, again: bool) -> Iterator[RunLock]:
     lock = RunLock(cfg.run_dir)
     try:
         lock.acquire(LOST_HOST_S if again else NAMED_AFTER_S)
-    except (RunFolderHeld, OSError) as error:
+    except (RunFolderHeld, UnsafeFolder) as error:
         raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
+    except OSError as error:
+        wrong, code = error.strerror or str(error), code_of(error)
+        raise ConfigError.of("run_dir", cfg.run_dir, wrong, code=code) from error
     try:
         yield lock
     finally:

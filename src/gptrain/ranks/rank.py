@@ -79,10 +79,10 @@ def classify(error: BaseException, doing: str = "") -> Ending:
             return Ending(error.code, "config", str(error))
         case DataError() | DamagedCheckpoint() | NoGoodCheckpoint():
             return Ending(problems.BAD_DATA, "data", f"error: {said}")
-        case NoSpace():
-            return Ending(problems.FOLDER_UNUSABLE, "disk", f"error: {said}")
-        case SaveFailed():
-            return Ending(code_of(error), "disk", f"error: {said}", rank=error.rank)
+        case NoSpace() | SaveFailed():
+            return Ending(
+                code_of(error), "disk", f"error: {said}", rank=getattr(error, "rank", None)
+            )
         case OSError() if error.errno in problems.DISK:
             return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
         case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
@@ -111,29 +111,29 @@ def run_rank(
 
     Raises: JobFailed, with the exit code; but a process that a launcher started ends here.
     """
-    rank = this_process().rank
-    guard = Guard(
-        cfg.run_dir,
-        attempt_folder(cfg.run_dir),
-        stop,
-        rank=rank,
-        timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
-        parent_pid=parent_pid,
-        about=partial(way_on, cfg),
-    )
+    rank, guard = this_process().rank, None
     try:
+        guard = Guard(
+            cfg.run_dir,
+            attempt_folder(cfg.run_dir),
+            stop,
+            rank=rank,
+            timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
+            parent_pid=parent_pid,
+            about=partial(way_on, cfg),
+        )
         with guard:
             guard.leave_if_asked()
             guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
             set_rendezvous(cfg.run_dir)
             metrics = train(cfg, guard)
     except BaseException as error:  # whatever ends a rank must end the job, with a line about it
-        ending = classify(error, guard.doing)
+        ending = classify(error, guard.doing if guard else "")
         if ending.cause == "memory":
             ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
             time.sleep(PEERS_REPORT_S)
-        report_ending(cfg, ending, rank, guard.heartbeat.step)
+        report_ending(cfg, ending, rank, guard.heartbeat.step if guard else None)
         if this_process().is_rank:
             leave(ending.code)
         raise JobFailed(ending.code, ending.line) from error
@@ -238,12 +238,22 @@ def way_on(cfg: DictConfig) -> dict[str, object]:
 
 
 def resume_command(cfg: DictConfig) -> str:
-    """What to type to go on with this run from its newest good checkpoint."""
-    mine = ("run_dir=", "ckpt_path=", "init_from=")
-    typed = [word for word in HydraConfig.get().overrides.task if not word.startswith(mine)]
-    is_plain = re.fullmatch(r"[A-Za-z0-9/_.:-]+", cfg.run_dir)
-    folder = cfg.run_dir if is_plain else problems.quoted(cfg.run_dir)
-    return shlex.join(["python", sys.argv[0], *typed, f"run_dir={folder}", "ckpt_path=last"])
+    """What to type to go on with this run from its newest checkpoint; without one, from its start.
+
+    Of `from_run` all that counts has been typed by now, and is the checkpoint of an evaluation.
+    """
+    typed, own = HydraConfig.get().overrides, {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
+    mine = ["run_dir=", "ckpt_path=", "from_run="]
+    if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
+        own["ckpt_path"] = "last"
+        mine.append("init_from=")
+    words = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
+    words += [word for word in typed.task if not word.startswith(tuple(mine))]
+    for key, value in own.items():
+        if value is not None:
+            is_plain = re.fullmatch(r"[A-Za-z0-9/_.:-]+", value)
+            words.append(f"{key}={value if is_plain else problems.quoted(value)}")
+    return shlex.join(["python", sys.argv[0], *words])
 
 
 def ways_to_save_memory(cfg: DictConfig) -> str:

@@ -147,7 +147,7 @@ def plain_hydra() -> DictConfig:
     """What a rank needs of Hydra's node: its log, what was typed, and what of it varies."""
     hydra = HydraConfig.get()
     logs = OmegaConf.to_container(hydra.job_logging, resolve=True)
-    typed = {"task": list(hydra.overrides.task)}
+    typed = {"task": list(hydra.overrides.task), "hydra": list(hydra.overrides.hydra)}
     job = {"config": OmegaConf.to_container(hydra.job.config)}
     return OmegaConf.create(
         {"job": job, "job_logging": logs, "verbose": hydra.verbose, "overrides": typed}
@@ -178,9 +178,13 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
             if code == PREEMPTED:
                 stop.set("a rank")  # asked alone, and left before the ranks could talk
             elif code < 0:
-                why = f"by signal {-code}" + (", maybe for want of memory" if code == -9 else "")
-                line = f"error: rank {failed} (process {ranks[failed].pid}) was killed {why}"
+                why = f"killed by signal {-code}"
+                why += ", maybe for want of memory" if code == -9 else ""
+                line = f"error: rank {failed} (process {ranks[failed].pid}) was {why}"
                 report_ending(cfg, Ending(FAILED, "killed", line), failed, replace=True)
+            elif read_status(cfg.run_dir) is None:  # before it could, so Python has said why
+                line = f"error: rank {failed} ended with code {code} before it could begin"
+                report_ending(cfg, Ending(FAILED, "error", line), failed)
         elif alive and (stalled := stalls.stalled()):
             deadline_s = time.monotonic() + LINGER_S
             stall = stalled[0]
@@ -194,4 +198,4 @@ def job_code(cfg: DictConfig, ranks: list[BaseProcess]) -> int:
     if not any(codes):
         return DONE
     told = (read_status(cfg.run_dir) or {}).get("exit_code")
-    return told or next((code for code in codes if code > 0), FAILED)
+    return told or next((code for code in codes if code > 1), FAILED)  # 1 is Python's own

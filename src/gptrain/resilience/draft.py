@@ -42,7 +42,8 @@ class SaveFailed(OSError):
         name = errno.errorcode.get(self.errno, self.errno)
         return (
             f"{self.path}: cannot save: {self.strerror} ({name}) on rank {self.rank}; "
-            f"needs {self.needed} bytes, {self.free} bytes free; earlier checkpoints are intact"
+            f"needs {self.needed} bytes, {self.free} bytes free; "
+            + ("earlier checkpoints are intact" if self.path.is_dir() else "the folder is gone")
         )
 
 

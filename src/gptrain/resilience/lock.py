@@ -41,7 +41,7 @@ class RunFolderHeld(Exception):
         )
 
 
-class UnsafeFolder(OSError):
+class UnsafeFolder(Exception):
     """A run folder in which a name of ours is a link, or no file (folder) where a run makes one."""
 
 

@@ -220,9 +220,9 @@ class Guard:
 
         Raises: Preempted.
         """
-        self.leave_if_asked()
-        self.stop.error = Preempted()
+        self.stop.error = Preempted()  # before the question, between which a signal may come
         try:
+            self.leave_if_asked()
             yield
         finally:
             self.stop.error = None
