@@ -204,7 +204,9 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
     train, tmp_path
 ):
     (tmp_path / "conf" / "scheduler").mkdir(parents=True)
-    shutil.copy(ROOT / "conf/scheduler/constant.yaml", tmp_path / "conf/scheduler/mine.yaml")
+    shutil.copy(
+        ROOT / "src/gptrain/conf/scheduler/constant.yaml", tmp_path / "conf/scheduler/mine.yaml"
+    )
     bar = "+callbacks.bar={_target_: lightning.pytorch.callbacks.TQDMProgressBar}"
     old = train(bar, "seed=7", "trainer.max_steps=1", name="old")
     words = (f"from_run={old.folder}", "~callbacks.bar", "scheduler=mine", "model.dropout=0.1")
