@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gptrain.lit import LanguageModel, perf
-from gptrain.lit.callbacks import finite
 from gptrain.lit.loggers import CSVLogger
 from gptrain.lit.strategies import partitioned
 
@@ -98,16 +95,6 @@ def test_a_step_reads_the_norm_of_its_gradients_and_no_logger_is_called(watched)
     assert max(seen.largest for seen in steps) < TOKENS * V  # logits never exist at once
 
 
-def test_where_the_flag_is_read_a_step_later_nothing_is_read_of_the_step_itself(
-    watched, monkeypatch
-):
-    """What resolve_pending() reads was copied to the host a step ago: left out here."""
-    monkeypatch.setattr(finite, "is_read_later", lambda norm, opt: opt.defaults["fused"])
-    forget = lambda check: setattr(check, "_pending", None)  # noqa: E731
-    monkeypatch.setattr(finite.FiniteCheck, "resolve_pending", forget)
-    assert [seen.reads for seen in between(watched())] == [0] * (N_STEPS - len(LOGGED))
-
-
 def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
     """By a clock that moves 1 s in a micro-step and 100 s in an evaluated batch or a save."""
     clock = SimpleNamespace(now_s=0.0)
@@ -153,31 +140,18 @@ def test_a_partitioned_module_is_walked_through_once_and_not_at_each_step(train,
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])
-def test_a_profile_tells_the_parts_of_a_step(train, profiler):
-    run = train("trainer.max_steps=5", f"profiler={profiler}", "trainer.accumulate_grad_batches=2")
-    assert run.code == 0, run.err
-    table = (run.folder / "fit-profile.txt").read_text()
-    words = {"simple": ("SingleDevice.training_step", "SingleDevice.backward")}
-    for part in words.get(profiler, (*STEP_PARTS, "ProfilerStep")):
-        assert part in table
-    assert "\n".join(table.expandtabs(2).splitlines()[:10]) in run.out
-    (line,) = (line for line in run.out.splitlines() if line.startswith("next "))
-    assert str(run.folder / "fit-profile.txt") in line
-
-
-STEP_PARTS = ("forward", "backward", "clip", "Optimizer.step#AdamW.step", "aten::_fused_adamw_")
-
-
-def test_a_trace_holds_whole_steps_of_every_rank_with_what_they_send(train):
-    run = train("trainer.max_steps=6", "profiler=torch", "profiler.n_steps=3", "trainer.devices=2")
+def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
+    run = train(
+        "trainer.max_steps=6",
+        f"profiler={profiler}",
+        "trainer.devices=2",
+        "trainer.limit_val_batches=0",
+    )
     assert run.code == 0, run.err
     for rank in (0, 1):
-        with gzip.open(run.folder / f"fit-profile-{rank}.json.gz") as file:
-            events = json.load(file)["traceEvents"]
-        count = Counter(event.get("name") for event in events if event.get("ph") == "X")
-        assert sorted(name for name in count if name.startswith("ProfilerStep")) == [
-            "ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4",
-        ]  # fmt: skip
-        assert [count[part] for part in STEP_PARTS] == [3, 3, 3, 3, 6]  # two groups: decay, none
-        assert count["gloo:all_reduce"] >= 3
-    assert str(run.folder / "fit-profile-0.json.gz") in run.out
+        (table,) = run.folder.glob(f"fit-profile-{rank}.txt")
+        assert "training_step" in table.read_text() and "backward" in table.read_text()
+        if profiler == "torch":
+            (trace,) = run.folder.glob(f"fit-profile-{rank}*.json")
+            names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+            assert {"gloo:all_reduce", "Optimizer.step#AdamW.step"} <= names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Lengths:
         n_steps: optimizer steps of the run; None where only max_time ends it.
         validate_every: optimizer steps between two validations, at most n_steps.
         limit: what n_steps comes from, as one would type it.
+        limit_kind: what the run has done when it comes to its end.
     """
 
     batch: BatchPlan
@@ -51,6 +52,7 @@ class Lengths:
     n_steps: int | None
     validate_every: int
     limit: str = ""
+    limit_kind: Literal["steps", "epochs", "tokens"] = "steps"
 
     @property
     def step_tokens(self) -> int:

@@ -91,8 +91,8 @@ SCENARIOS = (
     Scenario("F32", "a stale lock names a live process", harm=trial.reuse_pid),
     Scenario("F33", "older files of 2096", says=r"from step (15|55)", harm=lambda newest, _:
              [os.utime(one, (4e9, 4e9)) for one in newest.parent.iterdir() if one != newest]),
-    Scenario("F34", "no room for TensorBoard", ("fill_log",), LOG, rank=0, codes=(0,), full=20,
-             says="TensorBoardLogger stops", first=("logger=[csv,tensorboard]",)),
+    Scenario("F34", "no room for TensorBoard", ("fill_log",), LOG, rank=0, codes=(74,), full=20,
+             says="No space left on device", first=("logger=[csv,tensorboard]",)),
     Scenario("F35", "Ctrl-C twice", ("interrupt_twice",), ("forward",), rank=0, quick=1,
              codes=(130,)),
     Scenario("F36", "the same fault at each start", ("fail",), ("forward",), rank=1, step=7,

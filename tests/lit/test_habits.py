@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from gptrain.lit.callbacks.step_log import StepLog
+from gptrain.lit.callbacks.steps import Steps
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -189,7 +189,7 @@ def test_a_file_of_lightnings_is_one_where_our_own_save_failed(fit, tmp_path, mo
         if trainer.strategy.saves_to_store:
             raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(StepLog, "on_save_checkpoint", refuse)
+    monkeypatch.setattr(Steps, "on_save_checkpoint", refuse)
     options = f"{{_target_: {LIGHTNING}.OnExceptionCheckpoint, dirpath: {tmp_path}}}"
     fit(f"+callbacks.last={options}", code=74)
     state = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)

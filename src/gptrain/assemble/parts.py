@@ -121,7 +121,7 @@ def plan_lengths(
         limit = trainer.limit_train_batches  # micro-batches, or a fraction of the epoch
         limit = int(limit * epoch_steps) if isinstance(limit, float) else limit // batch.accumulate
         epoch_steps = max(1, min(epoch_steps, limit))
-    step_tokens = batch.global_batch_size * sample_tokens
+    step_tokens, kind = batch.global_batch_size * sample_tokens, "steps"
     if trainer.fast_dev_run:
         n_steps, limit = int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
     elif cfg.scheduler._target_ == DECAY_FROM_HERE:
@@ -131,17 +131,19 @@ def plan_lengths(
     elif cfg.max_tokens is not None:
         with as_config_errors(cfg, "max_tokens"):
             n_steps = token_steps(cfg.max_tokens, step_tokens)
-        limit = f"max_tokens={cfg.max_tokens:g}"
+        limit, kind = f"max_tokens={cfg.max_tokens:g}", "tokens"
     else:
         max_epochs = effective_max_epochs(trainer, cfg.max_tokens)
         n_steps = run_steps(epoch_steps, max_epochs, trainer.max_steps)
-        by_steps = n_steps == trainer.max_steps
-        limit = f"trainer.max_{f'steps={n_steps}' if by_steps else f'epochs={max_epochs}'}"
+        if n_steps == trainer.max_steps:
+            limit = f"trainer.max_steps={n_steps}"
+        else:
+            limit, kind = f"trainer.max_epochs={max_epochs}", "epochs"
     interval = trainer.val_check_interval
     if isinstance(interval, float):
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
     interval = interval if n_steps is None else min(interval, n_steps)
-    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit)
+    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit, kind)
 
 
 def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:

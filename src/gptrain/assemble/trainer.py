@@ -28,11 +28,9 @@ from gptrain.assemble.resume import changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
 from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.finite import FiniteCheck
-from gptrain.lit.callbacks.guarded import Guarded
 from gptrain.lit.callbacks.mirror import Mirrored
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.step_log import StepLog
+from gptrain.lit.callbacks.steps import Steps
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
@@ -128,22 +126,32 @@ def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
 def build_callbacks(
     cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset
 ) -> list[pl.Callback]:
-    """Those of the callbacks group, between what every run needs before and after them."""
+    """Those of the callbacks group, between what every run needs before and after them.
+
+    The order counts: Steps makes a step's values that the others read, and checks it before they
+    see it; Checkpoints saves what all of them have done; Mirrored waits for that save.
+    """
     theirs = [build_target(node) for node in cfg.callbacks.values() if node]
     model = OmegaConf.to_container(cfg.model, resolve=True)
-    log = StepLog(cfg.trainer.log_every_n_steps, lengths, model)
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
     wants_bar = cfg.trainer.enable_progress_bar and not has_bar
     bar = ProgressBar() if wants_bar else None
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
-    compiles = cfg.model.compile != "none"
-    guarded = Guarded(guard, checkpoints, compiles) if guard is not None else None
+    steps = Steps(
+        cfg.trainer.log_every_n_steps,
+        lengths,
+        model,
+        on_nonfinite=cfg.on_nonfinite,
+        guard=guard,
+        checkpoints=checkpoints,
+        compiles=cfg.model.compile != "none",
+    )
     mirrored = None
     if checkpoints and cfg.checkpoint.mirror:
         mirrored = Mirrored(checkpoints.store, Mirror(cfg.checkpoint.mirror))
-    ours = (bar, guarded, checkpoints, mirrored)
-    return [log, FiniteCheck(cfg.on_nonfinite), *theirs, *(part for part in ours if part)]
+    last = (bar, checkpoints, mirrored)
+    return [steps, *theirs, *(part for part in last if part)]
 
 
 def check_callbacks(cfg: DictConfig, strategy: str) -> None:

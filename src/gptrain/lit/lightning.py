@@ -24,7 +24,7 @@ NOISE = (
     "It is recommended to use `self.log",  # torchmetrics has reduced over ranks already
     "You're resuming from a checkpoint that ended before the epoch ended",  # our order resumes
     "does not have many workers",  # batches are one gather from a memory map
-    "You called `self.log('step'",  # the x axis of all loggers: see callbacks.step_log
+    "You called `self.log('step'",  # the x axis of all loggers: see callbacks.steps
     "but loading a checkpoint outside the 'fit' stage",  # WeightAveraging: averages are loaded
     "The `srun` command is available",  # ranks are ours on a login node, too: RankEnvironment
     "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
@@ -72,7 +72,7 @@ def leave_signals_to_us(trainer: pl.Trainer) -> pl.Trainer:
 
     Its SIGTERM handler calls a collective inside the signal handler, exits with code 0 and saves
     nothing; to stop the ranks it then broadcasts, and waits for, one number per micro-batch.
-    `callbacks.guarded` does this work.
+    `callbacks.steps` does this work.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -82,7 +82,7 @@ class LanguageModel(pl.LightningModule):
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """In a Trainer of one's own; in a run of ours its StepLog has taken them already."""
+        """In a Trainer of one's own; in a run of ours its Steps has taken them already."""
         self.log_dict(self.take_evaluation("val"))
 
     def on_test_epoch_end(self) -> None:

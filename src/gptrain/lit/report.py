@@ -10,12 +10,11 @@ import lightning.pytorch as pl
 from omegaconf import OmegaConf
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.step_log import STEP, StepLog
+from gptrain.lit.callbacks.steps import STEP, Steps
 from gptrain.lit.planned import Planned
 from gptrain.resilience.status import RESULT_NAME, write_result
 
 log = logging.getLogger(__name__)
-PROFILE_LINES = 16  # of a profiler's table, in the log
 
 
 class Report:
@@ -63,7 +62,7 @@ class Report:
         if not trainer.is_global_zero:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
-        steps_log, is_fit = find_callback(trainer, StepLog), trainer.state.fn == "fit"
+        steps_log, is_fit = find_callback(trainer, Steps), trainer.state.fn == "fit"
         checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = Path(self.run_dir) / RESULT_NAME
@@ -95,18 +94,8 @@ class Report:
         peak = steps_log.speed and steps_log.speed.peak
         if self.planned is not None and (compared := self.planned.compare(metrics, peak)):
             log.info("%-9s %s", "planned", compared)
-        profiles = self._profiles(trainer)
-        for path in profiles:
-            if path.suffix == ".txt":
-                lines = path.read_text().expandtabs(2).splitlines()[:PROFILE_LINES]
-                log.info("%-9s %s", "profile", "\n".join(["", *lines]))
-        log.info("%-9s %s", "next", " · ".join([self._next(trainer, best), *map(str, profiles)]))
+        log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
-
-    def _profiles(self, trainer: pl.Trainer) -> list[Path]:
-        """What the profiler has written of rank 0: tables, traces."""
-        name = getattr(trainer.profiler, "filename", None)
-        return [*self.run_dir.glob(f"*-{name}.*"), *self.run_dir.glob(f"*-{name}-0.*")]
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if trainer.fast_dev_run:

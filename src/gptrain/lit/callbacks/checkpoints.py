@@ -41,7 +41,7 @@ class Checkpoints(Checkpoint):
         changed: options of the optimizer that a resume is allowed to change, and does.
 
     Attributes:
-        stopping: the ranks have agreed to leave; set by `Guarded`.
+        stopping: the ranks have agreed to leave; set by `Steps`.
         saved: the newest step that is saved, and whether what was due after it was done: its
             validation, and the hooks of its epoch's end.
     """
@@ -104,7 +104,7 @@ class Checkpoints(Checkpoint):
             return
         if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
             self._finish(trainer)
-        # Else it is saved after its validation, after the hooks of its epoch's end, or by Guarded.
+        # Else it is saved after its validation, after its epoch's hooks, or by Steps as it leaves.
         more_follows = self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
         if self._is_due(trainer) and not more_follows:
             self.save(trainer)

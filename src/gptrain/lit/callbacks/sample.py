@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.step_log import log_note
+from gptrain.lit.callbacks.steps import log_note
 from gptrain.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)

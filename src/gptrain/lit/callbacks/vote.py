@@ -1,4 +1,4 @@
-"""What ranks say to each other: a value of each at once, or a yes or no that nobody waits for."""
+"""A value gathered from each rank at once, or a yes-or-no vote that no rank waits for."""
 
 from typing import Any
 
@@ -27,22 +27,22 @@ class Vote:
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, mine: bool) -> bool | None:
-        """Whether any rank said yes when it was asked last; None if it was not asked yet."""
+        """Whether any rank voted yes when it was asked last; None if it was not asked yet."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return mine
         if self._group is None:
             of_hosts = dist.get_backend() == "gloo"
             self._group = dist.group.WORLD if of_hosts else dist.new_group(backend="gloo")
-        said = self.close()
-        told = torch.tensor([mine], dtype=torch.uint8)
-        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._asked = told, work
-        return said
+        previous = self.close()
+        any_yes = torch.tensor([mine], dtype=torch.uint8)
+        work = dist.all_reduce(any_yes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked = any_yes, work
+        return previous
 
     def close(self) -> bool | None:
         """The answer that is still out, None if nothing is asked."""
         if self._asked is None:
             return None
-        (told, work), self._asked = self._asked, None
+        (any_yes, work), self._asked = self._asked, None
         work.wait()
-        return bool(told.item())
+        return bool(any_yes.item())

@@ -10,12 +10,11 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
 from gptrain.resilience import fileops
 from gptrain.small_files import open_regular
 
 
-class CSVLogger(SurvivesTrouble, Logger):
+class CSVLogger(Logger):
     """metrics.csv in `save_dir` itself, a row per step, written at once.
 
     Lightning's own has a row per call, and begins its file anew whenever a process starts.

@@ -5,11 +5,10 @@ from typing import Any
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.lit.loggers.survive_trouble import SurvivesTrouble
 from gptrain.resilience.lock import read_holder
 
 
-class WandbLogger(SurvivesTrouble, pl_loggers.WandbLogger):
+class WandbLogger(pl_loggers.WandbLogger):
     """A run of Weights & Biases whose id is that of the run folder.
 
     So a run that is resumed or requeued goes on in the same one, and each job of a sweep has its

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,9 +17,6 @@ from gptrain.optim import Muon
 from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
-
-if TYPE_CHECKING:
-    from gptrain.lit.callbacks.finite import FiniteCheck
 
 ONE_OPTIMIZER = (
     "steps, schedule and checkpoints of a run are those of one optimizer in Lightning's loop; "
@@ -63,7 +60,8 @@ class NetStrategy:
     Attributes:
         info: what it was made for.
         forward_runs_backward: training_step forms the gradients, before Lightning clears them.
-        check_finite: called between clipping and the optimizer's step.
+        check_finite: called once the norm is known, before the optimizer's step; may raise
+            NonFinite.
         grad_norm: of all gradients before clipping, of the last step.
         micro_losses: what training_step returned in each micro-step of this step, detached.
         replicas: ranks that hold the same weights and gradients, and divide Muon's work.
@@ -71,7 +69,7 @@ class NetStrategy:
 
     info: StrategyInfo
     forward_runs_backward = False
-    check_finite: "FiniteCheck | None" = None
+    check_finite: Callable[[pl.Trainer, Optimizer], None] | None = None
     grad_norm: Tensor | None = None
     replicas: DeviceMesh | None = None
     _gradients_finished = False  # those of this step
@@ -118,7 +116,7 @@ class NetStrategy:
             self._gradients_finished = True
         self.grad_norm = self.measure_and_clip(parameters, max_norm)
         if self.check_finite is not None:
-            self.check_finite.check(self.lightning_module.trainer, optimizer)
+            self.check_finite(self.lightning_module.trainer, optimizer)
 
     def finish_gradients(self) -> None:
         """What is left to do once a step after the last backward pass; here nothing."""

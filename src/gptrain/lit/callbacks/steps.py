@@ -1,0 +1,328 @@
+"""What happens at each step: it is checked, logged and reported; and why the training ended."""
+
+import logging
+import math
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gptrain.lengths import Lengths
+from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.vote import Vote, gather
+from gptrain.lit.lightning import ends_step, is_validated
+from gptrain.lit.module import LanguageModel
+from gptrain.lit.perf import Speed
+from gptrain.lit.strategies.base import check_optimization
+from gptrain.problems import first_line
+from gptrain.resilience.status import NonFinite, Preempted, shorten
+from gptrain.resilience.watchdog import Guard
+
+log = logging.getLogger(__name__)
+STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
+COMPILING_S = 3600.0  # what a first step may take where it compiles
+
+
+class Steps(Callback):
+    """Stops or skips a step that is not finite, logs steps, and ends a run that is asked to stop.
+
+    First of all callbacks, so that the others find a step's values in `trainer.callback_metrics`:
+    train/loss, lr, grad_norm, tokens and perf/* of every `every_n_steps`-th optimizer step, of the
+    first step, which is slower than others, and of those that are validated. They are logged by
+    `self.log`, so that what a module or a callback logs goes into the same row.
+
+    All ranks leave at the same step, saved. Whether any was asked to stop is answered one step
+    later, so that no rank waits for the answer; a rank leaves when the next hook is called, so that
+    the step is logged. Before the first step and in an evaluation there is nothing to save: a rank
+    that was asked leaves by itself, and the job ends with it.
+
+    Args:
+        lengths: of the run; its last step is logged too, and then validated.
+        model_config: of the config's `model` group; kept in every checkpoint file, so that a file
+            on its own can be loaded.
+        on_nonfinite: "stop" raises NonFinite, on all ranks; "skip" skips the step.
+        guard: of this rank; None: nobody watches the run.
+        checkpoints: what saves the run; None where nothing is kept.
+        compiles: the first step of each kind may take long.
+
+    Attributes:
+        speed, first_step: clock, and steps done, when training began; None: nothing was left.
+        ended: why a training did, `reason` and `detail`.
+    """
+
+    speed: Speed | None = None
+    first_step: int | None = None
+    ended: dict[str, str] | None = None
+
+    def __init__(
+        self,
+        every_n_steps: int,
+        lengths: Lengths,
+        model_config: dict[str, Any],
+        *,
+        on_nonfinite: str = "stop",
+        guard: Guard | None = None,
+        checkpoints: Checkpoints | None = None,
+        compiles: bool = False,
+    ):
+        self.every_n_steps, self.lengths = every_n_steps, lengths
+        self.model_config, self.on_nonfinite = model_config, on_nonfinite
+        self.guard, self.checkpoints = guard, checkpoints
+        self.first_s = COMPILING_S if compiles else 0.0
+        self.stops, self.stopping = Vote(), False
+        self.lr, self._is_paused = 0.0, False
+        self.evaluated_step = 0  # of the checkpoint that is evaluated
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        trainer.strategy.check_finite = self.check_finite
+
+    # A training's steps
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        if self.guard is not None:
+            self.guard.leave_if_asked()
+        self._beat(trainer.global_step, "train", allow_s=self.first_s)
+        check_optimization(module)  # again: hooks may have changed it
+        self.first_step = trainer.global_step
+        for logger in trainer.loggers:
+            if hasattr(logger, "go_on_from"):
+                logger.go_on_from(self.first_step)
+        net = module.net if isinstance(module, LanguageModel) else None
+        self.speed = Speed(self.lengths, trainer, net)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        trainer.log_every_n_steps = self.every_n_steps
+        self._leave(trainer)
+        if self._is_paused:  # a step's time is training's alone
+            self.speed.start()
+            self._is_paused = False
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Measures the norm of a module that clips in its own way, or not at all."""
+        self.lr = optimizer.param_groups[0].get("lr", 0.0)
+        if not clips_by_strategy(trainer, module):
+            trainer.strategy.clip(optimizer, None)
+
+    def check_finite(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Looks at the norm of all gradients between clipping and the optimizer's step.
+
+        It is not finite where any gradient of any rank is not, and it is the same on all ranks, so
+        that they decide alike without talking. Under 16-mixed the loss scaler meets infinite
+        gradients by design and skips those steps itself.
+
+        Raises: NonFinite, on all ranks.
+        """
+        strategy = trainer.strategy
+        if trainer.precision == "16-mixed" or math.isfinite(strategy.grad_norm):
+            return
+        losses = gather([float(loss) for loss in strategy.micro_losses])  # (ranks, micro-steps)
+        guilty = (rank for rank, own in enumerate(losses) if not all(map(math.isfinite, own)))
+        step, rank = trainer.global_step, next(guilty, None)
+        error = NonFinite(step, rank, trainer.datamodule.step_samples(step, rank))
+        if self.on_nonfinite == "stop":
+            raise error
+        if trainer.is_global_zero:
+            log.warning("warning: %s; the step is skipped", error)
+        optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._beat(trainer.global_step, "train")
+        if not ends_step(trainer, batch_idx):
+            return
+        self._ask()
+        step = trainer.global_step
+        if step == self.lengths.n_steps:
+            trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
+        is_due = step % self.every_n_steps == 0 or step == self.first_step + 1
+        if is_due or is_validated(trainer, step) or trainer.should_stop:
+            trainer.log_every_n_steps = 1  # until the next batch: this row reaches the loggers
+            self._log_step(trainer, module)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log(STEP, float(trainer.global_step))
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._beat(phase="end")
+        self.stops.close()  # nobody leaves a collective behind
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.ended = why_ended(trainer, self.lengths, self.first_step)
+        if self.first_step is not None:
+            log_note(trainer, "ended", ", ".join(self.ended.values()))
+
+    def on_exception(self, trainer: Trainer, module: LightningModule, error: Exception) -> None:
+        log_note(trainer, "ended", f"{type(error).__name__}: {first_line(error)}")
+        if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
+            step, rank = trainer.global_step, trainer.global_rank
+            samples = trainer.datamodule.step_samples(step, rank)
+            self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
+
+    # Evaluations
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._beat(phase="validate", allow_s=self.first_s)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._leave(trainer)
+
+    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._beat(phase="validate")
+        if trainer.state.fn != "fit":
+            if self.guard is not None:
+                self.guard.leave_if_asked()
+        elif not trainer.sanity_checking:
+            self._ask()
+            self._leave(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._log_evaluation(trainer, module, "val")
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._is_paused = True
+        self._beat(phase="train")
+
+    def on_test_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self._beat(phase="test")
+        if self.guard is not None:
+            self.guard.leave_if_asked()
+
+    def on_test_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._log_evaluation(trainer, module, "test")
+
+    # Checkpoints
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["model"] = self.model_config
+        self._is_paused = True
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":
+            self.evaluated_step = checkpoint["global_step"]
+
+    def _log_step(self, trainer: Trainer, module: LightningModule) -> None:
+        step, strategy = trainer.global_step, trainer.strategy
+        if losses := strategy.micro_losses:  # over the number of micro-steps already
+            loss = torch.stack(losses).mean() * trainer.accumulate_grad_batches
+            theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
+            module.log("train/loss", loss, sync_dist=True, prog_bar=theirs)
+        metrics = {"lr": self.lr, STEP: float(step)}
+        if strategy.grad_norm is not None:
+            metrics["grad_norm"] = strategy.grad_norm
+        metrics |= self.speed.read()
+        if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+            # Of prog_bar=True Lightning would read the loss from its device at every micro-batch.
+            bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
+            bar.logged["lr"] = f"{self.lr:.3g}"
+            bar.logged["tokens/s"] = f"{metrics['perf/tokens_per_s']:,.0f}"
+            if self.lengths.n_steps:
+                left_s = (self.lengths.n_steps - step) * metrics["perf/step_s"]
+                bar.logged["left"] = timedelta(seconds=round(left_s))
+        module.log_dict({name: exact(value) for name, value in metrics.items()})
+
+    def _log_evaluation(self, trainer: Trainer, module: LightningModule, prefix: str) -> None:
+        values = {}
+        if isinstance(module, LanguageModel):  # also where a subclass overrides this very hook
+            values = module.take_evaluation(prefix)
+        if not trainer.sanity_checking:  # a few batches, before the first step
+            step = trainer.global_step or self.evaluated_step
+            module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
+
+    def _beat(self, *place: Any, **more: Any) -> None:
+        """Tells the watchers that the run gets on."""
+        if self.guard is not None:
+            self.guard.heartbeat.beat(*place, **more)
+
+    def _ask(self) -> None:
+        if self.guard is not None and self.stops.ask(bool(self.guard.stop)):
+            self.stopping = True
+            if self.checkpoints is not None:
+                self.checkpoints.stopping = True
+
+    def _leave(self, trainer: Trainer) -> None:
+        """Raises: Preempted, once all ranks know; the step is saved.
+
+        After the last step it is saved only: what is left is the validation, which is the end.
+        """
+        if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
+            return
+        if self.checkpoints is None:
+            raise Preempted
+        if self.checkpoints.saved[0] < trainer.global_step:
+            self.checkpoints.save(trainer, validated=False)  # it is being validated
+        if trainer.global_step != trainer.max_steps:
+            raise Preempted(trainer.global_step)
+
+
+OURS = (Steps, Checkpoints, ProgressBar)  # none of them begins in a validation what its end undoes
+
+
+def acts_on_validation(trainer: Trainer) -> bool:
+    """Whether a callback or the module does at a validation's start what its end has to undo.
+
+    As WeightAveraging, which validates its averages: such a validation is not left in its middle.
+    """
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    parts = (*trainer.callbacks, trainer.lightning_module)
+    theirs = [part for part in parts if type(part) not in OURS]
+    return any(is_overridden(hook, part) for part in theirs for hook in hooks)
+
+
+def clips_by_strategy(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether Lightning's clipping of this module ends in our strategy's, which measures."""
+    if not isinstance(module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
+        return False
+    return not is_overridden("configure_gradient_clipping", module)
+
+
+def exact(value: float | Tensor) -> Tensor:
+    """The value as Lightning keeps it without rounding to fp32: tokens are counted in billions."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dict[str, str]:
+    """Why a fit that has come to its end did, as the result line and result.json say it.
+
+    `reason` is one of "steps done", "epochs done", "tokens done", "max_time", "early stop",
+    "stopped", "nothing left to train"; `detail` the option, the metric with its value, or who.
+
+    Args:
+        first_step: where it began; None where no step was left.
+    """
+    step, detail = trainer.global_step, f"at step {trainer.global_step}"
+    timers = (part for part in trainer.callbacks if isinstance(part, Timer))
+    early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
+    if first_step is None:
+        reason = "nothing left to train"
+        detail = f"step {step} was the run's last; further: trainer.max_steps, trainer.max_epochs"
+    elif step == lengths.n_steps:
+        reason, detail = f"{lengths.limit_kind} done", lengths.limit
+    elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
+        reason = "max_time"
+    elif early:
+        metric = early[0].monitor
+        why = early[0].stopping_reason.name.lower().replace("_", " ")
+        reason = "early stop"
+        detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
+    else:
+        reason, detail = "stopped", f"by a callback or the module (trainer.should_stop), {detail}"
+    return {"reason": reason, "detail": detail}
+
+
+def log_note(trainer: Trainer, name: str, text: str) -> None:
+    """Gives a text to the loggers that take any, at this step."""
+    for logger in trainer.loggers:
+        if hasattr(logger, "log_note"):
+            logger.log_note(name, text, trainer.global_step)
