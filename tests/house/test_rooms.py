@@ -21,6 +21,7 @@ LEAVES = {
     "loss",
     "parallel",
     "lengths",
+    "law",
     "costs",
     "resilience",
     "sampling",
@@ -37,6 +38,7 @@ MAY_IMPORT = {
     "home": set(),
     "optim": set(),
     "lengths": set(),
+    "law": {"small_files"},
     "costs": {"lengths", "parallel"},
     "progress": set(),
     "data": {"small_files", "progress"},
@@ -62,8 +64,10 @@ MAY_IMPORT = {
     },
     "assemble": (LEAVES - {"models"}) | {"lit", "ranks", "config", "nets", "problems"},
 }
-# May import anything but each other, as do __main__.py and command.py of a room with a command.
-COMMANDS = {"bench", "export", "collectives", "generate", "adopt", "plan", "launch", "command"}
+# May import anything but each other (the ladder asks for the plan's machine), as do __main__.py and
+# command.py of a room with a command.
+COMMANDS = {"bench", "export", "collectives", "generate", "adopt", "plan", "launch", "ladder",
+            "command"}  # fmt: skip
 FOREIGN = {
     "lightning": {"lit", "assemble"},
     "hydra": {"config", "nets", "assemble", "ranks"},

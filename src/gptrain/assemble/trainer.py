@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,23 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import peak_lr
+from gptrain.assemble.parts import as_config_errors, peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
+from gptrain.law import count_parameters
 from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.law import LawWatch
 from gptrain.lit.callbacks.mirror import Mirrored
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.steps import Steps
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
-from gptrain.nets.load import build_target
+from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
+from gptrain.parallel.slices import make_to_look_at
 from gptrain.ranks.devices import Machine, native_precision
 from gptrain.ranks.process import this_process
 from gptrain.ranks.provenance import describe_run
@@ -132,6 +136,11 @@ def build_callbacks(
     see it; Checkpoints saves what all of them have done; Mirrored waits for that save.
     """
     theirs = [build_target(node) for node in cfg.callbacks.values() if node]
+    if cfg.law is not None and cfg.task == "fit":
+        net = make_to_look_at(partial(build_net, cfg))
+        counts = count_parameters(net, cfg.model.get("vocab_size"))
+        with as_config_errors(cfg, "law"):
+            theirs.append(LawWatch(cfg.law, counts, cfg.objective, lengths))
     model = OmegaConf.to_container(cfg.model, resolve=True)
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
     wants_bar = cfg.trainer.enable_progress_bar and not has_bar

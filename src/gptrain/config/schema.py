@@ -340,6 +340,7 @@ class Run(Closed):
     max_tokens: TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
     objective: Name
+    law: LocalPath | None
     output_dir: LocalPath
     run_dir: LocalPath
     ckpt_path: LocalPath | None

@@ -1,0 +1,105 @@
+"""The runs of a ladder: each as `python train.py` does it, in a folder of its own."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gptrain.ladder.sizes import Phases, Size, key_of, merged
+from gptrain.problems import BAD_DATA, DONE, FOLDER_UNUSABLE, ConfigError
+from gptrain.resilience.manifest import DamagedCheckpoint, folder_name, read_manifest
+from gptrain.resilience.status import CHECKPOINTS_NAME
+from gptrain.resilience.store import CheckpointStore
+from gptrain.runs.folder import OVERRIDES, read_run
+from gptrain.runs.table import same
+
+# With other values of these it is the same run: where and how it runs, what it keeps.
+INDIFFERENT = (
+    "run_dir", "output_dir", "ckpt_path", "allow_changes", "debug", "logger", "hydra", "checkpoint",
+    "trainer.enable_progress_bar", "trainer.val_check_interval",
+)  # fmt: skip
+WHOLE = {  # a run ends by its steps alone
+    "task": "fit", "max_tokens": "null", "trainer.max_epochs": -1, "trainer.max_time": "null",
+    "scheduler": "warmup_stable_decay", "scheduler.warmup_tokens": "null",
+    "scheduler.decay_tokens": "null", "scheduler.total_steps": "null",
+    "scheduler.total_tokens": "null", "hydra.job_logging.handlers.console.level": "WARNING",
+}  # fmt: skip
+
+
+def climb(
+    folder: Path, script: Path, typed: Sequence[str], objective: str, size: Size, phases: Phases,
+    seed: int, counts: Sequence[float],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A point for each run of one size and seed; those that are not done are run.
+
+    The longest first, from whose checkpoints the others cool down.
+
+    Args:
+        folder: of the ladder.   script: the project's train.py.   objective: a logged loss.
+    Raises: ConfigError, SystemExit with the code of a run that is not done.
+    """
+    points, above = [], folder / str(size.counts["all"])
+    store = CheckpointStore(above / f"seed-{seed}-{counts[-1]:g}" / CHECKPOINTS_NAME)
+    for count, stable, total in list(zip(counts, phases.stable, phases.total, strict=True))[::-1]:
+        is_longest, run_dir = count == counts[-1], above / f"seed-{seed}-{count:g}"
+        start = store.folder / folder_name(stable)
+        keys = WHOLE | {
+            "seed": seed,
+            "scheduler.warmup_steps": phases.warmup,
+            "scheduler.decay_steps": total - 1 - stable,
+            "trainer.max_steps": total,
+            "trainer.val_check_interval": phases.every if is_longest else total,
+            "checkpoint": "default",
+            "checkpoint.keep": total // phases.every + 2,
+        }
+        words = merged(typed, [*size.words, *(f"{key}={value}" for key, value in keys.items())])
+        if (run_dir / OVERRIDES).exists():
+            check_same(folder, run_dir, words)
+        if not (run_dir / OVERRIDES).exists() or not read_run(run_dir).is_done:
+            begun = is_longest or CheckpointStore(run_dir / CHECKPOINTS_NAME).steps()
+            words += ["ckpt_path=last" if begun else f"ckpt_path='{start}'", f"run_dir='{run_dir}'"]
+            words += [] if is_longest else ["allow_changes=[scheduler]"]
+            print(f"{'run':9} {run_dir}", flush=True)
+            if code := train(script, words):
+                raise SystemExit(code)
+        metrics, stable_loss = read_run(run_dir).metrics, None
+        if (loss := metrics.get(objective)) is None:
+            wrong, allowed = f"{run_dir}: not among its metrics", ", ".join(sorted(metrics))
+            raise ConfigError.of("objective", objective, wrong, allowed=allowed, code=BAD_DATA)
+        with suppress(DamagedCheckpoint, OSError):  # removed by hand
+            stable_loss = read_manifest(start)["metrics"].get(objective)
+        points.append({
+            "parameters": size.counts, "tokens": total * size.step_tokens, "seed": seed,
+            "tokens_per_parameter": count, "loss": loss, "stable_loss": stable_loss,
+            "stable_tokens": stable * size.step_tokens, "run": str(run_dir),
+        })  # fmt: skip
+    return points[::-1]
+
+
+def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
+    """Raises: ConfigError where run_dir holds another run than these words make."""
+    now, then = {key_of(word): word.partition("=")[2] for word in words}, read_run(run_dir).typed
+    for key in sorted(now.keys() | then.keys()):
+        old, new = then.get(key), now.get(key)
+        if not key.startswith(INDIFFERENT) and not same(old, new):
+            wrong = (
+                f"{run_dir.relative_to(folder)} was run with {key}={old}, and this is {key}={new}"
+            )
+            more = {"attempt": "another run_dir", "code": FOLDER_UNUSABLE}
+            raise ConfigError.of("run_dir", folder, wrong, **more)
+
+
+def train(script: Path, words: list[str]) -> int:
+    """The exit code of `python train.py <words>`, in this process, as a job of a sweep runs."""
+    before, sys.argv = sys.argv, [str(script), *words]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as left:
+        return left.code or DONE
+    finally:
+        sys.argv = before
+    return DONE

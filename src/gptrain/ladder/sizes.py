@@ -1,0 +1,185 @@
+"""The nets of a ladder: their configs, parameters and steps, and what they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain.config import compose_command
+from gptrain.config.check import check_config
+from gptrain.config.compose import plain
+from gptrain.config.schema import Run
+from gptrain.costs.choice import estimates
+from gptrain.costs.flops import train_flops_per_token
+from gptrain.costs.shape import find_shape
+from gptrain.costs.speed import Machine
+from gptrain.lengths import DEFAULT_DECAY, token_steps, warmup_steps
+from gptrain.problems import ConfigError
+
+D_FF_STEP = 8  # a multiple that products of 16 bits are fast for
+MUON = "gptrain.optim.Muon"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One net.
+
+    Attributes:
+        words: overrides of what was typed.   counts: N, by gptrain.law.COUNTS.
+        step_tokens, epoch_tokens: of an optimizer step, of one pass over the data.
+        row: what gptrain.costs says of a step; None for a net that it does not know.
+    """
+
+    words: list[str]
+    cfg: DictConfig
+    counts: dict[str, int]
+    step_tokens: int
+    epoch_tokens: int
+    flops_per_token: float
+    n_devices: int
+    row: Mapping[str, Any] | None
+
+    def hours(self, tokens: float) -> float:
+        """nan where it is not known."""
+        return tokens / self.row["tokens_per_s"] / 3600 if self.row else math.nan
+
+
+def make_size(cfg: DictConfig, words: list[str], machine: Machine, schema: type[Run]) -> Size:
+    """The size of a config, which these words make of what was typed.   Raises: ConfigError."""
+    from gptrain.assemble.parts import build_datasets, check_sample, plan_lengths
+    from gptrain.law import count_parameters
+    from gptrain.nets.load import build_net
+    from gptrain.parallel.dims import parallel_dims, strategy_name
+    from gptrain.parallel.slices import make_to_look_at
+
+    if errors := check_config(cfg, schema).errors:
+        raise ConfigError(errors)
+    counts = count_parameters(make_to_look_at(partial(build_net, cfg)), cfg.model.get("vocab_size"))
+    values, n_nodes = plain(cfg, resolve=True), cfg.trainer.num_nodes
+    n_devices, train = machine.n_local * n_nodes, build_datasets(cfg)[0]
+    n_data = parallel_dims(cfg.strategy, n_devices).data
+    lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), n_data)
+    shape = find_shape(values["model"])
+    attention = (shape.n_layers, shape.d_model, lengths.sample_tokens) if shape else ()
+    flops = train_flops_per_token(counts["matrices"], *attention)
+    row = estimates(values, machine, n_nodes).get(strategy_name(cfg.strategy.name, n_devices))
+    epoch_tokens = lengths.epoch_steps * lengths.step_tokens
+    return Size(words, cfg, counts, lengths.step_tokens, epoch_tokens, flops, n_devices, row)
+
+
+def compose_size(typed: Sequence[str], words: Sequence[str], options: DictConfig, width: Any):
+    """Config and words of a size, with the learning rate carried to it.
+
+    Args:
+        options: the ladder's.   width: to which optimizer.lr belongs.
+    Raises: ConfigError where that cannot be done.
+    """
+    cfg, rule, key = compose_command(merged(typed, words)), options.lr_rule, "optimizer.lr"
+    lrs = {}
+    if rule != "constant" and cfg.optimizer.lr is not None and key not in map(key_of, words):
+        if not width or "d_model" not in cfg.model:
+            wrong = "the model group has no d_model, by which it carries the learning rate"
+            attempt = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
+            raise ConfigError.of("ladder.lr_rule", rule, wrong, attempt=attempt)
+        lrs = carried_lrs(cfg.optimizer, width / cfg.model.d_model, rule)
+    for key, value in lrs.items():
+        OmegaConf.update(cfg, key, value)
+    return cfg, [*words, *(f"{key}={value}" for key, value in lrs.items())]
+
+
+def carried_lrs(optimizer: Mapping[str, Any], narrower: float, rule: str) -> dict[str, float]:
+    """Learning rates, by key, of a net so many times narrower than the one that they belong to.
+
+    mup: updates that move every hidden state alike, whatever the width. That is width^-1 for hidden
+    matrices under Adam (Yang et al. 2022, arXiv:2203.03466, table 3; here of all parameters, as it
+    has one learning rate); under Muon width^-1/2, as its update is scaled by the square root of the
+    longer side (Yang et al. 2023, arXiv:2310.17813, asks for a spectral norm of 1), embeddings and
+    vectors as they are, the head width^-1.
+    sqrt_width: width^-1/2 for all, between mup and none (Vaswani et al. 2017, arXiv:1706.03762).
+    """
+    is_muon = rule == "mup" and optimizer["_target_"] == MUON
+    powers = {"lr": 1.0 if rule == "mup" and not is_muon else 0.5}
+    powers |= {"embedding_lr": 0.0, "vector_lr": 0.0, "head_lr": 1.0} if is_muon else {}
+    lrs = {key: (optimizer[key] or optimizer["lr"]) * narrower**p for key, p in powers.items()}
+    return {f"optimizer.{key}": float(f"{lr:.6g}") for key, lr in lrs.items()}
+
+
+def scaled(cfg: DictConfig, factor: float) -> list[str]:
+    """Overrides of a net of so much of cfg's depth and width; a head keeps its width.
+
+    Raises: ConfigError for a net without these keys.
+    """
+    model = cfg.model
+    if not model.keys() >= {"n_layers", "n_heads", "d_model"}:
+        wrong = "the model group has no n_layers, n_heads and d_model to scale"
+        attempt = "ladder.sizes=['model.width=64','model.width=128']"
+        raise ConfigError.of("ladder.sizes", factor, wrong, attempt=attempt)
+    shared = model.n_heads // model.get("n_kv_heads", model.n_heads)  # heads of q for one of k
+    heads = shared * max(1, round(factor * model.n_heads / shared))
+    width = model.d_model // model.n_heads * heads
+    found = {"n_layers": max(1, round(factor * model.n_layers)), "d_model": width}
+    found |= {"n_heads": heads, "n_kv_heads": heads // shared}
+    wide = width / model.d_model * model.get("d_ff", 0) / D_FF_STEP
+    found["d_ff"] = max(1, round(wide)) * D_FF_STEP
+    return [f"model.{key}={value}" for key, value in found.items() if key in model]
+
+
+def merged(typed: Sequence[str], words: Sequence[str]) -> list[str]:
+    """What was typed, without what the words say otherwise, and the words."""
+    keys = set(map(key_of, words))
+    return [*(word for word in typed if key_of(word) not in keys), *words]
+
+
+def key_of(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Optimizer steps of one size: a stable phase, and the runs that leave it to cool down.
+
+    Attributes:
+        every: after so many stable steps lies a checkpoint.
+        stable, total: of each run, in the order of tokens_per_parameter.
+    """
+
+    warmup: int
+    every: int
+    stable: list[int]
+    total: list[int]
+
+    @property
+    def steps(self) -> int:
+        """Taken in all: the last run goes through the whole stable phase."""
+        return sum(self.total) - sum(self.stable[:-1])
+
+
+def find_phases(size: Size, counts: Sequence[float]) -> Phases:
+    """Steps of one size's runs.
+
+    Args:
+        counts: tokens per parameter, rising.
+    Raises: ConfigError where they are too few to warm up.
+    """
+    asked, hundredths = size.cfg.scheduler, [round(100 * one) for one in counts]
+    cooled = asked.get("decay_steps") or DEFAULT_DECAY
+    cooled = cooled if cooled < 1 else DEFAULT_DECAY
+    unit = math.gcd(*hundredths)
+    steps = unit / 100 * size.counts["all"] / size.step_tokens * (1 - cooled)
+    every = max(1, round(steps))
+    stable = [one // unit * every for one in hundredths]
+    total = [max(one + 2, round(one / (1 - cooled))) for one in stable]
+    warmup = asked.warmup_steps
+    if asked.warmup_tokens is not None:
+        warmup = token_steps(asked.warmup_tokens, size.step_tokens)
+    warmup = warmup_steps(warmup, total[0])
+    if warmup >= stable[0]:
+        wrong = f"{size.counts['all']:,} parameters warm up for {warmup} of {stable[0]} steps"
+        attempt = "scheduler.warmup_steps=0.1, or a smaller data.batch_size"
+        raise ConfigError.of("ladder.tokens_per_parameter", counts[0], wrong, attempt=attempt)
+    return Phases(warmup, every, stable, total)

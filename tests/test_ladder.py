@@ -1,0 +1,162 @@
+"""A law through small runs: from losses that are known, and once through runs of the real path."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+
+import numpy as np
+import pytest
+from torch import nn
+
+from gptrain.law import NAMES, best_for, count_parameters, enough, fit, fit_law, law_loss, left_out
+from tests.conftest import ROOT, TINY
+
+pytest.importorskip("scipy")
+
+TRUTH = np.array([1.69, 406.4, 0.34, 410.7, 0.28])  # Hoffmann et al. 2022: E, A, a, B, b
+SIZES, EACH = np.array([1e7, 3e7, 1e8, 3e8, 1e9]), np.array([5.0, 10.0, 20.0, 40.0])
+
+
+def runs_of(truth, noise=0.0, seeds=1, sizes=SIZES, each=EACH, seed=0):
+    """N, D and loss of a run for each size, number of tokens and seed."""
+    n = np.repeat(sizes, len(each) * seeds)
+    d = n * np.tile(np.repeat(each, seeds), len(sizes))
+    drawn = np.random.default_rng(seed).normal(0, 1, len(n))
+    return n, d, law_loss(truth, n, d) * np.exp(noise * drawn)
+
+
+def test_a_law_without_noise_is_found_again():
+    """To what L-BFGS stops at: 1e-3 of an exponent."""
+    found = fit(*runs_of(TRUTH))
+    assert found[[2, 4]] == pytest.approx(TRUTH[[2, 4]], abs=1e-3)
+    assert found[0] == pytest.approx(TRUTH[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("truth", [TRUTH, (0.8, 30.0, 0.25, 2000.0, 0.4)])
+def test_exponents_and_an_extrapolation_are_found_in_noise(truth):
+    """Noise of 0.1 % of the loss, 60 runs: exponents to 0.05, four times the size to 0.5 %."""
+    truth = np.array(truth)
+    law = fit_law("all", *runs_of(truth, noise=1e-3, seeds=3))
+    assert law.named.keys() == set(NAMES[5])
+    assert np.array(law.constants)[[2, 4]] == pytest.approx(truth[[2, 4]], abs=0.05)
+    n, d = 4e9, 8e10
+    real = law_loss(truth, n, d)
+    assert law.loss(n, d) == pytest.approx(real, rel=5e-3)
+    low, high = law.interval(n, d)
+    assert low < real < high < 1.02 * low
+
+
+def test_one_run_that_failed_moves_the_law_little():
+    """Huber's cost grows with the residual, not with its square."""
+    n, d, loss = runs_of(TRUTH)
+    loss[7] *= 1.5
+    assert law_loss(fit(n, d, loss), 4e9, 8e10) == pytest.approx(
+        law_loss(TRUTH, 4e9, 8e10), rel=0.01
+    )
+
+
+def test_too_few_runs_give_a_straight_line():
+    n, d, _ = runs_of(TRUTH, sizes=SIZES[:2])
+    assert enough(n, d) == 2 and enough(*runs_of(TRUTH)[:2]) == 5
+    law = fit_law("all", n, d, 7.0 * (n * d) ** -0.1)
+    assert law.named == pytest.approx({"A": 7.0, "a": 0.1})
+    assert law.interval(1e9, 1e10) == pytest.approx([7.0 * 1e19**-0.1] * 2)
+
+
+def test_the_largest_size_is_predicted_without_it():
+    n, d, loss = runs_of(TRUTH)
+    found = left_out(n, d, np.where(n == n.max(), 1.1 * loss, loss))
+    assert found["error"] == pytest.approx(np.log(1.1), abs=2e-3)
+    assert found["measured"] / found["predicted"] == pytest.approx(1.1, rel=2e-3)
+
+
+def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
+    """Hoffmann et al., equation 4, where a token takes 6 N FLOPs."""
+    law = fit_law("all", *runs_of(TRUTH))
+    _, A, a, B, b = TRUTH
+    best = (a * A / (b * B)) ** (1 / (a + b)) * (1e21 / 6) ** (b / (a + b))
+    n, d = best_for(law, 1e21, SIZES, 6 * SIZES)
+    assert n == pytest.approx(best, rel=0.02)
+    assert 6 * n * d == pytest.approx(1e21, rel=1e-6)
+
+
+def test_what_counts_as_a_parameter():
+    """A table, a head of its own and a matrix between; then the head tied to the table."""
+    net = nn.ModuleList([nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False)])
+    assert count_parameters(net, 10) == {"all": 100, "matrices": 60, "blocks": 20}
+    net[2].weight = net[0].weight
+    assert count_parameters(net, 10) == {"all": 60, "matrices": 60, "blocks": 20}
+
+
+SMALL = [*TINY, "data=text", f"data.path={ROOT / 'src' / 'gptrain' / 'runs'}", "data.batch_size=1",
+         "scheduler.warmup_steps=5", "model.n_heads=4", "ladder.sizes=[0.25,0.5,0.75]",
+         "callbacks=none", "logger=none", "ladder.tokens_per_parameter=[0.1,0.2]"]  # fmt: skip
+
+
+@pytest.fixture
+def ladder(monkeypatch, capfd, tmp_path):
+    """Runs the command in this process: exit code, stdout, stderr."""
+
+    def run(*words):
+        argv = ["ladder", *SMALL, f"output_dir={tmp_path}", *words]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module("gptrain.ladder", run_name="__main__")
+        return left.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_ladder_predicts_goes_on_and_watches(ladder, train, tmp_path):
+    code, out, err = ladder("--plan", "hardware=h100_sxm")
+    assert code == 0, err
+    assert "run  " not in out and "h100_sxm" in out and not (tmp_path / "ladder").exists()
+    code, out, err = ladder("ladder.budget=1e12")
+    assert code == 0, err
+    folder = tmp_path / "ladder"
+    facts = json.loads((folder / "ladder.json").read_text())
+    assert len(facts["points"]) == 6 and out.count("\nrun  ") == 6
+    for point in facts["points"]:
+        result = json.loads((tmp_path / point["run"] / "result.json").read_text())
+        assert result["metrics"]["val/loss"] == point["loss"]
+        assert result["tokens"] == point["tokens"]
+        assert point["stable_tokens"] < point["tokens"]
+        each = point["tokens"] / point["parameters"]["all"]
+        assert each == pytest.approx(point["tokens_per_parameter"], rel=0.05)
+    target = facts["target"]
+    low, high = target["interval"]
+    assert low <= target["loss"] <= high and f"loss {target['loss']:.4f}" in out
+    assert target["tokens"] == pytest.approx(0.2 * target["parameters"]["all"])
+    # One run is lost, and only that is run again, to the same loss.
+    lost = facts["points"][2]
+    (tmp_path / lost["run"] / "result.json").unlink()
+    (tmp_path / lost["run"] / "status.json").unlink()
+    code, out, err = ladder("ladder.count=matrices")
+    assert code == 0, err
+    assert out.count("\nrun  ") == 1
+    again = json.loads((folder / "ladder.json").read_text())
+    assert again["points"] == facts["points"]
+    code, out, err = ladder("optimizer.betas=[0.8,0.9]")
+    assert code == 73 and "optimizer.betas" in err, err
+    # A law of 0.001 for every net.
+    for key in ("law", "stable"):
+        for one in (again[key]["constants"], *again[key]["samples"]):
+            one[1] *= 1e-3
+    (folder / "ladder.json").write_text(json.dumps(again))
+    words = [word for word in SMALL if not word.startswith("ladder.")]
+    steps = ["trainer.max_steps=400", "trainer.val_check_interval=200"]
+    run = train(*words, *steps, f"law={folder}", tiny=False)
+    assert run.code == 0, run.err
+    told = [line for line in run.out.splitlines() if line.startswith("warning: val/loss=")]
+    assert len(told) == 2 and all(" above the " in line for line in told)
+
+
+def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):
+    code, _, err = ladder("ladder.sizes=[0.25,0.26]")
+    assert code == 2 and "as another" in err
+    code, _, err = ladder("ladder.dollars=10")
+    assert code == 2 and "ladder.price" in err
+    assert not (tmp_path / "ladder").exists()
