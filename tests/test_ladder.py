@@ -144,7 +144,7 @@ def test_a_ladder_predicts_goes_on_and_watches(ladder, train, tmp_path):
     # A law of 0.001 for every net.
     for key in ("law", "stable"):
         for one in (again[key]["constants"], *again[key]["samples"]):
-            one[1] *= 1e-3
+            one[:] = [1e-3, 0.0]
     (folder / "ladder.json").write_text(json.dumps(again))
     words = [word for word in SMALL if not word.startswith("ladder.")]
     steps = ["trainer.max_steps=400", "trainer.val_check_interval=200"]
