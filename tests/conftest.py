@@ -122,7 +122,7 @@ def find_gone() -> list[str]:
     ]
     rooms = [
         room
-        for room in ("bench", "collectives", "export", "generate")
+        for room in ("collectives", "export", "generate")
         if find_spec(f"gptrain.{room}") is None
     ]
     return [*strategies, *(f"gptrain.{room}" for room in rooms)]

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from gptrain.lit import perf
+from gptrain import measure
 from gptrain.ranks import supervisor
 
 PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothing else
@@ -44,7 +44,7 @@ def forked_ranks(out: Path, err: Path) -> Iterator[None]:
     with (
         patch.object(supervisor, "START_METHOD", "forkserver"),
         patch.object(supervisor, "rank_process", partial(rank_process, out, err)),
-        patch.object(perf, "measure_matmul", some_flops_per_s),
+        patch.object(measure, "measure_matmul", some_flops_per_s),
     ):
         yield
 
@@ -56,7 +56,7 @@ def rank_process(out: Path, err: Path, *args: object) -> None:
     from gptrain.ranks.rank import rank_process as enter
 
     forbid_network()
-    perf.measure_matmul = some_flops_per_s
+    measure.measure_matmul = some_flops_per_s
     sys.stdout.flush()
     for path, fd in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

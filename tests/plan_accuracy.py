@@ -1,6 +1,6 @@
 """The planner against real runs of train.py on this machine's CPU: bytes, FLOPs, traffic, time.
 
-python -m gptrain.collectives --bench      first, for the time of a step: it measures the machine
+python -m gptrain.plan --measure           first, for the time of a step: it measures the machine
 python -m tests.plan_accuracy              all configs, a table of predicted and measured
 python -m tests.plan_accuracy gpt_nano ddp those whose name has one of these words
 
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -190,13 +191,14 @@ def predict(words: list[str]) -> dict[str, Any]:
     """The planner's estimate of the strategy that these words run."""
     from gptrain.config.cli import compose_command
     from gptrain.config.compose import plain
+    from gptrain.config.schema import sample_tokens
     from gptrain.parallel.dims import strategy_name
 
     values = plain(compose_command([*words, *QUIET]), resolve=True)
     n_ranks = values["trainer"]["devices"]
-    machine = this_machine(Path(values["output_dir"]) / "machine.json", n_ranks)
+    machine = this_machine(Path(values["output_dir"]), n_ranks)
     name = strategy_name(values["strategy"]["name"], n_ranks)
-    return compare(values, machine, 1)["strategies"][name]
+    return compare(values, sample_tokens(values["data"]), machine, 1)["strategies"][name]
 
 
 def compare_all(plan: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
@@ -207,7 +209,7 @@ def compare_all(plan: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:
         "peak": held["total"] / real["peak"],
         "flops": sum(plan[key] for key in plan if key.endswith("flops")) / real["flops"],
         "wire": plan["wire_bytes_per_step"] / real["wire"] if real["wire"] else 1.0,
-        "time": plan["step_s"] / real.get("step_s", float("nan")),
+        "time": (plan["step_s"] or nan) / real.get("step_s", nan),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gptrain.bench.command import choose_loops
-from gptrain.bench.loops import TutorialGPT, train
-from gptrain.bench.result import summarize
-from gptrain.bench.target import middle
-from gptrain.bench.turns import Contestant
+from tests.bench.__main__ import choose_loops, main
+from tests.bench.loops import TutorialGPT, train
+from tests.bench.result import summarize
+from tests.bench.target import middle
+from tests.bench.turns import Contestant
 
 LOOP = """
 from itertools import count
-from gptrain.bench.turns import Turns
+from tests.bench.turns import Turns
 turns = Turns(lambda: None, lambda: step)
 for step in count(1):
     turns.step_done()
@@ -28,12 +27,12 @@ for step in count(1):
 
 @pytest.fixture
 def answer(monkeypatch, capfd):
-    """Runs `python -m gptrain.<verb> <words>` in this process: exit code, stdout, stderr."""
+    """Runs `python -m tests.bench <words>` in this process: exit code, stdout, stderr."""
 
-    def run(verb: str, *words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [f"gptrain.{verb}", *words])
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tests.bench", *words])
         with pytest.raises(SystemExit) as left:
-            runpy.run_module(f"gptrain.{verb}", run_name="__main__")
+            main()
         return left.value.code or 0, *capfd.readouterr()
 
     n_threads = torch.get_num_threads()
@@ -45,7 +44,7 @@ def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
     options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
                "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
                f"output_dir='{tmp_path}/é = 1'")  # fmt: skip
-    code, out, err = answer("bench", *options, "--json")
+    code, out, err = answer(*options, "--json")
     assert code == 0, err
     loops = {loop["name"]: loop for loop in json.loads(out)["loops"]}
     assert loops.keys() == {"tutorial", "bare", "ours"}
@@ -137,22 +136,21 @@ def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
     ],
 )
 def test_a_wrong_option_is_one_line_and_nothing_is_written(answer, tmp_path, word):
-    code, _, err = answer("bench", word, f"output_dir={tmp_path}")
+    code, _, err = answer(word, f"output_dir={tmp_path}")
     assert code == 2
     assert err.startswith(f"error: {word.partition('=')[0]}") and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
-    code, _, err = answer("bench", "size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
+    code, _, err = answer("size=tiny", "optimizer=muon", f"output_dir={tmp_path}")
     assert code == 2
     assert "optimizer._target_=gptrain.optim.Muon: the loops beside ours have" in err
 
 
-@pytest.mark.parametrize("verb, word", [("bench", "rounds"), ("export", "format")])
-def test_help_is_about_the_verb(answer, verb, word):
-    code, out, _ = answer(verb, "--help")
-    assert code == 0 and f"python -m gptrain.{verb}" in out and word in out
+def test_help_is_about_the_verb(answer):
+    code, out, _ = answer("--help")
+    assert code == 0 and "python -m tests.bench" in out and "rounds" in out
 
 
 def test_two_recipes_run_to_the_loss_that_the_first_has_at_its_end(answer, tmp_path):
@@ -162,7 +160,7 @@ def test_two_recipes_run_to_the_loss_that_the_first_has_at_its_end(answer, tmp_p
     configs = json.dumps([slow, slow.replace("1e-4", "1e-2")])
     options = ("scheduler=constant", "trainer=cpu", "trainer.max_steps=20", "seeds=1",
                f"output_dir={tmp_path}", f'run_dir="{tmp_path}/it\'s a race"')  # fmt: skip
-    code, out, err = answer("bench", "target_loss=first", f"configs={configs}", *options)
+    code, out, err = answer("target_loss=first", f"configs={configs}", *options)
     assert code == 0, err
     first, second = json.loads((tmp_path / "it's a race" / "result.json").read_text())["configs"]
     assert (first["steps"], first["tokens"], first["tokens_ratio"]) == (20, 20 * 4 * 16, 1)

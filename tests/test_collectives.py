@@ -9,23 +9,22 @@ import pytest
 import torch
 from forked import forked_ranks
 
-from gptrain.collectives.command import CollectivesRun, start
-from gptrain.collectives.measure import add_links
+from gptrain.collectives.__main__ import DEFAULTS, CollectivesRun, start
 from gptrain.config.cli import run_command
+from gptrain.plan.__main__ import measure
+from gptrain.plan.measure import add_links
 
 
 @pytest.fixture
 def run(tmp_path):
     """Runs the verb on so many gloo processes; returns what rank 0 printed."""
 
-    def run(n_ranks: int, *overrides: str, bench: bool = False) -> str:
-        out = tmp_path / f"out-{n_ranks}-{bench}"
+    def run(n_ranks: int, *overrides: str, job=start) -> str:
+        out = tmp_path / f"out-{n_ranks}-{job.__name__}"
         words = ["trainer.accelerator=cpu", f"trainer.devices={n_ranks}", "max_bytes=65536",
                  f"run_dir='{tmp_path}/run #{n_ranks}%41'"]  # fmt: skip
         with forked_ranks(out, tmp_path / "err"):
-            code = run_command(
-                start, [*words, *overrides], CollectivesRun, {"bench": bench, "max_bytes": 2**24}
-            )
+            code = run_command(job, [*words, *overrides], CollectivesRun, DEFAULTS)
         assert code == 0, (tmp_path / "err").read_text()
         return out.read_text()
 
@@ -87,7 +86,7 @@ FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 1.5, "all_to_all": 0.75, "
 
 def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_path):
     for n_ranks in (2, 4):
-        text = run(n_ranks, f"output_dir={tmp_path}", bench=True)
+        text = run(n_ranks, f"output_dir={tmp_path}", job=measure)
     tables = dict(re.findall(r"^(\w+) +bytes .*\n((?: +\d+ .*\n)+)", text, re.MULTILINE))
     assert len(tables) == 8
     for name, factor in FACTORS.items():
@@ -117,8 +116,7 @@ def test_a_damaged_file_of_a_machine_is_replaced_with_a_warning(tmp_path, capfd,
 
 
 def test_a_buffer_too_small_to_tell_anything_is_refused(capfd):
-    defaults = {"bench": True, "max_bytes": 2**24}
-    assert run_command(start, ["max_bytes=10"], CollectivesRun, defaults) == 2
+    assert run_command(start, ["max_bytes=10"], CollectivesRun, DEFAULTS) == 2
     assert "max_bytes=10" in capfd.readouterr().err
 
 

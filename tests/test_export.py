@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
-from gptrain.export.command import DEFAULTS, ExportRun, export
+from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 from gptrain.export.files import CODES, check_format, write_net, write_tensors, write_tokenizer
 from gptrain.models import SimpleGPT
 from gptrain.nets.weights import load_weights
@@ -126,7 +126,7 @@ def test_the_tokenizer_of_the_data_goes_along(train, export_run, tmp_path):
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_an_export_speaks_like_its_run_alone(train, export_run, capfd, tmp_path, form):
     """Both moved, the run and its data gone."""
-    command = pytest.importorskip("gptrain.generate.command")
+    command = pytest.importorskip("gptrain.generate.__main__")
 
     def spoken(source: Path) -> str:
         words = [f"from_run={source}", "prompt='def é'", "n_tokens=12"]

@@ -23,7 +23,7 @@ import gptrain
 from gptrain.config.cli import run_command
 from gptrain.config.compose import compose_config
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
-from gptrain.generate.command import DEFAULTS, GenerateRun, as_typed, generate
+from gptrain.generate.__main__ import DEFAULTS, GenerateRun, as_typed, generate
 from gptrain.generate.text import Numbers, characters, until
 
 BYTES = ByteTokenizer()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.speed import this_machine
+from gptrain.costs.speed import DamagedMeasurement, this_machine
 
 
 @pytest.mark.parametrize("generation, transfers_per_s", [(3, 8e9), (4, 16e9), (5, 32e9)])
@@ -79,15 +82,35 @@ def test_a_slice_of_a_device_and_an_unknown_one_have_no_row(driver):
     assert device_of(driver) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"threads": 1}'])
-def test_a_cpu_whose_measurement_is_not_there_or_damaged_is_guessed(text, tmp_path):
-    if text:
-        (tmp_path / "machine.json").write_text(text)
-    guessed = this_machine(tmp_path / "machine.json", 1)
-    assert guessed.is_guessed and "guessed" in guessed.source
-    # Its own products scale all of it.
-    twice = 2 * guessed.flops_per_s["float32"]
-    faster = this_machine(tmp_path / "machine.json", 1, twice)
-    assert faster.flops_per_s["float32"] == pytest.approx(twice)
-    assert faster.memory_bytes_per_s == pytest.approx(2 * guessed.memory_bytes_per_s)
-    assert faster.op_s == pytest.approx(guessed.op_s / 2)
+def test_a_cpu_that_was_not_measured_has_no_speed_and_its_cores_count(tmp_path):
+    one, many = this_machine(tmp_path, 1), this_machine(tmp_path, 10**6)
+    assert not one.is_measured and "--measure" in one.source
+    assert one.flops_per_s["float32"] >= many.flops_per_s["float32"]
+
+
+MEASURED = {
+    "threads": 1, "flops_per_s": {"float32": 1e11}, "memory_bytes_per_s": 1e10, "op_s": 1e-6,
+    "links": {"gloo": {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9, "wait_s": 0}}},
+}  # fmt: skip
+WRONG = [
+    *({key: value} for key in ("threads", "op_s", "memory_bytes_per_s")
+      for value in (0, -1, "x", float("nan"), 10**400, None)),
+    *({"flops_per_s": value} for value in ([1], "x", 0, {}, {"float32": 0})),
+    *({"links": value} for value in ([], {"gloo": []}, {"gloo": {"2": {"speed": 1}}})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "5", "[" * 2000, *map(json.dumps, WRONG)], ids=range(5 + len(WRONG))
+)
+def test_a_damaged_measurement_is_named(text, tmp_path):
+    facts = json.loads(text) if text.startswith('{"') else None
+    (tmp_path / "machine.json").write_text(json.dumps(MEASURED | facts) if facts else text)
+    with pytest.raises(DamagedMeasurement, match=r"machine\.json: damaged .*; try: python -m"):
+        this_machine(tmp_path, 1)
+
+
+def test_a_pipe_in_its_place_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "machine.json")
+    with pytest.raises(DamagedMeasurement, match="not a regular file"):
+        this_machine(tmp_path, 1)

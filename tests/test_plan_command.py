@@ -1,12 +1,13 @@
 """python -m gptrain.plan: what it prints, for a cluster that is not there; what train.py keeps."""
 
 import json
-import runpy
 import subprocess
 import sys
 
 import pytest
 
+from gptrain.config.schema import sample_tokens
+from gptrain.plan.__main__ import main
 from tests.conftest import ROOT
 
 SEVEN = ["model=gpt_7b", "data.seq_len=2048", "data.batch_size=2", "trainer.devices=8"]
@@ -28,7 +29,7 @@ def plan(monkeypatch, capfd, tmp_path):
         argv = ["gptrain.plan", f"output_dir={tmp_path}", *words]
         monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(SystemExit) as left:
-            runpy.run_module("gptrain.plan", run_name="__main__")
+            main()
         return left.value.code or 0, *capfd.readouterr()
 
     return run
@@ -108,17 +109,26 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path):
     assert any("tensor axis" in name for name in inside)
 
 
-def test_the_sweep_is_a_table_and_a_plot(plan, tmp_path):
-    code, out, _ = plan("model=gpt2", "trainer.devices=8", *H100, "--sweep", "devices=1,2,8,64")
-    rows = {line[:15].strip(): line[15:].split() for line in out.splitlines()}
-    assert code == 0 and rows["devices"] == ["1", "2", "8", "64"]
-    shares = {name: [float(s.rstrip("%")) for s in row] for name, row in rows.items()
-              if row and row[0].endswith("%")}  # fmt: skip
-    assert shares["as given"][0] == 0 and shares["as given"] == sorted(shares["as given"])
-    for name in ("accumulate x 4", "batch x 4", "bf16 hook"):
-        assert shares[name][-1] < shares["as given"][-1]
-    plot = (tmp_path / "gradient-synchronisation.svg").read_text()
-    assert plot.startswith("<svg") and plot.count("<polyline") == 5
+def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path):
+    words = ("model=gpt_nano", "trainer=cpu", "trainer.devices=2", "max_tokens=1e6")
+    found = answer(plan, *words)
+    row = found["strategies"]["ddp"]
+    assert row["bytes_per_device"]["total"] > 0 and row["fits"] and found["best"] == "ddp"
+    assert row["step_s"] is row["hours"] is None
+    code, out, _ = plan(*words)
+    assert code == 0 and "tokens/s" not in out and "--measure" in out
+    (tmp_path / "machine.json").write_text('{"threads": 0}')
+    code, out, err = plan(*words)
+    assert code == 65 and not out and err.count("\n") == 1
+    assert err.startswith(f"error: output_dir={tmp_path}: {tmp_path}/machine.json: damaged")
+
+
+def test_a_token_of_a_sample_is_a_target_alone_in_dummy_data_only():
+    """Whatever keys another data set has."""
+    dummy = {"seq_len": 65, "train": {"_target_": "gptrain.data.DummyTextDataset"}}
+    mine = {"seq_len": 65, "num_samples": 7, "train": {"_target_": "mine.Digits"}}
+    assert (sample_tokens(dummy), sample_tokens(mine)) == (64, 65)
+    assert sample_tokens({"train": {"_target_": "mine.Digits"}}) is None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +141,7 @@ def test_the_sweep_is_a_table_and_a_plot(plan, tmp_path):
         ),
         (["hardware=h100_sxm", "trainer.devices=auto"], "error: trainer.devices=auto: devices of"),
         (["topology=nowhere"], "error: topology=nowhere: No such file"),
-        (["--sweep", "devices=1,x"], "error: devices=1,x: not a list of numbers of devices"),
+        (["--measure", "max_bytes=10"], "error: max_bytes=10: "),
         (["model.n_heads=7"], "error: model.d_model=512: not divisible by model.n_heads=7"),
     ],
 )
@@ -148,7 +158,7 @@ def test_the_planner_needs_no_torch():
         "import sys\n"
         "for name in ('torch', 'lightning', 'numpy', 'tqdm'): sys.modules[name] = None\n"
         f"sys.argv[1:] = {words}\n"
-        "from gptrain.plan.command import main\nmain()"
+        "from gptrain.plan.__main__ import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -142,7 +142,7 @@ def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, 
 
 
 def test_an_export_takes_no_right_from_the_old_run(old, monkeypatch, capfd):
-    from gptrain.export.command import main
+    from gptrain.export.__main__ import main
 
     word = old(["allowed_targets=[antigravity]", "model._target_=antigravity.fly"])
     monkeypatch.setattr("sys.argv", ["export", word])
@@ -300,7 +300,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("home", ["checkout", "elsewhere"])
 def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, capfd):
     from gptrain.config import trust
-    from gptrain.export.command import main
+    from gptrain.export.__main__ import main
 
     (world / "own_nets.py").write_text(MINE)
     (world / "conf" / "model").mkdir(parents=True)

@@ -151,7 +151,7 @@ def test_a_run_that_goes_on_from_them_ends_in_one_line(attack, world, train):
 
 @pytest.mark.parametrize("attack", ["k01", "k09", "callbacks"])
 def test_an_export_of_them_ends_in_one_line(attack, world, monkeypatch, capfd):
-    from gptrain.export.command import main
+    from gptrain.export.__main__ import main
 
     plant(world / "old", FILES[attack]())
     fill(config(world / "old", {}) / ".hydra", {"overrides.yaml": b"[model=gpt_nano]"})

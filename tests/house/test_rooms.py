@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "lengths": set(),
     "law": {"small_files"},
     "costs": {"lengths", "parallel"},
+    "measure": {"costs"},
     "progress": set(),
     "data": {"small_files", "progress"},
     "resilience": {"small_files", "problems", "progress"},
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "parallel": {"loss"},
     "problems": set(),  # the one home of exit codes
     "ranks": {"home", "parallel", "costs", "resilience", "small_files", "problems"},
-    "lit": (LEAVES - {"models"}) | {"ranks", "runs", "problems"},
+    "lit": (LEAVES - {"models"}) | {"ranks", "measure", "problems"},
     "nets": {"config", "data", "parallel", "resilience", "small_files", "problems"},
     "config": {
         "home",
@@ -66,7 +67,7 @@ MAY_IMPORT = {
 }
 # May import anything but each other (the ladder asks for the plan's machine), as do __main__.py and
 # command.py of a room with a command.
-COMMANDS = {"bench", "export", "collectives", "generate", "adopt", "plan", "launch", "ladder",
+COMMANDS = {"export", "collectives", "generate", "adopt", "plan", "launch", "ladder",
             "command"}  # fmt: skip
 FOREIGN = {
     "lightning": {"lit", "assemble"},

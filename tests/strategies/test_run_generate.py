@@ -4,7 +4,7 @@ import pytest
 import runs as claims
 
 from gptrain.config.cli import run_command
-from gptrain.generate.command import DEFAULTS, GenerateRun, generate
+from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_parallel", "pipeline"])

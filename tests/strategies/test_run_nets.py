@@ -8,7 +8,7 @@ import torch
 
 import gptrain
 from gptrain.config.cli import run_command
-from gptrain.export.command import DEFAULTS, ExportRun, export
+from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 
 LLAMA = (
     "model=llama_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",

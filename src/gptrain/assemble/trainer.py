@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch.utils.data import Dataset
 from gptrain.assemble.parts import as_config_errors, peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
+from gptrain.costs.speed import DamagedMeasurement
 from gptrain.law import count_parameters
 from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
@@ -220,10 +220,14 @@ def build_report(
     planned = None
     if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         precise = options["trainer"] | {"precision": trainer.precision}
-        with suppress(ValueError):  # of such a net or machine nothing is known
-            config = options | {"trainer": precise}
+        config = options | {"trainer": precise}
+        try:
             planned = Planned(config, info.name, lengths.sample_tokens, machine)
             lines["plan"] = str(planned)
+        except DamagedMeasurement as error:
+            lines["plan"] = f"none: {error}"
+        except ValueError:
+            pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
     return Report(lines, lengths.step_tokens, options, facts, planned)
 

@@ -1,5 +1,60 @@
-"""python -m gptrain.collectives"""
+"""The command: what each rank does."""
 
-from gptrain.collectives.command import main
+from __future__ import annotations
 
-main()
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from gptrain import collectives as package
+from gptrain import config
+from gptrain.config.kinds import integer
+from gptrain.config.schema import Run
+
+if TYPE_CHECKING:
+    from gptrain.resilience.watchdog import Guard
+
+DEFAULTS = {"max_bytes": 2**24}
+
+
+class CollectivesRun(Run):
+    """A run's keys and the command's own."""
+
+    max_bytes: integer(2**16)
+
+
+def main() -> None:
+    """The command line; --explain is all that it does."""
+    words = [word for word in sys.argv[1:] if word != "--explain"]
+    sys.argv[1:] = ["name=collectives", default_devices(), *words]
+    config.main(start, CollectivesRun, DEFAULTS, usage=package.__doc__)
+
+
+def default_devices() -> str:
+    """An override: the ranks of torchrun, else two, which show something on any machine."""
+    return f"trainer.devices={'auto' if 'RANK' in os.environ else 2}"
+
+
+def start(cfg: DictConfig) -> None:
+    """Starts the ranks, or is one of those that torchrun started."""
+    from gptrain import ranks  # here, so that a wrong option is answered without torch
+
+    ranks.run(work, cfg, lambda *_: None)
+
+
+def work(cfg: DictConfig, guard: Guard) -> dict[str, float]:
+    """What each rank does; rank 0 prints."""
+    from gptrain.collectives import operations
+
+    with operations.group_of(cfg) as device:
+        for name in operations.COLLECTIVES:
+            guard.heartbeat.beat(phase=name)
+            operations.explain(name, device)
+        operations.compare_all_reduces(device, cfg.max_bytes)
+    return {}
+
+
+if __name__ == "__main__":
+    main()

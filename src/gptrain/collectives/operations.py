@@ -5,12 +5,23 @@ A rank's buffer has a row for each of the n ranks: (n, any). Rank 0 is the root.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch import Tensor
 
+from gptrain.measure import wait_for
+from gptrain.parallel.mesh import start_group
+from gptrain.ranks.devices import find_machine, set_threads
+from gptrain.ranks.process import this_process
+
+BATCHES = 5  # of calls whose time is taken
 # What the root and what each other rank gives and gets: n rows, its own, or none. Bus bandwidth is
 # (a + b / n) times algorithm bandwidth, bytes of a buffer over seconds; a and b are those of
 # github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md. The call; `got` begins as a copy of `mine`.
@@ -24,6 +35,19 @@ COLLECTIVES = {
     "reduce_scatter": ("nn", "11", (1, -1), lambda mine, got: dist.reduce_scatter(got[0], [*mine])),
     "all_to_all": ("nn", "nn", (1, -1), lambda mine, got: dist.all_to_all_single(got, mine)),
 }
+
+
+@contextmanager
+def group_of(cfg: DictConfig) -> Iterator[torch.device]:
+    """The device of this rank, which is in a group with all others as long as the block runs."""
+    machine, rank = find_machine(cfg), this_process().rank
+    backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size
+    device = machine.device(this_process().local_rank)
+    set_threads(machine.n_local)
+    start_group(backend, device, rank, n_ranks, cfg.strategy.timeout_s)
+    say(f"{backend}, {n_ranks} ranks; the root is rank 0")
+    yield device
+    dist.destroy_process_group()
 
 
 def on_root(rows: Tensor) -> list[Tensor] | None:
@@ -61,6 +85,42 @@ def say(line: str) -> None:
     """Rank 0 prints."""
     if dist.get_rank() == 0:
         print(line, flush=True)
+
+
+def seconds_of(
+    call: Callable[[], Any],
+    device: torch.device,
+    calls: int,
+    choose: Callable[[list[float]], float] = median,
+) -> float:
+    """Of one call on the slowest rank, of several batches of them; all ranks make it together."""
+    found = []
+    for _ in range(1 + BATCHES):
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            call()
+        wait_for(device)
+        found.append((time.perf_counter() - start_s) / calls)
+    return max(from_all(choose(found[1:])))
+
+
+def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
+    """The two of sends and receives beside the library's, whose result they must have."""
+    rank, n_ranks = dist.get_rank(), dist.get_world_size()
+    mine = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
+    mine = (mine % 1000 + rank).float()  # sums of integers are exact in any order
+    dist.all_reduce(expected := mine.clone())
+    say(f"\nall-reduce of {mine.nbytes / 2**20:.1f} MiB   rank 0 sent   other ranks   time ms")
+    ways = {"through rank 0": all_reduce_by_center, "around a ring": all_reduce_by_ring}
+    for name, way in (ways | {dist.get_backend(): dist.all_reduce}).items():
+        sent = from_all(way(result := mine.clone()))
+        if not torch.equal(result, expected):
+            raise RuntimeError(f"all-reduce {name} differs from the library's on rank {rank}")
+        ends = "".join(f"{n / 2**20:10.1f} MiB" if n else f"{'-':>14}" for n in (sent[0], sent[-1]))
+        result.zero_()
+        say(f"{name:21}{ends}{seconds_of(lambda w=way: w(result), device, 1) * 1e3:10.2f}")
+    say("n ranks: rank 0 sends n - 1 buffers; of a ring each sends 2(n - 1)/n, all at once")
 
 
 def all_reduce_by_center(mine: Tensor) -> int:

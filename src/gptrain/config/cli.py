@@ -173,8 +173,9 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 
 def command_of(job: Job) -> str:
     """What is typed to run a job: `python -m gptrain.export`, or the script that it stands in."""
-    package = job.__module__.rpartition(".")[0]
-    return f"python -m {package}" if package else f"python {Path(sys.argv[0]).name}"
+    spec = job.__globals__["__spec__"]  # None of a script
+    name = spec.name.removesuffix(".__main__").removesuffix(".command") if spec else ""
+    return f"python -m {name}" if "." in name else f"python {Path(sys.argv[0]).name}"
 
 
 def parse_command(prog: str, argv: list[str]) -> argparse.Namespace:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import Config, check_cpu, check_world, find_world_size
-from gptrain.config.schema import DATA, GROUPS, KNOWN, Run
+from gptrain.config.schema import DATA, GROUPS, KNOWN, Run, sample_tokens
 from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.costs.memory import estimate_states
@@ -210,7 +210,8 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
 
     name, work = strategy_name(run.get("strategy.name"), world_size), None
     with suppress(ValueError):  # of sizes that do not divide
-        work = find_work(run.values, name, world_size, kind == "cpu")
+        n_tokens = sample_tokens(run.values["data"])
+        work = find_work(run.values, n_tokens, name, world_size, kind == "cpu")
     if work is None or run.get("task") != "fit":
         return  # of another net the size is not known without making it
     need = max(sum(estimate_states(end).values()) for end in work.ends)

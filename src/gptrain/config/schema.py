@@ -7,6 +7,7 @@ key: its line in conf/, its line here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
@@ -254,6 +255,12 @@ DATA: dict[str, type[Data]] = {  # by the class of data.train
     "gptrain.data.TextDataset.from_corpus": Text,
     "gptrain.data.TokenDataset": Tokens,
 }
+
+
+def sample_tokens(data: Mapping[str, Any]) -> int | None:
+    """Positions of a sample of a checked data group; the last of dummy text is a target only."""
+    length, target = data.get("seq_len"), data["train"].get("_target_")
+    return length - (target == DUMMY) if isinstance(length, int) else None
 
 
 class Strategy(Closed):

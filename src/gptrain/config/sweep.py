@@ -6,7 +6,6 @@ All that a job says is in its train.log; warnings and errors are shown in full.
 from __future__ import annotations
 
 import csv
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +52,4 @@ def report_sweep(folder: Path) -> None:
         every = sorted({name for run in runs for name in run.metrics})
         with open(folder / "results.csv", "w", newline="") as file:
             csv.writer(file).writerows(table(runs, every))
-        print(f"{'results':9} {folder / 'results.csv'}")
-        said = f"python -m gptrain.runs {shlex.quote(str(folder))} --html runs.html"
-        print(f"{'next':9} {said}", flush=True)
+        print(f"{'results':9} {folder / 'results.csv'}", flush=True)

@@ -6,10 +6,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptrain.costs.communication import Traffic, find_traffic
 from gptrain.costs.flops import train_flops_per_token
@@ -20,16 +19,44 @@ from gptrain.parallel.dims import PIPELINE, TENSOR, ParallelDims
 
 # What training reaches of a data sheet's figures, fitted to published speeds: tests/plan_scale.py.
 PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
-# What a step does besides its products: writings and readings of an activation, plain and compiled,
-# of a logit, of a parameter; calls of torch for a block and a step. A GPU's counted in both nets; a
-# CPU's, which is not only moving bytes, fitted to real runs: tests/plan_accuracy.py.
-_GPU, _CPU = (8, 4, 10, 10, 60, 150), (33, 18, 16, 40, 450, 100)
 THREADS = 0.87  # 2 to this power: how much faster two threads are than one
-GUESS = {  # half of a core of 2024, as --bench measures it; a run scales it to its own products
+MACHINE_NAME, MOST = "machine.json", 1e30  # no speed is higher
+
+
+class Besides(NamedTuple):
+    """What a step does besides its products.
+
+    Attributes:
+        plain, compiled: writings and readings of each activation that a block keeps.
+        per_logit, per_parameter: of each logit, of each parameter.
+        block_calls, step_calls: of torch, for a block and for the rest of a micro-step.
+    """
+
+    plain: int
+    compiled: int
+    per_logit: int
+    per_parameter: int
+    block_calls: int
+    step_calls: int
+
+
+# A GPU's counted in both nets; a CPU's, which is not only moving bytes, fitted to real runs:
+# tests/plan_accuracy.py.
+ON_GPU = Besides(8, 4, per_logit=10, per_parameter=10, block_calls=60, step_calls=150)
+ON_CPU = Besides(33, 18, per_logit=16, per_parameter=40, block_calls=450, step_calls=100)
+# Half of a core of 2024. Of a CPU that was never measured it says which strategy is the fastest,
+# and no speed.
+UNMEASURED = {
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1.6e10,
     "op_s": 4.3e-6,
     "links": {"gloo": {"2": {"latency_s": 2e-4, "bytes_per_s": 1.5e9, "wait_s": 2.5e-3}}},
 }  # fmt: skip
+TIMES = ("step_s", "communication_s", "overlapped_s", "tokens_per_s", "mfu", "scaling_efficiency",
+         "hours", "device_hours")  # fmt: skip
+
+
+class DamagedMeasurement(ValueError):
+    """A machine.json that is there and cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +68,7 @@ class Machine:
         flops_per_s: of products in training, by torch's name of their type.
         op_s: of a call of torch; a GPU computes meanwhile.
         link: within a node.   network: between nodes, of each device.
+        is_measured: False of a CPU of which no speed is known.
         island: devices that `link` joins, 0: the node's.   host: the link of rings beyond it.
     """
 
@@ -54,7 +82,7 @@ class Machine:
     network: Link
     source: str
     is_cpu: bool = False
-    is_guessed: bool = False
+    is_measured: bool = True
     island: int = 0
     host: Link | None = None
 
@@ -71,32 +99,47 @@ def machine_of(
     return Machine(device.name, n_local, device.memory_bytes, *speeds, source)
 
 
-def this_machine(measured: Path, n_local: int, flops_per_s: float | None = None) -> Machine:
-    """This machine's CPU, as `python -m gptrain.collectives --bench` measured it, or guessed.
+def this_machine(output_dir: Path, n_local: int) -> Machine:
+    """This machine's CPU, as `python -m gptrain.plan --measure` found it.
 
-    Args:
-        flops_per_s: of fp32 products of one rank, where known: all of a guess is scaled to it.
+    Raises: DamagedMeasurement.
     """
-    is_guessed, facts, n_cores = True, GUESS, count_cores()
-    with suppress(OSError, ValueError):
-        found = json.loads(measured.read_text())
-        if isinstance(found, dict) and found.keys() >= GUESS.keys():
-            is_guessed, facts = False, found
+    measured, n_cores = read_measurement(output_dir / MACHINE_NAME), count_cores()
+    facts, source = measured or UNMEASURED, str(output_dir / MACHINE_NAME)
+    if measured is None:
+        source = "speed not measured; try: python -m gptrain.plan --measure"
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(asked) if asked.isdigit() else max(1, n_cores // n_local)
     faster = (threads / facts["threads"]) ** THREADS
-    share = faster if is_guessed else (threads / n_cores) ** THREADS  # measured of all cores
-    scale, source = 1.0, str(measured)
-    if is_guessed:
-        source = "speed guessed; measure it: python -m gptrain.collectives --bench"
-        scale = (flops_per_s or 0) / (faster * facts["flops_per_s"]["float32"]) or 1.0
-    flops = {kind: scale * faster * peak for kind, peak in facts["flops_per_s"].items()}
-    links = facts["links"].get("gloo") or GUESS["links"]["gloo"]
+    share = (threads / n_cores) ** THREADS if measured else faster  # bytes/s: of all cores
+    flops = {kind: faster * peak for kind, peak in facts["flops_per_s"].items()}
+    links = facts["links"].get("gloo") or UNMEASURED["links"]["gloo"]
     link = Link("gloo", **links.get(str(n_local), next(iter(links.values()))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    speeds = (flops, scale * share * facts["memory_bytes_per_s"], facts["op_s"] / scale, link, link)
-    more = {"is_cpu": True, "is_guessed": is_guessed}
+    speeds = (flops, share * facts["memory_bytes_per_s"], facts["op_s"], link, link)
+    more = {"is_cpu": True, "is_measured": measured is not None}
     return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, **more)
+
+
+def read_measurement(path: Path) -> dict[str, Any] | None:
+    """What `--measure` wrote; None where nothing is.   Raises: DamagedMeasurement."""
+    if not path.exists():
+        return None
+    try:
+        if not path.is_file():
+            raise ValueError("not a regular file")
+        facts = json.loads(path.read_text())
+        links = [Link("", **link) for one in facts["links"].values() for link in one.values()]
+        speeds = [facts[key] for key in ("threads", "op_s", "memory_bytes_per_s")]
+        speeds += [facts["flops_per_s"]["float32"], *facts["flops_per_s"].values()]
+        speeds += [link.bytes_per_s for link in links]
+        waits = [wait for link in links for wait in (link.latency_s, link.wait_s)]
+        if not all(0 < one < MOST for one in speeds) or not all(0 <= one < MOST for one in waits):
+            raise ValueError("a speed that is none")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        wrong = f"{path}: damaged ({type(error).__name__}: {error})"
+        raise DamagedMeasurement(f"{wrong}; try: python -m gptrain.plan --measure") from None
+    return facts
 
 
 def count_cores() -> int:
@@ -127,15 +170,17 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     speeds = machine.flops_per_s
     peak = next(speeds[kind] for kind in (*kinds, "float32") if kind in speeds)
     tokens = work.tokens * work.accumulate / n_stages
-    plain, fused, of_logit, of_weight, block_calls, step_calls = _CPU if machine.is_cpu else _GPU
-    passes = repeated * (plain if work.compile == "none" else fused)
+    besides = ON_CPU if machine.is_cpu else ON_GPU
+    passes = repeated * (besides.plain if work.compile == "none" else besides.compiled)
     # A CPU takes as long for 16 bits as for 32, and converts one to the other.
     precisions = {work.precision, "32-true"} if machine.is_cpu else {work.precision}
     works = [replace(work, checkpointing="none", precision=one) for one in precisions]
     kept = sum(block_activations(one)[0] for one in works)
-    moved = passes * shape.n_layers * kept + of_logit * 4 * shape.vocab_size / work.dims.tensor
-    moved_s = (tokens * moved + of_weight * memory["weights"]) / machine.memory_bytes_per_s
-    calls = repeated * block_calls * shape.n_layers / n_stages + step_calls
+    moved = passes * shape.n_layers * kept
+    moved += besides.per_logit * 4 * shape.vocab_size / work.dims.tensor
+    moved = tokens * moved + besides.per_parameter * memory["weights"]
+    moved_s = moved / machine.memory_bytes_per_s
+    calls = repeated * besides.block_calls * shape.n_layers / n_stages + besides.step_calls
     calls_s = machine.op_s * work.accumulate * work.microbatches * calls
     # The last stage has the head besides its blocks.
     busy_s = (flops + again + head * (n_stages - 1)) / peak + moved_s

@@ -97,23 +97,28 @@ class Work:
         return shape.parameters(n_blocks, False, False, tensor), shape.parameters(0, *ends, tensor)
 
 
-def find_work(config: Mapping[str, Any], name: str, world_size: int, is_cpu: bool) -> Work | None:
+def find_work(
+    config: Mapping[str, Any], sample_tokens: int | None, name: str, world_size: int, is_cpu: bool
+) -> Work | None:
     """The step of a checked config, as plain values, under a strategy; None without a shape.
+
+    Args:
+        sample_tokens: positions of a sample; None where the data do not say.
 
     Raises: ValueError where sizes do not divide.
     """
     model, data, trainer, optimizer = (config[k] for k in ("model", "data", "trainer", "optimizer"))
-    if (shape := find_shape(model)) is None or not isinstance(data.get("seq_len"), int):
+    if (shape := find_shape(model)) is None or sample_tokens is None:
         return None
     options = config["strategy"] | {"name": name}
     ranks = dims.parallel_dims(options, world_size)
     accumulate, total = trainer["accumulate_grad_batches"], data["global_batch_size"]
     batch = plan_batch(data["batch_size"], total, accumulate, ranks.data)
-    seq_len = data["seq_len"] - ("num_samples" in data)  # the last of dummy text is a target
     work = Work(
-        shape, name, ranks, batch.batch_size, seq_len, batch.accumulate, str(trainer["precision"]),
-        optimizer["_target_"], optimizer.get("momentum") or 0.0, model["activation_checkpointing"],
-        model.get("dropout", 0.0), model["compile"], is_cpu, options=options,
+        shape, name, ranks, batch.batch_size, sample_tokens, batch.accumulate,
+        str(trainer["precision"]), optimizer["_target_"], optimizer.get("momentum") or 0.0,
+        model["activation_checkpointing"], model.get("dropout", 0.0), model["compile"], is_cpu,
+        options=options,
     )  # fmt: skip
     uneven = shape.n_kv_heads % ranks.tensor or batch.batch_size % work.microbatches
     uneven = uneven or ranks.data % ranks.replicas

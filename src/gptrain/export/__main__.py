@@ -1,5 +1,71 @@
-"""python -m gptrain.export"""
+"""The command: which checkpoint is taken, and into which folder."""
 
-from gptrain.export.command import main
+from __future__ import annotations
 
-main()
+import logging
+from pathlib import Path
+from typing import Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from gptrain import config
+from gptrain import export as package
+from gptrain.config.kinds import LocalPath
+from gptrain.config.schema import Run
+from gptrain.problems import FOLDER_UNUSABLE, ConfigError
+from gptrain.resilience import fileops
+
+log = logging.getLogger(__name__)
+
+
+class ExportRun(Run):
+    """A run's keys and the command's own."""
+
+    from_run: LocalPath
+    format: Literal["safetensors", "hf"]
+    dtype: Literal["fp32", "bf16"]
+
+
+DEFAULTS = {"format": "safetensors", "dtype": "fp32"}
+
+
+def main() -> None:
+    """The command line."""
+    config.main(export, ExportRun, DEFAULTS, usage=package.__doc__)
+
+
+def export(cfg: DictConfig) -> None:
+    """Writes the net of a run into run_dir.
+
+    Raises: ConfigError: 2 for a net that transformers does not know, 65 or 66 for a checkpoint that
+        cannot be taken, 73 where run_dir holds a run.
+    """
+    from gptrain import ranks  # here, so that a wrong option is answered without torch
+    from gptrain.assemble.resume import find_trained
+    from gptrain.export.files import check_format, write_net, write_tokenizer
+    from gptrain.nets.load import build_net, find_tokenizer
+    from gptrain.nets.weights import load_weights, named_source
+
+    cfg = ranks.settle(cfg)
+    folder = Path(cfg.run_dir)
+    if (folder / ".hydra" / "overrides.yaml").exists():
+        wrong = "holds a run, whose record an export would replace"
+        raise ConfigError.of("run_dir", folder, wrong, code=FOLDER_UNUSABLE)
+    net = build_net(cfg)
+    check_format(net, cfg.format)
+    with named_source("from_run", cfg.from_run):
+        path, _ = load_weights(net, find_trained(cfg))
+        tokenizer = find_tokenizer(Path(cfg.from_run).expanduser())
+    n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
+    if tokenizer:
+        write_tokenizer(tokenizer, folder, cfg.format)
+    (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
+    record = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, ["model"]))
+    fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
+    log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
+    log.info("%-9s %s", "folder", folder)
+    log.info("%-9s python train.py init_from=%s", "next", folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,102 @@
-"""python -m gptrain.generate"""
+"""The command: what is continued, by which net, and where the text is shown."""
 
-from gptrain.generate.command import main
+from __future__ import annotations
 
-main()
+import os
+import sys
+from typing import Annotated, ClassVar, Literal
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from pydantic import Field, NonNegativeFloat
+
+from gptrain import config
+from gptrain import generate as package
+from gptrain.config.compose import parse
+from gptrain.config.kinds import Count, Fraction, LocalPath, Name, described, number
+from gptrain.config.schema import Run
+from gptrain.problems import ConfigError, Problem, quoted
+
+Prompt = str | Annotated[list[str], Field(min_length=1)] | None
+DEFAULTS = {
+    **dict.fromkeys(("prompt", "top_k", "top_p", "min_p"), "null"),
+    **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "cache": "true", "interactive": "false"},
+}
+OF_A_RUN = {"from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets",
+            "debug"}  # fmt: skip
+
+
+class GenerateRun(Run):
+    """The command's keys among those of a run, most of which have no effect on it."""
+
+    runs_here: ClassVar[bool] = False
+    expands_run: ClassVar[bool] = False
+
+    from_run: LocalPath
+    ckpt_path: Literal["best", "last"] | None
+    prompt: described("a text or a list of texts", Prompt)
+    n_tokens: Count
+    temperature: NonNegativeFloat
+    top_k: Count | None
+    top_p: number(gt=0, le=1) | None
+    min_p: Fraction | None
+    stop: Name | list[Name]
+    cache: bool
+    interactive: bool
+
+
+def main() -> None:
+    """The command line, in which a prompt is taken as it is typed."""
+    sys.argv[1:] = [as_typed(word) for word in sys.argv[1:]]
+    config.main(generate, GenerateRun, DEFAULTS, usage=package.__doc__)
+
+
+def as_typed(word: str) -> str:
+    """An override whose text is quoted for Hydra, unless it is a list or in quotes already."""
+    key, equals, value = word.partition("=")
+    is_text = equals and key in ("prompt", "stop")
+    if not is_text or (value.startswith(("[", "'", '"')) and not parse([word])[1]):
+        return word
+    return f"{key}={quoted(value)}"
+
+
+def generate(cfg: DictConfig) -> None:
+    """Writes what the net of from_run makes of each prompt, and on stderr how fast.
+
+    Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.
+    """
+    check_effects()
+    from gptrain.generate.text import Writer  # here, so that a wrong option is answered without
+    from gptrain.nets.load import load
+    from gptrain.nets.weights import named_source
+    from gptrain.ranks.devices import accelerator_of, set_threads  # torch
+
+    if (device := accelerator_of(asked := cfg.trainer.accelerator)) is None:
+        raise ConfigError.of("trainer.accelerator", asked, "not on this machine")
+    set_threads(1)
+    with named_source("from_run", cfg.from_run):
+        which, allowed = cfg.ckpt_path or "best", cfg.allowed_targets
+        net, tokenizer = load(cfg.from_run, which, allowed, with_tokenizer=True)
+    given = ([] if cfg.interactive else "\n") if cfg.prompt is None else cfg.prompt
+    writer = Writer(cfg, net.to(device), tokenizer, device)
+    try:
+        for number, prompt in enumerate([given] if isinstance(given, str) else given):
+            print("---\n" if number else "", end="")
+            writer.write(prompt)
+        if cfg.interactive:
+            writer.answer()
+    except BrokenPipeError:  # a reader that has seen enough: nothing is left to be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_effects() -> None:
+    """Raises: ConfigError for what was typed and would change nothing."""
+    typed = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
+    wrong = "has no effect: the net is that of from_run, as it was trained"
+    idle = [Problem(key, None, wrong) for key in typed if key not in OF_A_RUN | DEFAULTS.keys()]
+    if idle:
+        raise ConfigError(idle)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ from gptrain.config.compose import plain
 from gptrain.config.kinds import SEED_MAX, Count, Name, integer, number
 from gptrain.config.schema import Closed, Run
 from gptrain.ladder.sizes import Size, compose_size, find_phases, make_size, merged, scaled
-from gptrain.plan.command import DEFAULTS as OF_PLAN
-from gptrain.plan.command import PlanRun, find_machine
+from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
+from gptrain.plan.__main__ import PlanRun, find_machine
 from gptrain.problems import DONE, INPUT_NOT_FOUND, ConfigError, Problem
 from gptrain.ranks.process import this_process
 

@@ -67,7 +67,8 @@ def make_size(cfg: DictConfig, words: list[str], machine: Machine, schema: type[
     shape = find_shape(values["model"])
     attention = (shape.n_layers, shape.d_model, lengths.sample_tokens) if shape else ()
     flops = train_flops_per_token(counts["matrices"], *attention)
-    row = estimates(values, machine, n_nodes).get(strategy_name(cfg.strategy.name, n_devices))
+    rows = estimates(values, lengths.sample_tokens, machine, n_nodes)
+    row = rows.get(strategy_name(cfg.strategy.name, n_devices))
     epoch_tokens = lengths.epoch_steps * lengths.step_tokens
     return Size(words, cfg, counts, lengths.step_tokens, epoch_tokens, flops, n_devices, row)
 

@@ -91,9 +91,6 @@ class Report:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps_log.speed.peak}")
         parts.insert(len(parts) if is_new else 0, ", ".join(ended.values()))
         log.info("%-9s %s", "result", " · ".join(parts))
-        peak = steps_log.speed and steps_log.speed.peak
-        if self.planned is not None and (compared := self.planned.compare(metrics, peak)):
-            log.info("%-9s %s", "planned", compared)
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics
 

@@ -1,6 +1,193 @@
-"""python -m gptrain.plan: see gptrain.plan.command."""
+"""What a run will take before it starts: memory, time and traffic under every strategy.
 
-from gptrain.plan.command import main
+    python -m gptrain.plan model=gpt2 trainer.devices=8 hardware=h100_sxm
+    python -m gptrain.plan model=gpt_7b trainer.devices=8 trainer.num_nodes=8 max_tokens=1e11 \\
+        hardware=h100_sxm hardware.link=nvlink4 hardware.network=infiniband_ndr
+
+    hardware         a device of gptrain.costs.hardware; null: this machine
+    hardware.link    within a node; null: the device's own
+    topology         a file with what `nvidia-smi topo -m` prints, or - for a pipe
+    --json           everything, for programs
+    --doctor         what is wrong with this machine for such a run, each line with its fix
+    --measure        time and bandwidth of the collectives between trainer.devices (2) ranks here,
+                     up to max_bytes (16 MiB), and what a CPU computes; kept in machine.json of
+                     output_dir, by which this machine is planned. Under torchrun, too
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import DictConfig
+
+from gptrain import config
+from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
+from gptrain.collectives.__main__ import CollectivesRun, default_devices
+from gptrain.config.compose import plain
+from gptrain.config.schema import Closed, Run, sample_tokens
+from gptrain.costs.choice import command_line, compare
+from gptrain.costs.hardware import DEVICES, LINKS, device_of
+from gptrain.costs.speed import DamagedMeasurement, Machine, machine_of, this_machine, unit_of
+from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
+from gptrain.plan.doctor import doctor
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.ranks.process import count_devices
+
+FLAGS = ("--json", "--doctor", "--measure")
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
+CHOSEN = ("strategy", "trainer.devices")  # what is best among those that fit
+DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
+
+
+class Hardware(Closed):
+    name: Literal[tuple(DEVICES)] | None
+    link: Literal[tuple(LINKS)] | None
+    network: Literal[tuple(LINKS)]
+
+
+class PlanRun(Run):
+    """A run's keys and the command's own."""
+
+    runs_here = False
+    hardware: Hardware
+    topology: str | None
+
+
+def main() -> None:
+    """The command line, in which hardware=… stands for hardware.name."""
+    flags = set(FLAGS) & set(sys.argv)
+    words = [word for word in sys.argv[1:] if word not in FLAGS]
+    if "--measure" in flags:
+        sys.argv[1:] = ["name=measure", default_devices(), *words]
+        config.main(measure, CollectivesRun, OPTIONS, usage=__doc__)
+    words = [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
+    sys.argv[1:] = words
+    config.main(lambda cfg: plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
+
+
+def measure(cfg: DictConfig) -> None:
+    """Starts the ranks that measure, or is one of those that torchrun started."""
+    from gptrain import ranks  # here: a plan needs no torch
+    from gptrain.plan.measure import measure
+
+    ranks.run(measure, cfg, lambda *_: None)
+
+
+def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
+    """Prints what the flags ask for.   Raises: ConfigError."""
+    values = plain(cfg, resolve=True)
+    trainer = values["trainer"]
+    if "--doctor" in flags:
+        n_local, backend = count_devices(trainer["devices"]), values["strategy"]["backend"]
+        found = doctor(n_local, trainer["num_nodes"], trainer["accelerator"], backend)
+        print(json.dumps(found, indent=1) if "--json" in flags else "\n".join(found))
+        return
+    machine, topology = find_machine(values)
+    found = compare(values, sample_tokens(values["data"]), machine, trainer["num_nodes"])
+    if not found["strategies"]:
+        wrong = "its sizes are not known; only those of SimpleGPT and Llama are, on tokens"
+        raise ConfigError.of("model._target_", values["model"]["_target_"], wrong)
+    changes = found.pop("changes")
+    typed = [word for word in words if not word.startswith(("hardware", "topology"))]
+    found["command"] = changes and command_line(typed, changes)
+    found["machine"] = {"name": machine.name, "source": machine.source}
+    if topology is not None:
+        found["topology"] = topology.to_json()
+    as_json = "--json" in flags
+    print(json.dumps(found, indent=1) if as_json else table(found, changes, topology), flush=True)
+
+
+def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
+    """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
+    hardware, trainer, topology = values["hardware"], values["trainer"], None
+    here, device = [], DEVICES.get(hardware["name"])
+    if not device and trainer["accelerator"] != "cpu":
+        here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
+        device = here and device_of(here[0])
+    n_local = count_devices(trainer["devices"]) or len(here)
+    if not device:
+        machine = measured_machine(Path(values["output_dir"]), n_local or 1)
+    elif not n_local:
+        wrong = "devices of another machine cannot be counted"
+        raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
+    else:
+        link, network = LINKS.get(hardware["link"]), LINKS[hardware["network"]]
+        machine = machine_of(device, n_local, link, network)
+    if values["topology"] or here:
+        topology = _find("topology", values["topology"], read_topology)
+    slowest = topology and topology.slowest_ring_link
+    if slowest and speed(slowest) < 0:
+        island = max(map(len, topology.tensor_groups))
+        machine = replace(machine, island=island, host=LINKS["pcie4"])
+    if trainer["precision"] == "auto":
+        has_bf16 = machine.flops_per_s.get("bfloat16", 0) > machine.flops_per_s["float32"]
+        trainer["precision"] = "bf16-mixed" if has_bf16 else "32-true"
+    return machine, topology
+
+
+def measured_machine(output_dir: Path, n_local: int) -> Machine:
+    """This machine's CPU.   Raises: ConfigError."""
+    try:
+        return this_machine(output_dir, n_local)
+    except DamagedMeasurement as error:
+        raise ConfigError.of("output_dir", output_dir, str(error), code=BAD_DATA) from None
+
+
+def _find(key: str, value: str | None, find: Callable[[str | None], Any]) -> Any:
+    """What a word stands for.   Raises: ConfigError."""
+    try:
+        return find(value)
+    except ValueError as error:
+        raise ConfigError.of(key, value, str(error)) from error
+    except OSError as error:
+        raise ConfigError.of(key, value, str(error.strerror), code=INPUT_NOT_FOUND) from error
+
+
+def table(found: dict[str, Any], changes: dict[str, Any] | None, topology: Topology | None) -> str:
+    """For people: what a device holds, and what a step takes."""
+    machine, rows = found["machine"], found["strategies"]
+    held = [row["bytes_per_device"] for row in rows.values()]
+    unit, size = unit_of(max(one["total"] for one in held))
+    lines = [f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"]
+    lines[0] += f" ({machine['source']})"
+    lines.append(f"{f'{unit} of a device':22}{'  '.join(PARTS)}  fits")
+    for (name, row), one in zip(rows.items(), held, strict=True):
+        numbers = "  ".join(f"{one[part] / size:{len(part)}.2f}" for part in PARTS)
+        lines.append(f"{name:22}{numbers}  {'yes' if row['fits'] else 'no'}")
+    if all(row["step_s"] is not None for row in rows.values()):
+        lines += step_lines(rows)
+    if topology and topology.gpus:
+        lines.append(f"topology  tensor parallelism inside {topology.tensor_groups}")
+        lines[-1] += f", slowest link of a ring {topology.slowest_ring_link}"
+    if not changes:
+        return "\n".join([*lines, "best      nothing fits: more devices, or a smaller model"])
+    needed = [f"{key}={changes[key]}" for key in changes if key not in CHOSEN]
+    with_what = f"; nothing fits as typed, but with {' '.join(needed)}" if needed else ""
+    lines += [f"best      {found['best']}{with_what}", f"command   {found['command']}"]
+    return "\n".join(lines)
+
+
+def step_lines(rows: dict[str, Any]) -> list[str]:
+    """What a step takes."""
+    unit, size = unit_of(max(row["wire_bytes_per_step"] for row in rows.values()))
+    head = f"seconds   tokens/s    MFU  {unit} sent  hidden s  shown s  scaling"
+    priced = any("hours" in row for row in rows.values())
+    lines = [f"{'a step':25}{head}{'     hours  device hours' * priced}  most over"]
+    for name, row in rows.items():
+        hidden_s, wire = row["overlapped_s"], row["wire"]
+        line = f"{name:22}{row['step_s']:10.4g} {row['tokens_per_s']:10,.0f} {row['mfu']:6.1%}"
+        line += f" {row['wire_bytes_per_step'] / size:9.2f} {hidden_s:9.3g}"
+        line += f" {row['communication_s'] - hidden_s:8.3g} {row['scaling_efficiency']:8.1%}"
+        if priced:
+            line += f"{row['hours']:10,.1f}{row['device_hours']:14,.1f}"
+        lines.append(f"{line}  {max(wire, key=wire.get).rpartition(' ')[2] if wire else ''}")
+    return lines
+
 
 if __name__ == "__main__":
     main()

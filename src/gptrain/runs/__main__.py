@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from gptrain import runs as package
 from gptrain.home import default_output_dir
-from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser, code_of, printable
+from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser, printable
 from gptrain.runs.folder import RunRecord, read_runs
-from gptrain.runs.table import aligned, differing, names, ranked, same, text_table
+from gptrain.runs.table import aligned, differing, names, ranked, text_table
 
 AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
 EACH_ITS_OWN = {"overrides", "command", "started"}
@@ -25,10 +25,8 @@ def main() -> NoReturn:
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
     outputs = Path(default_output_dir())
     parser.add_argument("folders", nargs="*", type=Path, default=[outputs], help="or above them")
-    parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="a list, the best run first")
-    shown.add_argument("--html", metavar="FILE", help="one page: curves, table, differences")
     shown.add_argument("--diff", action="store_true", help="what differs between two runs")
     try:
         print(answer(parser.parse_args()), flush=True)
@@ -42,12 +40,9 @@ def main() -> NoReturn:
 
 def answer(args: argparse.Namespace) -> str:
     """What is printed. Raises: ConfigError."""
-    for wanted in args.where:
-        if "=" not in wanted:
-            raise ConfigError.of("--where", wanted, "not KEY=VALUE")
-    runs = [run for run in read_runs(args.folders) if all(has(run, one) for one in args.where)]
+    runs = read_runs(args.folders)
     if not runs:
-        wrong = f"{' with '.join(['no run', *args.where])} in {' '.join(map(str, args.folders))}"
+        wrong = f"no run in {' '.join(map(str, args.folders))}"
         raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)
     if args.diff:
         return difference(runs)
@@ -55,22 +50,7 @@ def answer(args: argparse.Namespace) -> str:
     if args.json:
         rows = [{"run": str(run.path)} | {k: getattr(run, k) for k in AS_JSON} for run in runs]
         return json.dumps(rows, indent=1)
-    if args.html:
-        from gptrain.runs.page import write_page
-
-        try:
-            write_page(Path(args.html), runs, metric)
-        except OSError as error:
-            raise ConfigError.of("--html", args.html, str(error), code=code_of(error)) from error
-        return f"{args.html}: {len(runs)} runs"
     return text_table(runs, metric)
-
-
-def has(run: RunRecord, wanted: str) -> bool:
-    """Whether the run was typed or composed with this key=value, or ended so."""
-    key, _, value = wanted.partition("=")
-    known = {"ended": run.ended} | run.typed
-    return same((known if key in known else run.config).get(key, ""), value)
 
 
 def difference(runs: list[RunRecord]) -> str:

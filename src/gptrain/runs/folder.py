@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,8 +15,10 @@ from gptrain.resilience.lock import is_held
 from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
 from gptrain.resilience.store import CheckpointStore
-from gptrain.small_files import UnreadableFile, flatten, read_facts, read_json, read_yaml
+from gptrain.small_files import flatten, read_facts, read_json, read_yaml
 
+# Of files that are not as ours are, whoever wrote them.
+WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 
 
@@ -50,12 +51,12 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The composed config, dotted key -> value."""
-        return flatten(read_facts(self.path / CONFIG, read_yaml))
+        return _flat(read_facts(self.path / CONFIG, read_yaml))
 
     @property
     def result(self) -> dict[str, Any]:
         """All of result.json, dotted key -> value."""
-        return flatten(read_facts(self.path / RESULT_NAME))
+        return _flat(read_facts(self.path / RESULT_NAME))
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
@@ -65,13 +66,14 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     for path in dict.fromkeys(found):
         try:
             runs.append(read_run(path))
-        except (UnreadableFile, OSError) as error:
-            print(Problem("", None, f"{path}: {error}", code=DONE).line, file=sys.stderr)
+        except WRONG as error:
+            wrong = f"{path}: {error or type(error).__name__}"
+            print(Problem("", None, wrong, code=DONE).line, file=sys.stderr)
     return runs
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run of a folder. Raises: UnreadableFile, OSError."""
+    """The run of a folder. Raises: one of WRONG."""
     overrides, path = as_kind(list, read_yaml(folder / OVERRIDES)), folder / RESULT_NAME
     result = as_kind(dict, read_json(path)) if path.exists() else {}
     status, is_running = read_status(folder) or {}, is_held(folder)
@@ -111,4 +113,11 @@ def _newest_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    return value if type(value) in (int, float) and math.isfinite(value) else None
+    """A figure; none are what JSON alone can hold, such as an integer of 400 digits, and nan."""
+    return value if type(value) in (int, float) and abs(value) < sys.float_info.max else None
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    with suppress(RecursionError):
+        return flatten(values)
+    return {}

@@ -26,7 +26,7 @@ def same(one: Any, other: Any) -> bool:
     """Whether two values are one, however they are spelt: 1e-3 is 0.001, null None."""
     try:
         return float(one) == float(other)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return SPELT.get(str(one), str(one)) == SPELT.get(str(other), str(other))
 
 

@@ -8,8 +8,16 @@ import yaml
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.runs.page import TAGS
-
+# Logged name -> TensorBoard's tag. It sorts its sections by what stands before the slash: so losses
+# come first, then the optimizer, then perf/*. A name that is not here is its own tag.
+TAGS = {
+    "train/loss": "loss/train",
+    "val/loss": "loss/val",
+    "test/loss": "loss/test",
+    "lr": "optim/lr",
+    "grad_norm": "optim/grad_norm",
+    "tokens": "perf/tokens",
+}
 COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # in the tab HPARAMS
 FLUSH_S = 5  # as often as TensorBoard looks for new points
 

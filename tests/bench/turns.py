@@ -22,7 +22,7 @@ class Contestant:
         peak_bytes: of the largest rank.
 
     Args:
-        spec: what the loop is to do, see `gptrain.bench.loops`.
+        spec: what the loop is to do, see `tests.bench.loops`.
         threads: OpenMP threads of each rank.
         log_dir: for what the processes print.
     """
@@ -39,7 +39,7 @@ class Contestant:
                 "MASTER_PORT": str(free.getsockname()[1]),
                 "GLOO_SOCKET_IFNAME": "lo",
             }
-        words = [sys.executable, "-m", "gptrain.bench.loops", json.dumps(spec)]
+        words = [sys.executable, "-m", "tests.bench.loops", json.dumps(spec)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.start_s, self.ranks = time.perf_counter(), []
         for rank, log in enumerate(self.logs):

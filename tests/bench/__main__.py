@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,17 +12,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from gptrain import bench as package
 from gptrain import config
-from gptrain.bench import target
-from gptrain.bench.result import summarize, table
-from gptrain.bench.target import CONFIGS
-from gptrain.bench.turns import Contestant
 from gptrain.config.kinds import Count, Name, Positive
 from gptrain.config.schema import Run
 from gptrain.problems import ConfigError, quoted
-
-log = logging.getLogger(__name__)
+from tests import bench as package
+from tests.bench import target
+from tests.bench.result import summarize, table
+from tests.bench.target import CONFIGS
+from tests.bench.turns import Contestant
 
 # What each size adds before what is typed; a step takes about 1 ms, 0.1 s, 2 s, and (GPU) 0.1 s.
 SIZES = {
@@ -34,7 +30,7 @@ SIZES = {
     "simple_gpt": "model=simple_gpt data.seq_len=128 data.batch_size=8 steps=1 rounds=5",
     "gpt2": "model=gpt2 data.seq_len=1025 data.batch_size=16 model.dropout=0 steps=10 rounds=5",
 }
-LOOPS = ("tutorial", "bare", "accelerate", "ours")
+LOOPS = ("tutorial", "bare", "ours")
 DEFAULTS = {
     "size": "cpu", "rounds": 5, "steps": 2, "loops": f"[{','.join(LOOPS)}]",
     "target_loss": "null", "configs": json.dumps(CONFIGS), "seeds": 3,
@@ -152,12 +148,8 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
 
 
 def choose_loops(asked: list[str], n_ranks: int) -> list[str]:
-    """The loops asked for that can run here; ours on one device too, where it runs on several."""
-    names = list(asked)
-    if "accelerate" in names and find_spec("accelerate") is None:
-        log.warning('accelerate: not installed, left out; try: pip install -e ".[bench]"')
-        names.remove("accelerate")
-    return [*names, "ours_alone"] if "ours" in names and n_ranks > 1 else names
+    """The loops asked for; ours on one device too, where it runs on several."""
+    return [*asked, "ours_alone"] if "ours" in asked and n_ranks > 1 else list(asked)
 
 
 def run_rounds(
@@ -170,7 +162,7 @@ def run_rounds(
     import torch
     from tqdm import trange
 
-    from gptrain.lit.perf import measure_matmul
+    from gptrain.measure import measure_matmul
 
     dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
     side, peaks = 1024 if spec["device"] == "cpu" else None, []
@@ -181,3 +173,7 @@ def run_rounds(
     for contestant in contestants:
         del contestant.steps_s[0]
     return peaks[1:]
+
+
+if __name__ == "__main__":
+    main()

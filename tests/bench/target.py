@@ -13,9 +13,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gptrain.home import find_project
 from gptrain.problems import JobFailed, quoted
 
+TRAIN = Path(__file__).parents[2] / "train.py"
 # GPT-2's block with AdamW at the best of three learning rates (1e-3, 2e-3, 5e-3); the quickstart.
 CONFIGS = (
     "experiment=quickstart model=gpt_nano optimizer=adamw optimizer.lr=2e-3 trainer.max_steps=350 "
@@ -68,7 +68,7 @@ def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, An
     """What one run of train.py took; without a target its own last loss is one that it reached."""
     stop = [] if target is None else [f"+callbacks.target={STOP % target}"]
     overrides = [*COMMON, *words, *stop, f"run_dir={quoted(str(folder))}"]
-    command = [sys.executable, str(find_project() / "train.py"), *overrides]
+    command = [sys.executable, str(TRAIN), *overrides]
     if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
         raise JobFailed(code, f"{shlex.join(words)}: exit code {code}")
     result = json.loads((folder / "result.json").read_text())

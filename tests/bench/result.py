@@ -7,9 +7,9 @@ from operator import sub, truediv
 from statistics import median
 from typing import Any
 
-from gptrain.bench.turns import Contestant
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.shape import gpt_shape
+from tests.bench.turns import Contestant
 
 
 def summarize(

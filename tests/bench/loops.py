@@ -1,4 +1,4 @@
-"""One process of one loop: `python -m gptrain.bench.loops '<spec>'`, started by the bench.
+"""One process of one loop: `python -m tests.bench.loops '<spec>'`, started by the bench.
 
 The spec, in JSON: `loop` (a name of LOOPS), `overrides` of the run (for ours), and for the others
 what they make of them: `model`, `batch_size`, `seq_len`, `num_samples`, `optimizer`, `clip`,
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from gptrain.bench.turns import Turns
+from tests.bench.turns import Turns
 
 # B batch, T time, D d_model, V vocab
 Spec = dict[str, Any]
@@ -68,19 +68,6 @@ def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
     train(make_loader(spec, device), net, optimizer, spec, device, turns, clip_grad_norm)
 
 
-def accelerate(spec: Spec, device: torch.device, turns: Turns) -> None:
-    """Accelerate around the same model, loss, data and optimizer."""
-    from accelerate import Accelerator
-
-    mixed = "bf16" if "bf16" in spec["precision"] else "fp16" if "16" in spec["precision"] else "no"
-    helper = Accelerator(mixed_precision=mixed, cpu=device.type == "cpu")
-    net = OurGPT(spec)
-    net, optimizer = helper.prepare(net, make_optimizer(spec, net))
-    plain = {**spec, "precision": "32"}  # the rest is up to Accelerate
-    loader, clip = make_loader(spec, device), helper.clip_grad_norm_
-    train(loader, net, optimizer, plain, device, turns, clip, helper.backward)
-
-
 def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     """What train.py does, with one callback more."""
     from lightning.pytorch import Callback
@@ -100,7 +87,7 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
         run.trainer.fit(run.module, datamodule=run.datamodule)
 
 
-LOOPS = {loop.__name__: loop for loop in (tutorial, bare, accelerate, ours)}
+LOOPS = {loop.__name__: loop for loop in (tutorial, bare, ours)}
 
 
 def train(
@@ -111,7 +98,6 @@ def train(
     device: torch.device,
     turns: Turns,
     clip: Callable[[list[nn.Parameter], float], Any] = clip_grad_norm_,
-    backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> None:
     """The plain loop, without an end."""
     parameters = list(net.parameters())
@@ -121,7 +107,7 @@ def train(
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled="16" in spec["precision"]):
             loss = net(tokens, targets)  # lives on to the next step, as in most such loops
-        backward(loss)
+        loss.backward()
         clip(parameters, spec["clip"])
         optimizer.step()
         scheduler.step()

@@ -1,50 +1,36 @@
-"""Time and bandwidth of collectives by the definitions of nccl-tests, and this machine's speed."""
+"""Time and bandwidth of collectives by the definitions of nccl-tests, and this CPU's speed."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 
-from gptrain.collectives.operations import (
-    COLLECTIVES,
-    all_reduce_by_center,
-    all_reduce_by_ring,
-    from_all,
-    say,
-)
-from gptrain.lit.perf import measure_matmul, wait_for
+from gptrain.collectives.operations import COLLECTIVES, from_all, group_of, say, seconds_of
+from gptrain.costs.speed import MACHINE_NAME
+from gptrain.measure import measure_matmul
 from gptrain.resilience import fileops
+from gptrain.resilience.watchdog import Guard
 from gptrain.small_files import UnreadableFile, read_json
 
 SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
-BATCHES = 5  # of calls
 ACTIVATIONS = 2**18  # numbers, of a small net
 
 
-def seconds_of(
-    call: Callable[[], Any],
-    device: torch.device,
-    calls: int,
-    choose: Callable[[list[float]], float] = median,
-) -> float:
-    """Of one call on the slowest rank, of several batches of them; all ranks make it together."""
-    found = []
-    for _ in range(1 + BATCHES):
-        dist.barrier()
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            call()
-        wait_for(device)
-        found.append((time.perf_counter() - start_s) / calls)
-    return max(from_all(choose(found[1:])))
+def measure(cfg: DictConfig, guard: Guard) -> dict[str, float]:
+    """What each rank does; rank 0 prints, and keeps what it found in machine.json of output_dir."""
+    times = {}
+    with group_of(cfg) as device:
+        for name in COLLECTIVES:
+            guard.heartbeat.beat(phase=name)
+            times[name] = sweep(name, device, cfg.max_bytes)
+        keep(times["all_reduce"], device, Path(cfg.output_dir) / MACHINE_NAME)
+    return {}
 
 
 def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, float]]:
@@ -62,24 +48,6 @@ def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, fl
         found.append((mine.nbytes, seconds))
         n_bytes *= FACTOR
     return found
-
-
-def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
-    """The two of sends and receives beside the library's, whose result they must have."""
-    rank, n_ranks = dist.get_rank(), dist.get_world_size()
-    mine = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
-    mine = (mine % 1000 + rank).float()  # sums of integers are exact in any order
-    dist.all_reduce(expected := mine.clone())
-    say(f"\nall-reduce of {mine.nbytes / 2**20:.1f} MiB   rank 0 sent   other ranks   time ms")
-    ways = {"through rank 0": all_reduce_by_center, "around a ring": all_reduce_by_ring}
-    for name, way in (ways | {dist.get_backend(): dist.all_reduce}).items():
-        sent = from_all(way(result := mine.clone()))
-        if not torch.equal(result, expected):
-            raise RuntimeError(f"all-reduce {name} differs from the library's on rank {rank}")
-        ends = "".join(f"{n / 2**20:10.1f} MiB" if n else f"{'-':>14}" for n in (sent[0], sent[-1]))
-        result.zero_()
-        say(f"{name:21}{ends}{seconds_of(lambda w=way: w(result), device, 1) * 1e3:10.2f}")
-    say("n ranks: rank 0 sends n - 1 buffers; of a ring each sends 2(n - 1)/n, all at once")
 
 
 def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) -> None:

@@ -1,5 +1,0 @@
-"""python -m gptrain.bench"""
-
-from gptrain.bench.command import main
-
-main()
