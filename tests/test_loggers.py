@@ -55,6 +55,17 @@ def test_several_loggers_at_once_by_a_list(train):
     assert told == pytest.approx([value for _, value in events(run.folder, "loss/train")])
 
 
+def test_the_first_step_and_validated_ones_have_whole_rows(train):
+    """Lightning alone hands a logger every `log_every_n_steps`-th step and the last."""
+    words = ("trainer.log_every_n_steps=5", "trainer.val_check_interval=3", "trainer.max_steps=7")
+    run = train("logger=csv", *words)
+    assert run.code == 0, run.err
+    found = rows(run.folder)
+    assert [row["step"] for row in found if row["train/loss"]] == ["1", "3", "5", "6", "7"]
+    both = [row["step"] for row in found if row["train/loss"] and row["val/loss"]]
+    assert both == ["3", "6", "7"]
+
+
 def test_a_resumed_run_goes_on_in_its_curves_and_doubles_no_point(train):
     options = ("logger=[tensorboard,csv]", *EVERY_STEP, "scheduler=constant")
     run = train(*options, "trainer.max_steps=6")

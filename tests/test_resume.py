@@ -12,12 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
 from gptrain.config.cli import compose_command
+from gptrain.lit.callbacks import resume
 from gptrain.problems import ConfigError
 from gptrain.ranks.supervisor import note_start
+from gptrain.resilience.rng import capture
 from gptrain.resilience.store import CheckpointStore
 
 RUN = "a" * 32
@@ -97,6 +100,25 @@ def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
     save(compose(), 5)
     assert find_checkpoint(cfg, LOCK, world_size=2)
     assert refused(compose("ckpt_path=last"), world_size=2).problems[0].value == 64
+
+
+def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers(monkeypatch):
+    """They have one place in the data, and each a part of what dropout falls on."""
+    for name in ("start_epoch_anew", "put_back_logged", "finish_step"):
+        monkeypatch.setattr(resume, name, lambda *_: None)
+    for name in ("apply_changes", "follow_schedule"):
+        monkeypatch.setattr(resume, name, lambda *_: [])
+    drawn = set()
+    state = {"rng": [capture()], "threads": 1, "global_step": 1, "validated": True}
+    for rank in (0, 1):
+        trainer = SimpleNamespace(
+            world_size=2, global_rank=rank, is_global_zero=False,
+            strategy=SimpleNamespace(root_device=torch.device("cpu")),
+            datamodule=SimpleNamespace(rank=0),
+        )  # fmt: skip
+        resume.go_on(trainer, state, frozenset())
+        drawn.add(float(torch.rand(())))
+    assert len(drawn) == 2
 
 
 def test_other_content_of_the_data_is_refused(compose):

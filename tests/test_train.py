@@ -22,6 +22,7 @@ from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
 from gptrain.resilience import watchdog
+from gptrain.resilience.store import CheckpointStore
 from tests.conftest import ROOT
 
 
@@ -234,6 +235,22 @@ def test_a_run_that_failed_says_why_in_its_status(train):
     status = json.loads((again.folder / "status.json").read_text())
     assert (status["cause"], status["exit_code"]) == ("done", 0)
     assert "samples" in run.err
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [((), 2), (("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps"), 0)],
+    ids=["adamw", "sgd"],
+)
+def test_room_is_asked_for_two_saves_with_the_states_of_the_optimizer(
+    train, monkeypatch, words, states
+):
+    asked = []
+    monkeypatch.setattr(CheckpointStore, "check_space", lambda store, n: asked.append(n))
+    run = train(*words, "trainer.max_steps=1")
+    assert run.code == 0, run.err
+    weights = {w.data_ptr(): w.numel() for w in run.state(1)["state_dict"].values()}  # tied: once
+    assert asked[0] == 2 * 4 * (1 + states) * sum(weights.values())
 
 
 def test_no_room_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):

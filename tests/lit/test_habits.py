@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import errno
 import shutil
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
-from gptrain.lit.callbacks.steps import Steps
+from gptrain.lit.callbacks.steps import Steps, acts_on_validation
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -457,3 +459,17 @@ def test_lora_starts_from_a_base_whose_names_differ(fit, resumes):
     own, theirs = run.state(6)["state_dict"], base.state(6)["state_dict"]
     assert torch.equal(own["token_embedding.weight"], theirs["token_embedding.weight"])
     assert own["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained
+
+
+def test_a_callback_of_the_users_in_our_package_is_not_left_in_its_validation():
+    """Ours are known by their class: a copy beside ours may swap weights, as WeightAveraging."""
+
+    class Swaps(pl.Callback):
+        def on_validation_start(self, *_):
+            pass
+
+    Swaps.__module__ = "gptrain.lit.callbacks.swaps"
+    module = pl.LightningModule()
+    ours = Steps(1, lengths=None, model_config={})
+    assert not acts_on_validation(SimpleNamespace(callbacks=[ours], lightning_module=module))
+    assert acts_on_validation(SimpleNamespace(callbacks=[ours, Swaps()], lightning_module=module))

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from gptrain.assemble.parts import as_config_errors, peak_lr
 from gptrain.assemble.resume import changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
+from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
 from gptrain.law import count_parameters
 from gptrain.lengths import Lengths
@@ -68,6 +69,7 @@ REFUSED = {
         "copies a whole net, and strategy={} partitions it; strategies that work: single, ddp",
     ),
 }
+FP32_BYTES = 4
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
 
@@ -184,7 +186,10 @@ def build_checkpoints(
     )
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
-    return Checkpoints(store, facts, cfg.checkpoint, changed_options(cfg))
+    optimizer = cfg.optimizer
+    states = states_per_weight(optimizer._target_, optimizer.get("momentum") or 0.0)
+    bytes_of_each = FP32_BYTES * (1 + states)
+    return Checkpoints(store, facts, cfg.checkpoint, bytes_of_each, changed_options(cfg))
 
 
 def build_report(

@@ -17,14 +17,23 @@ def estimate_states(work: Work) -> dict[str, float]:
     Mixed precision keeps fp32 weights. Exact where sizes divide; else off by less than a row of a
     matrix per parameter. Uneven stages: ask for the first rank and the last.
     """
-    name = work.optimizer.rpartition(".")[2]
     shards = work.dims.data / work.dims.replicas if "fsdp" in work.strategy else 1
     held = sum(work.held)
-    states = held * (1 if name == "SGD" and work.momentum else _STATES.get(name, 2))
+    states = held * states_per_weight(work.optimizer, work.momentum)
     if work.is_muon:  # one of hidden matrices, AdamW's two of the rest
         states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
     sizes = {"weights": held, "gradients": held, "optimizer": states}
     return {key: n * work.weight_bytes / shards for key, n in sizes.items()}
+
+
+def states_per_weight(optimizer: str, momentum: float) -> int:
+    """Numbers that an optimizer keeps of each weight; at most, where it keeps more of some.
+
+    Args:
+        optimizer: its `_target_`.   momentum: SGD's.
+    """
+    name = optimizer.rpartition(".")[2]
+    return 1 if name == "SGD" and momentum else _STATES.get(name, 2)
 
 
 def estimate_memory(work: Work) -> dict[str, float]:

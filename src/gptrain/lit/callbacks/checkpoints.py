@@ -21,7 +21,6 @@ from gptrain.resilience.rng import capture
 from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
-PARAMETER_BYTES = 12  # fp32 and Adam's two states
 # Smaller saves take less than a fifth of a second and are on the disk before the next step begins.
 BACKGROUND_BYTES = 1 << 26
 WRITING_S = 3600.0  # rank 0 may write that long; it beats at every piece, the others wait for it
@@ -38,6 +37,7 @@ class Checkpoints(Checkpoint):
         options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
             ones besides the best by `monitor` and `mode`; background, of a large save only the copy
             in memory stops the training.
+        parameter_bytes: what a save holds of each parameter: it, and its optimizer's states.
         changed: options of the optimizer that a resume is allowed to change, and does.
 
     Attributes:
@@ -51,9 +51,11 @@ class Checkpoints(Checkpoint):
         store: CheckpointStore,
         identity: dict[str, Any],
         options: Any,
+        parameter_bytes: int,
         changed: tuple[str, ...] = (),
     ):
         self.store, self.identity, self.options = store, identity, options
+        self.parameter_bytes = parameter_bytes
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
@@ -67,7 +69,7 @@ class Checkpoints(Checkpoint):
         """Raises NoSpace unless there is room for two saves: the newer before the older goes."""
         if stage != "fit":
             return
-        self._needed_bytes = PARAMETER_BYTES * trainer.strategy.info.n_parameters
+        self._needed_bytes = self.parameter_bytes * trainer.strategy.info.n_parameters
         if trainer.is_global_zero:
             self.store.check_space(2 * self._needed_bytes)
 

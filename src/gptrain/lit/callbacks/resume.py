@@ -67,9 +67,9 @@ def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> N
         log.warning("%s", line)
     if n_saved == trainer.world_size:
         restore(rng[trainer.global_rank])
-    else:  # dropout of its own on every rank
+    else:  # dropout of its own on every rank, those of a tensor group or a pipeline too
         restore(rng[0])
-        torch.manual_seed(int(torch.randint(2**62, ())) + trainer.datamodule.rank)
+        torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
 
 
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
