@@ -275,6 +275,10 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
 def test_files_that_are_not_there_are_not_found(tmp_path):
     (line,) = refused("data=text", "data.path=/x/y", *NANO, code=66)
     assert "data.path=/x/y: no such file" in line
+    (line,) = refused("data=text", "data.path=/dev/null", *NANO, code=65)
+    assert "data.path=/dev/null: neither a regular file nor a folder" in line
+    (line,) = refused("data=text", "data.path=/proc/self/mounts", *NANO, code=65)  # of no size
+    assert "data.path=/proc/self/mounts: an empty file" in line
     (line,) = refused("ckpt_path=missing.ckpt", *NANO, code=66)
     assert "ckpt_path=missing.ckpt: no such file" in line and "ckpt_path=last" in line
     (line,) = refused("init_from=best", *NANO, code=66)

@@ -39,6 +39,7 @@ from gptrain.data.tokenizers import Tokenizer
 from gptrain.lengths import BatchPlan
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks.vote import gather
+from gptrain.lit.datamodule import check_shared_memory
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
@@ -143,7 +144,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     checkpoint = None if start is None else Path(start)
     if checkpoint is not None:
         set_from_step(cfg, read_manifest(checkpoint))
-    lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), dims.data)
+    sample = train[0]
+    check_shared_memory(sample, cfg.data.batch_size, cfg.data.num_workers, machine.n_local)
+    lengths = plan_lengths(cfg, len(train), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):

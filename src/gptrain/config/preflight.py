@@ -20,7 +20,7 @@ from gptrain.config.values import OF_HYDRA, targets
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
 from gptrain.parallel.dims import strategy_name
-from gptrain.problems import DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
+from gptrain.problems import BAD_DATA, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 from gptrain.ranks.process import (
     count_devices,
     count_nodes,
@@ -137,12 +137,25 @@ def check_files(run: Config) -> Iterator[Problem]:
         paths = run.get(key, [])
         for path in paths if isinstance(paths, list) else [paths]:
             found = os.path.expanduser(path)
-            if path in WORDS.get(key, ()) or os.path.exists(found):
+            if path in WORDS.get(key, ()):
+                continue
+            if os.path.exists(found):
+                if wrong := key.startswith("data.") and not_data(found):
+                    yield Problem(key, path, wrong, attempt=f"{key}=<file>", code=BAD_DATA)
                 continue
             if not (key.startswith("data.") and glob.glob(found, recursive=True)):
                 attempt = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
                 wrong, code = "no such file or folder", INPUT_NOT_FOUND
                 yield Problem(key, path, wrong, attempt=attempt, code=code)
+
+
+def not_data(path: str) -> str:
+    """Why what is there is no data to read; empty where it may be."""
+    if os.path.isdir(path):
+        return ""
+    if not os.path.isfile(path):
+        return "neither a regular file nor a folder"
+    return "" if os.path.getsize(path) else "an empty file"  # /proc/kmsg says so, and never ends
 
 
 def check_visible(

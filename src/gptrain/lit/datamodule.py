@@ -1,9 +1,10 @@
 """TextDataModule: training and evaluation batches for this rank, in an order that can resume."""
 
+import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
 from gptrain.lengths import Lengths
+from gptrain.problems import IO_ERROR, ConfigError
 from gptrain.resilience.signals import hold_back, ignore_in_worker
+
+SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
+_PREFETCHED, _LOADERS = 2, 2  # batches a worker keeps ready; workers of training and validation
 
 
 class TextDataModule(pl.LightningDataModule):
@@ -96,8 +101,9 @@ class TextDataModule(pl.LightningDataModule):
             batch_sampler=batches,
             # Its own, from which workers are seeded: the run's random numbers are left alone.
             generator=torch.Generator().manual_seed(self.worker_seed),
-            collate_fn=collate,
+            collate_fn=collate_and_share if self.num_workers else collate,
             num_workers=self.num_workers,
+            prefetch_factor=_PREFETCHED if self.num_workers else None,
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,
             worker_init_fn=partial(ignore_in_worker, os.getpid()) if self.num_workers else None,
@@ -118,7 +124,56 @@ class Loader(DataLoader):
         with hold_back():
             batches = super().__iter__()
         start_s = time.perf_counter()
-        for batch in batches:
-            self.waited_s += time.perf_counter() - start_s
-            yield batch
-            start_s = time.perf_counter()
+        try:
+            for batch in batches:
+                self.waited_s += time.perf_counter() - start_s
+                yield batch
+                start_s = time.perf_counter()
+        except RuntimeError as error:
+            if "No space left" not in str(error):
+                raise
+            wrong = "full: no room for the batches of data.num_workers"
+            raise OSError(errno.ENOSPC, wrong, SHARED_MEMORY) from None
+
+
+def collate_and_share(batch: Any) -> Any:
+    """`collate` in a worker. Where shared memory is full this raises.
+
+    The thread of a worker that sends its batches would print the error and send nothing, and the
+    training process would wait for ever.
+    """
+    batch = collate(batch)
+    for tensor in tensors_in(batch):
+        tensor.share_memory_()
+    return batch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a batch or a sample, in whatever lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
+
+
+def check_shared_memory(sample: Any, batch_size: int, num_workers: int, n_local: int) -> None:
+    """Raises ConfigError where the batches of data workers do not fit into shared memory.
+
+    Args:
+        sample: of the training set.   n_local: ranks of this machine.
+    """
+    if not num_workers or not os.path.isdir(SHARED_MEMORY):
+        return
+    batch_bytes = batch_size * sum(tensor.nbytes for tensor in tensors_in(sample))
+    n_batches = n_local * num_workers * _PREFETCHED * _LOADERS
+    found = os.statvfs(SHARED_MEMORY)
+    free_bytes = found.f_bavail * found.f_frsize
+    if n_batches * batch_bytes > free_bytes:
+        wrong = (
+            f"{n_batches} batches of {batch_bytes / 2**20:.1f} MiB wait in {SHARED_MEMORY}, where"
+            f" {free_bytes / 2**20:.1f} MiB are free"
+        )
+        needed = n_batches * batch_bytes // 2**20 + 1
+        attempt = f"data.num_workers=0, a smaller data.batch_size, docker --shm-size={needed}m"
+        raise ConfigError.of("data.num_workers", num_workers, wrong, attempt=attempt, code=IO_ERROR)
