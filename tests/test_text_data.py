@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import time
 import tracemalloc
 from collections import Counter
 
@@ -20,8 +21,8 @@ from gptrain.data import (
     load_tokenizer,
     train_bpe,
 )
-from gptrain.data.corpus import cut_at, find_documents, read_blocks, split
-from gptrain.data.text import fresh_folder
+from gptrain.data.corpus import cut_at, find_sources, read_pieces, split
+from gptrain.data.prepare import fresh_folder
 
 WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
 
@@ -55,7 +56,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bpe(corpus, cache):
     pytest.importorskip("tokenizers")
-    return prepare(corpus, "bpe", cache, vocab_size=300)
+    return prepare(corpus, "bpe", cache, vocab_size=300, end_of_document=False)
 
 
 def text_of(prepared, part):
@@ -123,6 +124,7 @@ def test_a_tokenizer_that_drops_spaces_knows_no_token_bytes(tmp_path):
     assert tokenizer.vocab_size == 8  # ids may have gaps
     assert tokenizer.token_bytes is None
     assert tokenizer.encode("a b a").tolist() == [0, 7, 0]
+    assert tokenizer.end_id is None
 
 
 def test_tokenizers_come_back_from_their_folder(bpe, tmp_path):
@@ -164,26 +166,36 @@ def test_a_block_is_cut_between_characters(characters):
 
 
 @pytest.mark.parametrize("block_bytes", [16, 100, 2**16])
-def test_blocks_add_up_to_the_text(corpus, block_bytes):
-    documents = find_documents(corpus)
-    whole = ([part for part, _ in [split([doc], 1e-9)] for part in part] for doc in documents)
-    text = b"".join(read_blocks([part for parts in whole for part in parts], block_bytes))
-    expected = [doc.path.read_bytes() for doc in documents]
+def test_pieces_add_up_to_the_text(corpus, block_bytes, monkeypatch):
+    monkeypatch.setattr("gptrain.data.corpus.BLOCK_BYTES", block_bytes)
+    sources = find_sources(corpus)
+    expected = [source.path.read_bytes() for source in sources]
+    pieces = list(read_pieces(sources, 1e-9, newline=False))
+    assert b"".join(piece.text for piece in pieces) == b"".join(expected)
+    assert sum(piece.is_end for piece in pieces) == len(sources)
+    text = b"".join(piece.text for piece in read_pieces(sources, 1e-9))
     assert text == b"".join(t if t.endswith(b"\n") else t + b"\n" for t in expected)
+
+
+def test_a_line_longer_than_a_section_gains_no_newline(tmp_path):
+    (tmp_path / "line").write_text("0123456789" * 100_000)
+    prepared = prepare(tmp_path, "bytes", tmp_path / "cache", val_fraction=0.1)
+    text = text_of(prepared, "train") + text_of(prepared, "val")
+    assert len(text) == 1_000_001 and text.count("\n") == 1
 
 
 def test_hidden_files_and_those_that_do_not_match_are_left_out(tmp_path):
     for name in ("b.py", "a.py", "c.txt", ".hidden.py", ".git/d.py", "sub/e.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
-    assert [d.name for d in find_documents(tmp_path, "*.py")] == ["a.py", "b.py", "sub/e.py"]
-    assert [d.name for d in find_documents(tmp_path, "sub/*")] == ["sub/e.py"]
-    assert [d.name for d in find_documents(tmp_path / "c.txt", "*.py")] == ["c.txt"]
-    assert len(find_documents([tmp_path / "sub", str(tmp_path / "a.py")])) == 2
+    assert [d.name for d in find_sources(tmp_path, "*.py")] == ["a.py", "b.py", "sub/e.py"]
+    assert [d.name for d in find_sources(tmp_path, "sub/*")] == ["sub/e.py"]
+    assert [d.name for d in find_sources(tmp_path / "c.txt", "*.py")] == ["c.txt"]
+    assert len(find_sources([tmp_path / "sub", str(tmp_path / "a.py")])) == 2
     with pytest.raises(DataError, match=r"no file matches '\*\.md'"):
-        find_documents(tmp_path, "*.md")
+        find_sources(tmp_path, "*.md")
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        find_documents(tmp_path / "nowhere")
+        find_sources(tmp_path / "nowhere")
 
 
 def test_the_default_corpus_is_the_standard_library():
@@ -193,14 +205,15 @@ def test_the_default_corpus_is_the_standard_library():
 
 
 def test_validation_is_an_exact_share_of_whole_lines(corpus):
-    documents = find_documents(corpus)
-    train, val = split(documents, 0.1)
+    documents = find_sources(corpus)
+    parts = split(documents, 0.1)
+    train, val = ([part for part in parts if part.is_val is is_val] for is_val in (False, True))
     total = sum(document.size_bytes for document in documents)
     val_bytes = sum(part.stop - part.start for part in val)
     assert val_bytes + sum(part.stop - part.start for part in train) == total
     assert abs(val_bytes - 0.1 * total) < 200 * len(val)  # lines are shorter than 200 bytes
     for part in val:
-        before = part.document.path.read_bytes()[: part.start]
+        before = part.source.path.read_bytes()[: part.start]
         assert before == b"" or before.endswith(b"\n")
 
 
@@ -208,18 +221,17 @@ def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
     (tmp_path / "large").write_text("line\n" * 100_000)
     for number in range(50):
         (tmp_path / f"{number}").write_text("line\n" * 2000)
-    _, val = split(find_documents(tmp_path), 0.2)
     share = Counter()
-    for part in val:
-        share[part.document.name] += part.stop - part.start
+    for part in filter(lambda part: part.is_val, split(find_sources(tmp_path), 0.2)):
+        share[part.source.name] += part.stop - part.start
     # The file is half of the corpus; of 12 sections 6 +- 1.7 are expected in it.
     assert len(share) > 5 and 0.1 < share["large"] / share.total() < 0.9
 
 
 def test_a_file_that_is_added_moves_few_others(corpus, tmp_path):
     def val_places(folder):
-        _, val = split(find_documents(folder), 0.2)
-        return {(part.document.name, at) for part in val for at in range(part.start, part.stop)}
+        val = [part for part in split(find_sources(folder), 0.2) if part.is_val]
+        return {(part.source.name, at) for part in val for at in range(part.start, part.stop)}
 
     before, grown = val_places(corpus), make_corpus(tmp_path / "grown")
     (grown / "new.txt").write_text("line\n" * 4000)
@@ -247,7 +259,7 @@ def test_no_byte_is_lost_and_the_split_is_the_same_for_every_tokenizer(corpus, c
     assert text_of(in_bytes, "val") == text_of(bpe, "val")
     assert text_of(in_bytes, "train") == text_of(bpe, "train")
     lines = Counter(
-        line for doc in find_documents(corpus) for line in doc.path.read_text().splitlines()
+        line for doc in find_sources(corpus) for line in doc.path.read_text().splitlines()
     )
     assert Counter((text_of(bpe, "train") + text_of(bpe, "val")).splitlines()) == lines
     assert (in_bytes.vocab_size, in_bytes.files[0].dtype) == (256, "uint16")
@@ -322,12 +334,33 @@ def test_files_that_are_no_utf8_are_left_out_with_one_warning(tmp_path):
     first = prepare(source, "bytes", cache)
     (source / "image.png").write_bytes(b"\x89PNG")
     (source / "cut.txt").write_bytes("値".encode()[:2])
+    (source / "wide.txt").write_bytes(("text\n" * 1000).encode("utf-16"))
     for _ in range(2):  # fresh and from the cache
-        with pytest.warns(UserWarning, match=r"2 of 14 files left out.* cut\.txt") as warned:
+        with pytest.warns(
+            UserWarning, match=r"3 of 15 files left out.* cut\.txt, byte 0"
+        ) as warned:
             assert prepare(source, "bytes", cache).folder == first.folder
         assert len(warned) == 1
-    with pytest.raises(DataError, match="no UTF-8 text in 1 files"):
+    with pytest.raises(DataError, match=r"image\.png: no UTF-8 text in 1 files"):
         prepare(source / "image.png", "bytes", cache)
+
+
+def test_a_character_that_is_cut_costs_that_character_and_is_named(tmp_path):
+    text = "größe\n" * 10_000
+    (tmp_path / "a.txt").write_text(text)
+    whole = text.encode()
+    cut = whole.index("ö".encode(), 70_000) + 1  # in the second block
+    (tmp_path / "b.txt").write_bytes(whole[:cut] + whole[cut + 1 :])
+    for _ in range(2):
+        with pytest.warns(
+            UserWarning, match=r"1 of 2 files have bytes .* b\.txt, byte \d+$"
+        ) as said:
+            prepared = prepare([tmp_path / "a.txt", tmp_path / "b.txt"], "bytes", tmp_path / "c")
+    place = int(str(said[0].message).rpartition(" ")[2])
+    assert abs(place - 70_000) <= 2
+    train, val = text_of(prepared, "train"), text_of(prepared, "val")
+    assert (train + val).count("\N{REPLACEMENT CHARACTER}") == 1
+    assert len(train + val) == 2 * len(text)
 
 
 def test_of_files_of_one_name_only_the_one_that_is_no_utf8_is_left_out(tmp_path):
@@ -342,7 +375,7 @@ def test_of_files_of_one_name_only_the_one_that_is_no_utf8_is_left_out(tmp_path)
 
 def test_a_file_that_is_named_twice_is_one_document(tmp_path):
     (tmp_path / "file").write_text("text\n")
-    assert len(find_documents([tmp_path, tmp_path / "file"])) == 1
+    assert len(find_sources([tmp_path, tmp_path / "file"])) == 1
 
 
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
@@ -388,29 +421,86 @@ def test_two_processes_at_once_end_alike(corpus, tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
-def test_a_lost_token_file_is_named(corpus, cache):
-    folder = prepare(corpus, "bytes", cache, val_fraction=0.2).folder
-    (folder / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.bin: no such file"):
-        TextDataset.from_corpus("val", 8, corpus, "bytes", cache, val_fraction=0.2)
+def lose(path):
+    path.unlink()
 
 
-def test_a_cache_is_what_was_written_whatever_its_time_stamps(corpus, cache):
-    file = prepare(corpus, "bytes", cache, val_fraction=0.3).folder / "val.bin"
-    os.utime(file, (0, 0))  # copied elsewhere
-    prepare(corpus, "bytes", cache, val_fraction=0.3)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"val\.bin: sha256 differs from manifest\.json; delete"):
-        prepare(corpus, "bytes", cache, val_fraction=0.3)
+def cut_short(path):
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def link(path):
+    path.rename(path.with_name("moved"))
+    path.symlink_to("moved")
+
+
+@pytest.mark.parametrize("name", ["val.bin", "val.ends", "tokenizer.json"])
+@pytest.mark.parametrize("harm", [lose, cut_short, link])
+def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, tmp_path):
+    folder = prepare(corpus, "bytes", tmp_path).folder
+    harm(folder / name)
+    with pytest.raises(DataError, match=rf"{folder}/(val|tokenizer).*; delete {folder}, it is"):
+        TextDataset.from_corpus("val", 8, corpus, "bytes", tmp_path)
+
+
+INDEXES = (
+    b"[1]", b'{"a": 1, "b": 2}', b'["x", 5]', b'["x", [[99, "y", 1, 1]]]',
+    b'["x", [["../../etc"]]]', b"", b"[" * 100_000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("content", INDEXES)
+def test_a_damaged_index_is_named(content, corpus, tmp_path):
+    prepare(corpus, "bytes", tmp_path)
+    (index,) = (tmp_path / "index").glob("*.json")
+    index.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{index}: .*; delete it"):
+        prepare(corpus, "bytes", tmp_path)
+
+
+def test_nothing_is_written_through_a_link_in_the_cache(corpus, tmp_path):
+    cache, victim = tmp_path / "cache", tmp_path / "victim"
+    prepare(corpus, "bytes", cache)
+    (index,) = (cache / "index").glob("*.json")
+    index.unlink()
+    index.symlink_to(victim / "new")
+    with pytest.raises(DataError, match="a link; delete it"):
+        prepare(corpus, "bytes", cache)
+    index.unlink()
+    (cache / "index").rmdir()
+    victim.mkdir()
+    (cache / "index").symlink_to(victim)
+    with pytest.raises(DataError, match="index: a link; delete it"):
+        prepare(corpus, "bytes", cache)
+    assert list(victim.iterdir()) == []
+
+
+def keep_draft(cache, entered):
+    with fresh_folder(cache / "done"):
+        entered.set()
+        time.sleep(60)
+
+
+def test_a_draft_is_removed_by_the_next_run_once_its_maker_is_dead(corpus, tmp_path):
+    context = multiprocessing.get_context("fork")
+    entered = context.Event()
+    maker = context.Process(target=keep_draft, args=(tmp_path, entered))
+    maker.start()
+    assert entered.wait(30)
+    prepare(corpus, "bytes", tmp_path, val_fraction=0.2)
+    assert sum(name.startswith(".") for name in folders(tmp_path)) == 1
+    maker.kill()
+    maker.join(30)
+    prepare(corpus, "bytes", tmp_path, val_fraction=0.3)
+    assert sum(name.startswith(".") for name in folders(tmp_path)) == 0
 
 
 def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
     (tmp_path / "text").write_text("line\n" * 100)
     os.mkfifo(tmp_path / "pipe")
-    assert [document.name for document in find_documents(tmp_path)] == ["text"]
+    assert [document.name for document in find_sources(tmp_path)] == ["text"]
     with pytest.raises(DataError, match="pipe: neither a regular file nor a folder"):
-        find_documents(tmp_path / "pipe")
+        find_sources(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: not a regular file"):
         load_tokenizer(tmp_path / "pipe")
 

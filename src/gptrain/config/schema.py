@@ -239,7 +239,12 @@ class Text(Data):
     seq_len: Count
     path: LocalPaths | None
     pattern: Name
+    format: Literal["text", "jsonl", "parquet"] | None
+    text_key: Name
+    on_bad_record: Literal["error", "skip"]
     tokenizer: LocalPath
+    end_of_document: bool | None
+    documents: Literal["packed", "separate"]
     val_fraction: number(gt=0, lt=1)
 
 

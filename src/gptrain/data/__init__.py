@@ -6,6 +6,8 @@ targets[t] = tokens[t + 1] and -100 where no loss is counted. Optional:
 - `__getitems__(indices) -> (tokens, targets)`, both (B, T): a whole batch in one call.
 - `token_bytes`, (V,) integers: bytes of text that each token stands for; opens bits per byte.
 - `fingerprint`, a string: a resumed run must find the one that it began with.
+- `tokenizer`: is kept in the run folder, and writes a sample of text at the end.
+- `about()`, a string: what the samples are made of, for the line at the start.
 """
 
 from gptrain.data.corpus import default_corpus
@@ -16,20 +18,3 @@ from gptrain.data.text import TextDataset
 from gptrain.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset
 from gptrain.small_files import DataError
-
-__all__ = [
-    "ByteTokenizer",
-    "DataError",
-    "DummyTextDataset",
-    "EvalBatches",
-    "JsonTokenizer",
-    "PaddedDataset",
-    "SampleOrder",
-    "TextDataset",
-    "TokenDataset",
-    "TrainBatches",
-    "collate",
-    "default_corpus",
-    "load_tokenizer",
-    "train_bpe",
-]

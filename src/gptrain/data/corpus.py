@@ -1,20 +1,24 @@
-"""A corpus: which files it is made of, how it is split, and its bytes, block by block.
+"""A corpus: which files it is made of, how it is split, and its text, piece by piece.
 
-A document is one UTF-8 file. Documents follow each other in the order of their names; one that
-does not end with a newline gets one, and nothing else is put between them, so that every token
-of every tokenizer stands for bytes of text.
+A document is a text file, or a record of a file of records (gptrain.data.records). Documents
+follow each other in the order of their files' names.
 """
 
 import codecs
+import glob
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
-from gptrain.small_files import DataError
+from gptrain.data.records import format_of, read_records
+from gptrain.small_files import DataError, open_regular
 
 BLOCK_BYTES = 2**16
 # Other packages; and tests, some of which are deliberately no UTF-8.
@@ -22,134 +26,209 @@ _NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle
 _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
 _MAX_SECTIONS = 2**16
 _LINE_BYTES = 2**12  # longer lines may be cut between two parts
+_BAD_PART = 100  # a file with more than one bad character in 100 bytes is no text
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread evenly modulo 2^64
 
 
 @dataclass(frozen=True, order=True)
-class Document:
+class Source:
     """One file of a corpus, by its name within it (posix, relative to the folder given)."""
 
     name: str
     path: Path
     size_bytes: int
     mtime_ns: int
+    format: str  # text, jsonl or parquet
+    is_declared: bool  # the format was asked for, or is a record's suffix
 
     @classmethod
-    def of(cls, name: str, path: Path) -> "Document":
-        """The document of a file as it is now."""
-        status = path.stat()
-        return cls(name, path, status.st_size, status.st_mtime_ns)
+    def of(cls, name: str, path: Path, format: str | None = None) -> "Source":
+        """The source that a file is now."""
+        status, known = path.stat(), format or format_of(name)
+        is_declared = bool(format) or known != "text"
+        return cls(name, path, status.st_size, status.st_mtime_ns, known, is_declared)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A document's bytes from `start` to `stop`."""
+    """The bytes of a text file from `start` to `stop`, in training or in validation."""
 
-    document: Document
+    source: Source
     start: int
     stop: int
+    is_val: bool
 
 
-def default_corpus() -> list[Document]:
+class Piece(NamedTuple):
+    """Some text of one document: whole characters, and whole lines unless one is long.
+
+    Attributes:
+        is_last: the next piece goes on elsewhere: with another document, or part of this one.
+        is_end: the document ends with it.
+        n_read: bytes of the source that were read for it.
+    """
+
+    text: bytes
+    is_val: bool
+    is_last: bool
+    is_end: bool
+    n_read: int
+
+
+class Content(NamedTuple):
+    """What a look through a whole source has found.
+
+    Attributes:
+        sha256: of its bytes; None where it is no text.
+        n_bad: places at which its bytes are no UTF-8.   first_bad: the first one, in bytes.
+    """
+
+    sha256: str | None
+    n_bad: int
+    first_bad: int
+
+
+def default_corpus() -> list[Source]:
     """The Python standard library's own source without its tests: about 12 MB."""
-    return _walk(Path(sysconfig.get_path("stdlib")), "*.py", without=_NO_SOURCE)
+    return _walk(Path(sysconfig.get_path("stdlib")), "*.py", "text", without=_NO_SOURCE)
 
 
-def find_documents(
-    path: str | os.PathLike | Sequence[str | os.PathLike] | None, pattern: str = "*"
-) -> list[Document]:
-    """Documents of a file, a folder with all below it, or a list of them; sorted by name.
+def find_sources(
+    path: str | os.PathLike | Sequence[str | os.PathLike] | None,
+    pattern: str = "*",
+    format: str | None = None,
+) -> list[Source]:
+    """Sources of a file, a folder with all below it, a glob, or a list of them; sorted by name.
 
     Args:
         path: None for `default_corpus`.
         pattern: that names of files within folders must match, as `*.py`; one with a slash is
             matched with the whole name. Hidden files and folders are left out.
+        format: of all files; None: what the name of each says.
     Raises: FileNotFoundError; DataError if nothing matches.
     """
     found = []
     if path is None:
-        found = [doc for doc in default_corpus() if _matches(doc.name, pattern)]
-    for one in [path] if isinstance(path, (str, os.PathLike)) else path or []:
-        one = Path(one).expanduser().resolve(strict=True)
-        if one.is_dir():
-            found += _walk(one, pattern)
-        elif one.is_file():
-            found.append(Document.of(one.name, one))
-        else:  # a named pipe would block for ever
-            raise DataError(f"{one}: neither a regular file nor a folder")
+        found = [source for source in default_corpus() if _matches(source.name, pattern)]
+    for given in [path] if isinstance(path, (str, os.PathLike)) else path or []:
+        given = os.path.expanduser(given)
+        for one in (
+            [given] if os.path.exists(given) else glob.glob(given, recursive=True) or [given]
+        ):
+            one = Path(one).resolve(strict=True)
+            if one.is_dir():
+                found += _walk(one, pattern, format)
+            elif one.is_file():
+                found.append(Source.of(one.name, one, format))
+            else:  # a named pipe would block for ever
+                raise DataError(f"{one}: neither a regular file nor a folder")
     if not found:
         raise DataError(f"{path}: no file matches {pattern!r}")
     return sorted(set(found))  # a folder and a file in it may both be named
 
 
-def hash_document(document: Document) -> str | None:
-    """SHA-256 of a document's bytes, None if they are no UTF-8."""
-    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
-    try:
-        with document.path.open("rb") as file:
-            while block := file.read(2**20):
-                decoder.decode(block)
-                digest.update(block)
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError:
-        return None
-    return digest.hexdigest()
+def look_through(source: Source, text_key: str) -> Content:
+    """Hash of a source's bytes, and of a text file where it is no UTF-8.
+
+    Raises: DataError for a file of JSON lines that is not declared so.
+    """
+    digest, n_bad, first_bad, done, rest, has_nul = hashlib.sha256(), 0, 0, 0, b"", False
+    with open_regular(source.path) as file:
+        left = source.size_bytes  # a file of /proc has no size, and no end
+        while left > 0 and (block := file.read(min(left, 2**20))):
+            left -= len(block)
+            digest.update(block)
+            if source.format != "text":
+                continue
+            if not done and not source.is_declared and _is_json_lines(block, text_key):
+                raise DataError(
+                    f"{source.path}: JSON lines, which would be trained on as they stand;"
+                    " try: data.format=jsonl data.text_key=<key>, or data.format=text"
+                )
+            block, has_nul, at = rest + block, has_nul or b"\0" in block, 0
+            while True:
+                try:
+                    at += codecs.utf_8_decode(memoryview(block)[at:], "strict", left == 0)[1]
+                    break
+                except UnicodeDecodeError as error:
+                    first_bad = first_bad if n_bad else done + at + error.start
+                    n_bad, at = n_bad + 1, at + error.end
+                    if n_bad * _BAD_PART > source.size_bytes:
+                        return Content(None, n_bad, first_bad)
+            done, rest = done + at, block[at:]
+    is_text = not (n_bad and has_nul)  # UTF-16 has zeros
+    return Content(digest.hexdigest() if is_text else None, n_bad, first_bad)
 
 
-def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Part], list[Part]]:
-    """Train and validation parts: the same bytes whatever the tokenizer.
+def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
+    """Train and validation parts of text files: the same bytes whatever the tokenizer.
 
     Sections of 16 KiB (1/65536 of the corpus, if more) go to validation in the order of the hash
-    of their document's name and place, until its fraction of the bytes is full; the one that does
-    not fit gives its last lines. So files below 16 KiB stay whole, no large one makes up the
-    validation set alone, and a file that is added moves few others. Sections begin and end with
-    lines.
+    of their file's name and place, until its fraction of the bytes is full; the one that does not
+    fit gives its last lines. So files below 16 KiB stay whole, no large one makes up the validation
+    set alone, and a file that is added moves few others. Sections begin and end with lines.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
-    total_bytes = sum(doc.size_bytes for doc in documents)
+    total_bytes = sum(source.size_bytes for source in sources)
     section_bytes = max(_SECTION_BYTES, total_bytes // _MAX_SECTIONS)
     sections = [
-        (hashlib.sha256(os.fsencode(doc.name) + b" %d" % start).digest(), doc, start)
-        for doc in documents
-        for start in range(0, doc.size_bytes, section_bytes)
+        (hashlib.sha256(os.fsencode(source.name) + b" %d" % start).digest(), source, start)
+        for source in sources
+        for start in range(0, source.size_bytes, section_bytes)
     ]
-    chosen: dict[Document, list[tuple[int, int]]] = {doc: [] for doc in documents}
+    chosen: dict[Source, list[tuple[int, int]]] = {source: [] for source in sources}
     wanted_bytes = int(val_fraction * total_bytes)
-    for _, doc, start in sorted(sections):
-        stop = min(start + section_bytes, doc.size_bytes)
+    for _, source, start in sorted(sections):
+        stop = min(start + section_bytes, source.size_bytes)
         start = max(start, stop - wanted_bytes)
-        chosen[doc].append((_cut_before(doc, start), _cut_before(doc, stop)))
+        chosen[source].append((_cut_before(source, start), _cut_before(source, stop)))
         wanted_bytes -= stop - start
         if wanted_bytes <= 0:
             break
-    train, val = [], []
-    for doc, ranges in chosen.items():
+    parts = []
+    for source, ranges in chosen.items():
         done = 0
         for start, stop in sorted(ranges):
-            train.append(Part(doc, done, start))
-            val.append(Part(doc, start, stop))
+            parts += [Part(source, done, start, False), Part(source, start, stop, True)]
             done = stop
-        train.append(Part(doc, done, doc.size_bytes))
-    return [p for p in train if p.start < p.stop], [p for p in val if p.start < p.stop]
+        parts.append(Part(source, done, source.size_bytes, False))
+    return [part for part in parts if part.start < part.stop]
 
 
-def read_blocks(parts: Iterable[Part], block_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The text of parts, in blocks of whole characters, and of whole lines unless one is longer.
+def read_pieces(
+    sources: Sequence[Source],
+    val_fraction: float,
+    text_key: str = "text",
+    newline: bool = True,
+    bad_records: list[str] | None = None,
+) -> Iterator[Piece]:
+    """The text of a corpus, document by document.
 
-    A cut ends a token: white space around it may have others than in the uncut text.
+    Of records a fraction goes to validation by their number, evenly spread.
+
+    Args:
+        newline: a document that does not end with a newline gets one.
+        bad_records: gets what is wrong with each record that has no text; None: that is an error.
+    Raises: DataError.
     """
-    for part in parts:
-        left, rest = part.stop - part.start, b""
-        with part.document.path.open("rb") as file:
-            file.seek(part.start)
-            while left and (read := file.read(min(block_bytes, left))):
-                left -= len(read)
-                rest += read
-                if left:
-                    cut = cut_at(rest)
-                    yield rest[:cut]
-                    rest = rest[cut:]
-        yield rest if rest.endswith(b"\n") else rest + b"\n"
+    texts = [source for source in sources if source.format == "text"]
+    by_source: dict[Source, list[Part]] = {source: [] for source in texts}
+    for part in split(texts, val_fraction):
+        by_source[part.source].append(part)
+    number = 0  # of the record, in the whole corpus
+    for source in sources:
+        for part in by_source.get(source, ()):
+            yield from _read_part(part, newline)
+        for text, n_read in read_records(source, text_key) if source.format != "text" else ():
+            is_val = number * _GOLDEN % 2**64 < val_fraction * 2**64
+            number += 1
+            if isinstance(text, DataError):
+                if bad_records is None:
+                    raise text
+                bad_records.append(str(text))
+            elif text:
+                yield from _cut_record(text, is_val, n_read, newline)
 
 
 def cut_at(block: bytes) -> int:
@@ -160,17 +239,64 @@ def cut_at(block: bytes) -> int:
     return max((i for i in places if block[i] & 0xC0 != 0x80), default=0)  # no continuation byte
 
 
-def _cut_before(document: Document, position: int) -> int:
+def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
+    """A part in blocks. A cut ends a token: white space around it may have others than uncut."""
+    left, rest = part.stop - part.start, b""
+    with open_regular(part.source.path) as file:
+        file.seek(part.start)
+        while left and (read := file.read(min(BLOCK_BYTES, left))):
+            left -= len(read)
+            rest += read
+            if left and (cut := cut_at(rest)):
+                yield Piece(_repaired(rest[:cut]), part.is_val, False, False, cut)
+                rest = rest[cut:]
+    is_end = part.stop == part.source.size_bytes
+    text = _repaired(rest)
+    text += b"\n" if newline and is_end and not text.endswith(b"\n") else b""
+    yield Piece(text, part.is_val, True, is_end, len(rest))
+
+
+def _cut_record(text: bytes, is_val: bool, n_read: int, newline: bool) -> Iterator[Piece]:
+    """A record as it is; one that is no batch by itself in blocks."""
+    text += b"\n" if newline and not text.endswith(b"\n") else b""
+    while len(text) > 16 * BLOCK_BYTES:
+        cut = cut_at(text[:BLOCK_BYTES])
+        yield Piece(text[:cut], is_val, False, False, 0)
+        text = text[cut:]
+    yield Piece(text, is_val, True, True, n_read)
+
+
+def _repaired(block: bytes) -> bytes:
+    """A block in UTF-8: what was none is U+FFFD."""
+    with suppress(UnicodeDecodeError):
+        block.decode()
+        return block
+    return block.decode(errors="replace").encode()
+
+
+def _is_json_lines(head: bytes, text_key: str) -> bool:
+    """Whether a file that begins so is a JSON object a line; a single one must have the key."""
+    lines = [line for line in head.splitlines()[:8] if line.strip()][:2]
+    try:
+        records = [json.loads(line) for line in lines if line.lstrip().startswith(b"{")]
+    except (ValueError, RecursionError):
+        return False
+    return len(records) == 2 or (len(lines) == len(records) == 1 and text_key in records[0])
+
+
+def _cut_before(source: Source, position: int) -> int:
     """Where the line begins in which `position` lies, in a long line the character before."""
-    if position in (0, document.size_bytes):
+    if position in (0, source.size_bytes):
         return position
     start = max(0, position - _LINE_BYTES)
-    with document.path.open("rb") as file:
+    with open_regular(source.path) as file:
         file.seek(start)
         return start + cut_at(file.read(position - start))
 
 
-def _walk(root: Path, pattern: str, without: frozenset[str] = frozenset()) -> list[Document]:
+def _walk(
+    root: Path, pattern: str, format: str | None, without: Iterable[str] = ()
+) -> list[Source]:
     found = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name[0] != "." and name not in without]
@@ -178,7 +304,7 @@ def _walk(root: Path, pattern: str, without: frozenset[str] = frozenset()) -> li
             path = Path(folder, file)
             name = path.relative_to(root).as_posix()
             if file[0] != "." and _matches(name, pattern) and path.is_file():
-                found.append(Document.of(name, path))
+                found.append(Source.of(name, path, format))
     return found
 
 

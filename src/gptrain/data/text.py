@@ -4,25 +4,29 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 
-from gptrain.data import corpus
-from gptrain.data.tokenizers import FILE_NAME, Tokenizer, load_tokenizer, train_bpe
+import numpy as np
+
+from gptrain.data.corpus import Content, Source, find_sources, look_through, read_pieces
+from gptrain.data.prepare import LENGTHS_TYPE, fresh_folder, write_tokens
+from gptrain.data.token_files import open_token_file
+from gptrain.data.tokenizers import (
+    FILE_NAME,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 from gptrain.data.tokens import TokenDataset, token_dtype
-from gptrain.progress import progress_bar
-from gptrain.small_files import DataError, read_json
+from gptrain.small_files import DataError, UnreadableFile, read_json
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4  # of the folder and of the split; another one is another place in the cache
-MANIFEST = "manifest.json"
-_BATCH_BLOCKS = 16  # tokenized at once, 1 MiB: in parallel, in constant memory
+FORMAT = 5  # of the folder and of the split; another one is another place in the cache
 
 
 class TextDataset(TokenDataset):
@@ -31,16 +35,39 @@ class TextDataset(TokenDataset):
     Args:
         folder: holds `train.bin`, `val.bin` and their tokenizer, as `from_corpus` writes them.
         split: train or val.
+        documents: `packed`: windows run on over the ends of documents. `separate`: the first
+            sample of a document begins with it, a long one goes on in the next sample, and the
+            rest of its last sample is padded with targets -100: what a net computes of a document
+            depends on that document alone.
     Attributes:
         folder: as given; its name is the fingerprint, of the text, the tokenizer and the split.
         tokenizer: what made the tokens.
+        ends: (documents + 1,) where the first one begins and each one ends, in tokens; a file of
+            which a section is in the other part counts as several.
+    Raises: DataError for a folder that is not what was written.
     """
 
-    def __init__(self, folder: Path, split: str, seq_len: int) -> None:
-        self.folder, self.tokenizer = folder, load_tokenizer(folder)
-        vocab_size, dtype = self.tokenizer.vocab_size, token_dtype(self.tokenizer.vocab_size)
-        super().__init__(folder / f"{split}.bin", seq_len, dtype, vocab_size, split == "val")
+    def __init__(self, folder: Path, split: str, seq_len: int, documents: str = "packed") -> None:
+        self.folder, self.documents, self._samples = folder, documents, None
+        names = (FILE_NAME, f"{split}.bin", f"{split}.ends")
+        try:
+            if link := next((name for name in names if (folder / name).is_symlink()), None):
+                raise DataError(f"{folder / link}: a link")
+            self.tokenizer = load_tokenizer(folder)
+            n_vocab = self.tokenizer.vocab_size
+            file = open_token_file(folder / names[1], token_dtype(n_vocab))
+            self.ends = np.fromfile(folder / names[2], LENGTHS_TYPE)
+            if self.ends[-1:] != [file.n_tokens] or (np.diff(self.ends, prepend=0) < 0).any():
+                raise DataError(f"{folder / names[2]}: not of the {file.n_tokens} tokens beside it")
+        except (DataError, FileNotFoundError) as error:
+            raise DataError(f"{error}; delete {folder}, it is prepared again") from None
+        keep_tail = split == "val" or documents == "separate"
+        super().__init__(file.path, seq_len, file.dtype, n_vocab, keep_tail)
         self.token_bytes, self.fingerprint = self.tokenizer.token_bytes, folder.name
+        if documents == "separate":
+            n_samples = -(-np.diff(self.ends) // seq_len)
+            self._samples = np.cumsum([0, *n_samples])  # (documents + 1,) first one of each
+            self._first = self._samples[[0, -1]]
 
     @classmethod
     def from_corpus(
@@ -53,6 +80,11 @@ class TextDataset(TokenDataset):
         val_fraction: float = 0.05,
         pattern: str = "*",
         vocab_size: int | None = None,
+        format: str | None = None,
+        text_key: str = "text",
+        on_bad_record: str = "error",
+        end_of_document: bool | None = None,
+        documents: str = "packed",
     ) -> "TextDataset":
         """One part of a corpus, from the cache or tokenized now.
 
@@ -60,144 +92,151 @@ class TextDataset(TokenDataset):
         tokenizer or the split has. Memory is constant. Processes that do this at once end alike.
 
         Args:
-            path: a UTF-8 file, a folder with all below it, a list of them; None: the standard
-                library's source. Files that are no UTF-8 are left out with one warning.
+            path: a file, a folder with all below it, a glob, a list of them; None: the standard
+                library's source. Files that are no UTF-8 are left out, single bytes that are none
+                are read as U+FFFD; each with one warning.
             tokenizer: `bytes`, `bpe` (trained on the train part), or a tokenizer.json.
             pattern: that names of files within folders must match.
             vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them;
                 no tokenizer may have more.
+            format: of all files: text, jsonl or parquet; None: by their suffixes.
+            text_key: of the text in a record.
+            on_bad_record: error, or skip: with one warning that counts them.
+            end_of_document: a token after each document; None: where the tokenizer has one, but
+                not for `bytes`.
         Raises: FileNotFoundError; DataError for no text, or a cache that somebody has changed;
             OSError if the disk is full or not to be written to, with nothing left behind.
         """
-        cache_dir, ready = Path(cache_dir).resolve(), None
-        identity = f"bpe:{vocab_size}"
-        if tokenizer != "bpe":
+        cache_dir, ready, has_end = Path(cache_dir).resolve(), None, end_of_document
+        if tokenizer == "bpe":
+            has_end = end_of_document is not False
+            identity = f"bpe:{vocab_size}"
+        else:
             ready = load_tokenizer(tokenizer)
             identity = ready.identity
             if vocab_size is not None and ready.vocab_size > vocab_size:
                 raise DataError(f"tokenizer has {ready.vocab_size} tokens, vocab_size={vocab_size}")
-        documents = [
-            document
-            for document in corpus.find_documents(path, pattern)
-            if cache_dir not in document.path.parents
+            if has_end is None:
+                has_end = ready.end_id is not None and not isinstance(ready, ByteTokenizer)
+            if has_end and ready.end_id is None:
+                raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
+        sources = [
+            source
+            for source in find_sources(path, pattern, format)
+            if cache_dir not in source.path.parents
         ]
-        digest, no_text = _hash_corpus(documents, cache_dir)
-        texts = [document for document in documents if str(document.path) not in no_text]
-        if not texts:
-            raise DataError(f"{path}: no UTF-8 text in {len(documents)} files")
-        if no_text:
-            first = next(document.name for document in documents if str(document.path) in no_text)
-            said = f"{len(no_text)} of {len(documents)} files left out, no UTF-8: the first is"
-            warnings.warn(f"{said} {first}", stacklevel=2)
-        key = repr((FORMAT, digest, identity, float(val_fraction)))
-        folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
+        sources, digest = _read_index(sources, cache_dir, text_key)
+        key = [FORMAT, digest, identity, float(val_fraction), has_end]
+        if any(source.format != "text" for source in sources):
+            key += [text_key, on_bad_record]
+        folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         if not folder.exists():
+            bad_records = None if on_bad_record == "error" else []
+            read = (sources, val_fraction, text_key, not has_end, bad_records)
             with fresh_folder(folder) as draft:
-                _write(draft, texts, ready, val_fraction, vocab_size)
-        _check_folder(folder)
-        return cls(folder, split, seq_len)
+                _prepare(draft, read, ready, has_end, vocab_size)
+            if bad_records:
+                said = f"{len(set(bad_records))} records left out: the first is {bad_records[0]}"
+                warnings.warn(said, stacklevel=2)
+        return cls(folder, split, seq_len, documents)
+
+    def about(self) -> str:
+        """What the samples are made of, in a line."""
+        n_documents, ends = len(self.ends) - 1, "nothing between them"
+        if np.fromfile(self.folder / "train.bin", self.files[0].dtype, 1) == self.tokenizer.end_id:
+            ends = f"each ended by {self.tokenizer.end_token}"
+        counted = (self.ends[-1] - self.ends[0]) / (len(self) * self.seq_len)
+        padded = f", {counted:.0%} of the positions count" if self._samples is not None else ""
+        return f"{n_documents:,} documents, {ends}, {self.documents}{padded}"
+
+    def _places(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._samples is None:
+            return super()._places(number, windows)
+        document = np.searchsorted(self._samples, windows, side="right") - 1
+        begins = windows == self._samples[document]
+        first = self.ends[document] - 1 + (windows - self._samples[document]) * self.seq_len
+        places = first[:, None] + np.arange(self.seq_len + 1)
+        places[begins, 0] = 0  # the context, and not the end of the document before
+        return places, self.ends[document + 1]
 
 
-def _hash_corpus(documents: Sequence[corpus.Document], cache_dir: Path) -> tuple[str, list[str]]:
-    """SHA-256 over names and contents, and the paths of files that are no UTF-8.
+def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[list[Source], str]:
+    """The sources that can be read, and SHA-256 over their names and contents.
 
     To hash a corpus is to read it. So the result is remembered in `index/`, under the names,
     sizes and time stamps of the files, and found again while these are the same.
+
+    Raises: DataError where no source can be read, or for an index that is damaged.
     """
-    states = [(d.name, str(d.path), d.size_bytes, d.mtime_ns) for d in documents]
+    states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
-    known = cache_dir / "index" / f"{key}.json"
-    with suppress(OSError, ValueError):  # missing, or half written
-        digest, no_text = read_json(known)
-        return digest, no_text
-    hashes = [(document, corpus.hash_document(document)) for document in documents]
-    no_text = [str(document.path) for document, content in hashes if content is None]
-    text = [(document.name, content) for document, content in hashes if content is not None]
-    digest = hashlib.sha256(repr(text).encode()).hexdigest()
-    known.parent.mkdir(parents=True, exist_ok=True)
-    known.write_text(json.dumps([digest, no_text]))
-    return digest, no_text
+    index = cache_dir / "index"
+    known = index / f"{key}.json"
+    for path in (index, known):
+        if path.is_symlink():
+            raise DataError(f"{path}: a link; delete it")
+    try:
+        digest, odd = read_json(known)
+        contents = {sources[i]: Content(*rest) for i, *rest in odd}
+        if not isinstance(digest, str) or not all(map(_is_content, contents.values())):
+            raise TypeError("not what was written")
+    except FileNotFoundError:
+        found = [look_through(source, text_key) for source in sources]
+        looked = zip(sources, found, strict=True)
+        text = [(s.name, s.format, content.sha256) for s, content in looked if content.sha256]
+        digest = hashlib.sha256(repr(text).encode()).hexdigest()
+        odd = [[i, *content] for i, content in enumerate(found) if content.n_bad]
+        contents = {sources[i]: Content(*rest) for i, *rest in odd}
+        index.mkdir(parents=True, exist_ok=True)
+        draft = index / f".{uuid.uuid4().hex}"
+        draft.write_text(json.dumps([digest, odd]))
+        draft.replace(known)
+    except (DataError, TypeError, ValueError, IndexError) as error:
+        reason = error.reason if isinstance(error, UnreadableFile) else "not what was written"
+        raise DataError(f"{known}: {reason}; delete it") from None
+    no_text = {source: one for source, one in contents.items() if one.sha256 is None}
+    texts = [source for source in sources if source not in no_text]
+    if not texts:
+        raise DataError(f"{sources[0].path}: no UTF-8 text in {len(sources)} files")
+    _warn_of_bytes(len(sources), no_text, "left out, no UTF-8")
+    bad = {source: one for source, one in contents.items() if one.sha256 is not None}
+    _warn_of_bytes(len(sources), bad, "have bytes that are no UTF-8, read as U+FFFD")
+    return texts, digest
 
 
-def _write(
-    folder: Path,
-    documents: list[corpus.Document],
-    tokenizer: Tokenizer | None,
-    val_fraction: float,
-    vocab_size: int | None,
+def _is_content(content: Content) -> bool:
+    is_hash = content.sha256 is None or isinstance(content.sha256, str)
+    return is_hash and type(content.n_bad) is type(content.first_bad) is int
+
+
+def _warn_of_bytes(n_files: int, found: dict[Source, Content], what: str) -> None:
+    if found:
+        source, first = min(found.items())
+        n_bad = sum(content.n_bad for content in found.values())
+        where = f"{n_bad} places, the first is {source.name}, byte {first.first_bad}"
+        warnings.warn(f"{len(found)} of {n_files} files {what}: {where}", stacklevel=4)
+
+
+def _prepare(
+    folder: Path, read: tuple, tokenizer: Tokenizer | None, has_end: bool, vocab_size: int | None
 ) -> None:
-    """Writes the token files and their tokenizer; None: a BPE, learned from the train part."""
-    train, val = corpus.split(documents, val_fraction)
-    n_bytes = sum(document.size_bytes for document in documents)
-    if not train or not val:
-        raise DataError(
-            f"{documents[0].path}: {n_bytes} bytes of text; too few to take {val_fraction:g} of"
-            " them for validation"
-        )
+    """Writes the token files and their tokenizer; None: a BPE, learned from the train part.
+
+    Args:
+        read: arguments of `read_pieces`.
+    """
+    sources = read[0]
+    n_bytes = sum(source.size_bytes for source in sources)
     log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
     if tokenizer is None:
-        tokenizer = train_bpe(corpus.read_blocks(train), vocab_size, folder / FILE_NAME)
+        texts = (piece.text for piece in read_pieces(*read) if not piece.is_val)
+        tokenizer = train_bpe(texts, vocab_size, folder / FILE_NAME, has_end)
     else:
         tokenizer.save(folder)
-    bar = progress_bar("tokenizing", n_bytes)
-    for name, parts in (("train", train), ("val", val)):
-        # The newline in front is context and never a target, so that every byte of the text is
-        # predicted, and counted, whatever the tokenizer.
-        blocks, rest = [b"\n"], corpus.read_blocks(parts)
-        with (folder / f"{name}.bin").open("wb") as file:
-            while blocks:
-                file.write(tokenizer.encode(*blocks).astype(token_dtype(tokenizer.vocab_size)))
-                bar.update(sum(map(len, blocks)))
-                blocks = list(islice(rest, _BATCH_BLOCKS))
-            file.flush()
-            os.fsync(file.fileno())  # before the folder gets its name
-    bar.close()
-    for document in documents:
-        if corpus.Document.of(document.name, document.path) != document:
-            raise DataError(f"{document.path}: changed while it was read; start again")
-    files = {path.name: [*_state(path), _hash_file(path)] for path in folder.iterdir()}
-    with (folder / MANIFEST).open("w") as file:
-        json.dump(files, file)
-        file.flush()
-        os.fsync(file.fileno())  # an empty one would refuse the folder for ever
-
-
-def _check_folder(folder: Path) -> None:
-    """Raises DataError where a file is not what was written; read only if size or time differ."""
-    for name, (*state, digest) in read_json(folder / MANIFEST).items():
-        path = folder / name
-        if path.exists() and _state(path) != state and _hash_file(path) != digest:
-            wrong = f"sha256 differs from {MANIFEST}"
-            raise DataError(f"{path}: {wrong}; delete {folder}, it is prepared again")
-
-
-def _state(path: Path) -> list[int]:
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns]
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-@contextmanager
-def fresh_folder(target: Path) -> Iterator[Path]:
-    """An empty folder that becomes `target` if the block succeeds, and else is removed.
-
-    Another process may do the same: the first one's folder stays, both find `target` complete.
-    """
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        try:
-            draft.rename(target)
-        except OSError:
-            if not target.exists():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
+    end_id = tokenizer.end_id if has_end else None
+    if not all(write_tokens(folder, read_pieces(*read), tokenizer, end_id, n_bytes)):
+        said = f"{n_bytes} bytes of text; too few to take a part of them for validation"
+        raise DataError(f"{sources[0].path}: {said}")
+    for source in sources:
+        if Source.of(source.name, source.path).mtime_ns != source.mtime_ns:
+            raise DataError(f"{source.path}: changed while it was read; start again")

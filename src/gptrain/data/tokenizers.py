@@ -1,7 +1,8 @@
 """Text to token ids and back: bytes (built in), a tokenizer.json, or a BPE trained on the corpus.
 
-All have `encode`, `decode`, `save`, `vocab_size`, `identity` (what a cache is
-keyed by) and `token_bytes`. Nothing is downloaded; the `tokenizers` library is needed for
+All have `encode`, `encode_batch`, `decode`, `save`, `vocab_size`, `identity` (what a cache is keyed
+by), `token_bytes`, and `end_token` with `end_id`, which no text is encoded to and which may end a
+document (None: there is none). Nothing is downloaded; the `tokenizers` library is needed for
 everything but bytes, and imported when it is.
 
 # N tokens, V vocab
@@ -10,15 +11,18 @@ everything but bytes, and imported when it is.
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 
-from gptrain.small_files import DataError, read_bytes
+from gptrain.small_files import DataError, read_bytes, read_facts
 
-FILE_NAME = "tokenizer.json"
+FILE_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+# Of GPT-2, Llama 2, Llama 3, Gemma, BERT-like ones; where no configuration says which it is.
+END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _BYTES_JSON = b'{"type": "bytes"}\n'
 _MAX_BYTES = 2**28  # the largest in use, of vocabularies of 256,000, have 35 MB
 
@@ -28,12 +32,17 @@ class ByteTokenizer:
 
     vocab_size = 256
     identity = "bytes"
-    token_bytes = np.ones(256, dtype=np.int64)  # (V,)
+    end_token, end_id = "the byte 255", 255  # which no UTF-8 has
+    token_bytes = np.array([1] * 255 + [0])  # (V,) int64
 
-    def encode(self, *blocks: str | bytes) -> np.ndarray:
-        """Token ids of a text, or of the blocks that it is made of, (N,) int64."""
-        text = b"".join(b.encode() if isinstance(b, str) else b for b in blocks)
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Token ids of a text, (N,) int64."""
+        text = text.encode() if isinstance(text, str) else text
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Token ids of each text, (N,) int64."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text; what is no UTF-8 (yet), or no byte, shows as U+FFFD."""
@@ -69,6 +78,8 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.identity = "json:" + hashlib.sha256(self._json).hexdigest()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.end_token = self._find_end(Path(path).with_name(CONFIG_NAME))
+        self.end_id = self.end_token and self._tokenizer.token_to_id(self.end_token)
 
     @property
     def token_bytes(self) -> np.ndarray | None:
@@ -86,11 +97,15 @@ class JsonTokenizer:
             lengths[number] = 0 if added.special else len(added.content.encode())
         return lengths
 
-    def encode(self, *blocks: str | bytes) -> np.ndarray:
-        """Token ids of a text, or of the blocks that it is made of, in parallel, (N,) int64."""
-        texts = [b if isinstance(b, str) else b.decode() for b in blocks]
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Token ids of a text, (N,) int64."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """Token ids of each text, in parallel, (N,) int64."""
+        texts = [text if isinstance(text, str) else text.decode() for text in texts]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return np.concatenate([np.array(e.ids, dtype=np.int64) for e in encodings])
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no token as nothing."""
@@ -98,30 +113,46 @@ class JsonTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
-        """Writes the very file that was read; returns it."""
+        """Writes the very file that was read, and its configuration; returns it."""
+        if self._config:
+            _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
         return _write(folder, self._json)
+
+    def _find_end(self, config: Path) -> str | None:
+        """The special token that a configuration beside it names, or one that is known by name."""
+        self._config = {} if config.is_symlink() else read_facts(config)
+        named = self._config.get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        return next((name for name in (named, *END_TOKENS) if name in special), None)
 
 
 def train_bpe(
-    texts: Iterable[str | bytes], vocab_size: int, path: str | os.PathLike
+    texts: Iterable[str | bytes], vocab_size: int, path: str | os.PathLike, has_end: bool = False
 ) -> JsonTokenizer:
     """A byte-level BPE of at most `vocab_size` tokens, learned from `texts`, stored in `path`.
 
-    256 of them are bytes, so that every text can be encoded; words are split as GPT-2 does.
+    256 of them are bytes, so that every text can be encoded; words are split as GPT-2 does. With
+    `has_end` one more, the last, is `<|endoftext|>`.
     """
-    if vocab_size < 256:
-        raise ValueError(f"vocab_size={vocab_size}: a BPE starts from 256 bytes")
+    if vocab_size < 256 + has_end:
+        n_ends = " and an end token" * has_end
+        raise ValueError(f"vocab_size={vocab_size}: a BPE starts from 256 bytes{n_ends}")
     library = _library()
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=vocab_size - has_end,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(
-        (text if isinstance(text, str) else text.decode() for text in texts), trainer
-    )
+    texts = (text if isinstance(text, str) else text.decode() for text in texts)
+    _interruptible(lambda: tokenizer.train_from_iterator(texts, trainer))
+    if has_end:
+        tokenizer.add_special_tokens([END_TOKENS[0]])
     tokenizer.save(str(path))
     return JsonTokenizer(path)
 
@@ -140,8 +171,26 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     return ByteTokenizer() if is_bytes else JsonTokenizer(path)
 
 
-def _write(folder: Path, content: bytes) -> Path:
-    path = Path(folder) / FILE_NAME
+def _interruptible(call: Callable[[], object]) -> None:
+    """Calls in a thread: a signal's handler, which runs in this one, need not wait for its end."""
+    errors = []
+
+    def work() -> None:
+        try:
+            call()
+        except BaseException as error:  # of the texts, too
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if errors:
+        raise errors[0]
+
+
+def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:
+    path = Path(folder) / name
     path.unlink(missing_ok=True)  # in a stranger's folder it may be a link to anywhere
     path.write_bytes(content)
     return path

@@ -1,0 +1,197 @@
+"""Text to token files, on all cores, in constant memory; a folder has its name once it is whole."""
+
+import fcntl
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from gptrain.data.corpus import Piece
+from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
+from gptrain.data.tokens import token_dtype
+from gptrain.progress import progress_bar
+
+log = logging.getLogger(__name__)
+
+SPLITS = ("train", "val")
+LENGTHS_TYPE = "<i8"
+_BATCH_BYTES = 2**20  # of text that are tokenized at once
+_POOL_BYTES = 2**22  # of a corpus for which processes are not worth their start
+_LOCK = "lock"
+
+
+class Tokens(NamedTuple):
+    """Of one split: tokens (n,), and the number of tokens up to each place where a document, or a
+    part of one, ends (d,)."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+
+
+def write_tokens(
+    folder: Path, pieces: Iterable[Piece], tokenizer: Tokenizer, end_id: int | None, n_bytes: int
+) -> list[int]:
+    """Writes `train.bin`, `val.bin`: a token of context, then document after document.
+
+    The context is the end token, or a newline, so that every byte of the text is a target. Beside
+    them `train.ends`, `val.ends`: int64, where the first document begins and each one ends, in
+    tokens. Returns the number of targets of both.
+
+    Args:
+        end_id: token after each document; None: none.   n_bytes: of all sources.
+    Raises: OSError; DataError of the pieces.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    encode = partial(encode_pieces, tokenizer, end_id, dtype)
+    context = np.array([end_id] if end_id is not None else tokenizer.encode("\n"), dtype)
+    done = [len(context)] * 2
+    with ExitStack() as stack:
+        files = [
+            [stack.enter_context((folder / f"{name}.{suffix}").open("wb")) for name in SPLITS]
+            for suffix in ("bin", "ends")
+        ]
+        for tokens_file, ends_file in zip(*files, strict=True):
+            tokens_file.write(context)
+            ends_file.write(np.array([len(context)], LENGTHS_TYPE))
+        bar = stack.enter_context(closing(progress_bar("tokenizing", n_bytes)))
+        for n_read, splits in in_order(encode, batches(pieces), has_pool(tokenizer, n_bytes)):
+            for number, (tokens, ends) in enumerate(splits):
+                files[0][number].write(tokens)
+                files[1][number].write((ends + done[number]).astype(LENGTHS_TYPE))
+                done[number] += len(tokens)
+            bar.update(n_read)
+        for file in (*files[0], *files[1]):
+            file.flush()
+            os.fsync(file.fileno())  # before the folder gets its name
+    return [n_tokens - len(context) for n_tokens in done]
+
+
+def encode_pieces(
+    tokenizer: Tokenizer, end_id: int | None, dtype: str, pieces: list[Piece]
+) -> tuple[int, list[Tokens]]:
+    """Bytes read for these pieces, and their tokens for train and val."""
+    ids = tokenizer.encode_batch([piece.text for piece in pieces])
+    splits = []
+    for is_val in (False, True):
+        tokens, ends, n_tokens = [], [], 0
+        for piece, own in zip(pieces, ids, strict=True):
+            if piece.is_val == is_val:
+                tokens.append(own)
+                if piece.is_end and end_id is not None:
+                    tokens.append([end_id])
+                n_tokens += len(own) + (piece.is_end and end_id is not None)
+                ends += [n_tokens] if piece.is_last else []
+        joined = np.concatenate([[], *tokens], dtype=dtype, casting="unsafe")
+        splits.append(Tokens(joined, np.array(ends, LENGTHS_TYPE)))
+    return sum(piece.n_read for piece in pieces), splits
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in lists of about 1 MiB of text."""
+    batch, n_bytes = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        n_bytes += len(piece.text) + 1
+        if n_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def has_pool(tokenizer: Tokenizer, n_bytes: int) -> int:
+    """Processes to tokenize in; 0: this one."""
+    is_worth_it = n_bytes > _POOL_BYTES and not isinstance(tokenizer, ByteTokenizer)
+    if not is_worth_it or sys.platform != "linux":
+        return 0
+    n_cores = len(os.sched_getaffinity(0))
+    return n_cores if n_cores > 1 else 0
+
+
+def in_order(encode: Callable, batches: Iterable, n_processes: int) -> Iterator:
+    """`encode` of each batch, in their order; at most two batches a process are under way."""
+    if not n_processes:
+        yield from map(encode, batches)
+        return
+    context = multiprocessing.get_context("fork")  # the tokenizer is not sent, it is there
+    pool = ProcessPoolExecutor(n_processes, context, _begin_worker, (encode, os.getpid()))
+    waiting = deque()
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 2 * n_processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def fresh_folder(target: Path) -> Iterator[Path]:
+    """An empty folder that becomes `target` if the block succeeds, and else is removed.
+
+    Another process may do the same: the first one's folder stays, both find `target` complete.
+    What a killed process has left of its own is removed first.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_dead_drafts(target.parent)
+    draft = target.with_name(f".{socket.gethostname()}.{uuid.uuid4().hex}")
+    draft.mkdir()
+    try:
+        with (draft / _LOCK).open("w") as lock:
+            with suppress(OSError):  # a file system without locks: nobody will remove it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield draft
+            (draft / _LOCK).unlink()
+            try:
+                draft.rename(target)
+            except OSError:
+                if not target.exists():
+                    raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
+
+
+def remove_dead_drafts(folder: Path) -> None:
+    """Removes drafts whose maker, on this machine, holds their lock no more."""
+    for draft in folder.glob(f".{socket.gethostname()}.*"):
+        with suppress(OSError), (draft / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log.info("removing %s: its process was killed", draft)
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _begin_worker(encode: Callable, parent_pid: int) -> None:
+    global _encode
+    _encode = encode
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads have not survived the fork
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGUSR1):  # of a terminal: the parent ends its workers
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(parent_pid,), daemon=True).start()
+
+
+def _work(batch: list[Piece]) -> tuple[int, list[Tokens]]:
+    return _encode(batch)
+
+
+def _leave_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(1)
+    os._exit(1)

@@ -1,0 +1,125 @@
+"""Files of records, of which one key is text: JSON lines (plain, gzip, zstd) and Parquet.
+
+Nothing is read whole but a line, or a row group's column.
+"""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO
+
+from gptrain.small_files import DataError, open_regular
+
+if TYPE_CHECKING:
+    from gptrain.data.corpus import Source
+
+FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
+_ROWS = 1024  # of a Parquet file, at once
+Text = bytes | DataError  # of a record; what is wrong with it
+
+
+def format_of(name: str) -> str:
+    """What a file is by its suffix: jsonl, parquet, else text."""
+    return next((FORMATS[suffix] for suffix in FORMATS if name.lower().endswith(suffix)), "text")
+
+
+def read_records(source: "Source", text_key: str) -> Iterator[tuple[Text, int]]:
+    """The text of each record in UTF-8, and how many bytes of the file were read for it.
+
+    Raises: DataError for a damaged file or one without a record; ModuleNotFoundError with what to
+        install.
+    """
+    is_empty = True
+    read = read_parquet if source.format == "parquet" else read_json_lines
+    for number, record, n_read in read(source.path, text_key):
+        is_empty = False
+        yield _text_of(record, text_key, f"{source.path}: record {number}"), n_read
+    if is_empty:
+        raise DataError(f"{source.path}: no record")
+
+
+def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
+    """Line number, the value or what is wrong with it, and bytes read; empty lines are left out."""
+    before = 0
+    with open_regular(path) as file, _damage_named(path), _decompressed(path, file) as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                record = DataError(f"{path}: record {number}: broken JSON ({error})")
+            yield number, record, file.tell() - before
+            before = file.tell()
+
+
+def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
+    """Row number, a record of the one column, and bytes read."""
+    parquet = _library("pyarrow.parquet", "parquet")
+    with open_regular(path) as raw, _damage_named(path):
+        size_bytes, file = raw.seek(0, io.SEEK_END), parquet.ParquetFile(raw)
+        if text_key not in (names := file.schema_arrow.names):
+            raise DataError(f"{path}: no column {text_key!r}; there are: {', '.join(names)}")
+        n_read, number = size_bytes // max(1, file.metadata.num_rows), 0
+        for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield number, {text_key: value}, n_read
+
+
+def _text_of(record: object, text_key: str, place: str) -> Text:
+    if isinstance(record, DataError):
+        return record
+    if not isinstance(record, dict):
+        return DataError(f"{place}: no object but {type(record).__name__}")
+    if text_key not in record:
+        return DataError(f"{place}: no key {text_key!r}; there are: {', '.join(record)}")
+    text = record[text_key]
+    if not isinstance(text, str):
+        return DataError(f"{place}: {text_key!r} is no text but {type(text).__name__}")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say and UTF-8 cannot
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+@contextmanager
+def _decompressed(path: Path, file: BinaryIO) -> Iterator[BinaryIO]:
+    if path.suffix == ".gz":
+        with gzip.open(file) as stream:
+            yield stream
+    elif path.suffix == ".zst":
+        zstandard = _library("zstandard", "zstd")
+        reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        with io.BufferedReader(reader) as stream:
+            yield stream
+    else:
+        yield file
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raises a DataError for what the libraries raise of a damaged file."""
+    try:
+        yield
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged ({error})") from None
+    except Exception as error:
+        if type(error).__module__.split(".")[0] not in ("zstandard", "zstd", "pyarrow"):
+            raise
+        raise DataError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
+
+
+def _library(name: str, extra: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"such a file needs the package {name.split('.')[0]}: pip install 'gptrain[{extra}]'"
+        ) from None

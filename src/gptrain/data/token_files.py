@@ -1,0 +1,149 @@
+"""Files of tokens: which there are, and what their headers say. No token is read to find out.
+
+- raw (nanoGPT's train.bin): nothing but tokens;
+- llm.c: 256 int32 in front of them: magic, version, count, zeros;
+- Megatron: raw tokens in x.bin, and what they are in x.idx (megatron/core/datasets/indexed_dataset
+  of NVIDIA/Megatron-LM).
+"""
+
+import glob
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gptrain.small_files import DataError, open_regular
+
+HEADER_BYTES = 1024  # 256 int32
+# magic: (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)
+_HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+_MEGATRON = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, documents
+_MEGATRON_TYPES = {8: "uint16", 4: "uint32"}  # 4 is int32, of tokens that are not negative
+_SAMPLE_TOKENS = 2**14
+_OTHER_SPLITS = {"train": ("val", "test"), "val": ("train", "test")}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A file of tokens: where they begin, how many, and how wide."""
+
+    path: Path
+    dtype: str  # uint16 or uint32
+    n_tokens: int
+    offset_bytes: int  # of the first token
+
+    def map(self) -> np.ndarray:
+        """The tokens as a read-only memory map, (n_tokens,)."""
+        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
+
+    def samples(self, n_blocks: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Blocks from end to end of the file, each with the place of its first token."""
+        tokens = self.map()
+        last = max(0, self.n_tokens - _SAMPLE_TOKENS)
+        for start in np.unique(np.linspace(0, last, n_blocks).astype(np.int64)).tolist():
+            yield start, tokens[start : start + _SAMPLE_TOKENS]
+
+    def check(self, tokens: np.ndarray, vocab_size: int, start: int) -> None:
+        """Raises DataError if one of its tokens is outside the vocabulary.
+
+        Args:
+            tokens: some in a row.   start: the place of the first one.
+        """
+        if tokens.max() >= vocab_size:
+            where = int(np.argmax(tokens >= vocab_size))
+            raise DataError(
+                f"{self.path}: token {tokens[where]} at offset {start + where} (in tokens)"
+                f" >= vocab_size={vocab_size}"
+            )
+
+
+def find_token_files(
+    path: str | os.PathLike | Sequence[str | os.PathLike], split: str = ""
+) -> list[Path]:
+    """The files that a path, a glob pattern, or a list of them names; sorted within a pattern.
+
+    Args:
+        split: train or val: of the `.bin` files of a folder, those whose name does not say that
+            they are of another split.
+    Raises: FileNotFoundError if a name, pattern or folder has no such file.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return [file for one in path for file in find_token_files(one, split)]
+    pattern = os.path.expanduser(path)
+    if os.path.isdir(pattern):
+        names = sorted(name for name in os.listdir(pattern) if name.endswith(".bin"))
+        others = _OTHER_SPLITS.get(split, ())
+        found = [os.path.join(pattern, n) for n in names if not any(other in n for other in others)]
+    else:
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [file for file in found if not file.endswith(".idx")]  # beside its .bin
+    if not found:
+        what = f" *.bin for {split or 'tokens'} in it" if os.path.isdir(pattern) else " such file"
+        raise FileNotFoundError(f"{path}: no{what}")
+    return [Path(file) for file in found]
+
+
+def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile:
+    """What a token file holds, from its header, its index or, if raw, from its size.
+
+    Args:
+        dtype: of the tokens of a raw file, `uint16` or `uint32`; a header says it itself.
+    Raises: FileNotFoundError; DataError for what is no regular file, an empty one, an odd size,
+        a header of another version, a count that does not match the size.
+    """
+    path, counted, offset_bytes = Path(path), None, 0
+    with open_regular(path) as file:
+        size_bytes, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
+    words = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4").tolist()
+    if path.with_suffix(".idx").is_file():
+        dtype, counted = read_megatron_index(path.with_suffix(".idx"))
+    elif words and words[0] in _HEADERS:
+        version, dtype = _HEADERS[words[0]]
+        if words[1:2] != [version] or len(head) < HEADER_BYTES:
+            raise DataError(f"{path}: truncated header, or not of version {version}")
+        counted, offset_bytes = words[2], HEADER_BYTES
+    n_tokens, rest_bytes = divmod(size_bytes - offset_bytes, np.dtype(dtype).itemsize)
+    if counted is not None and (n_tokens, rest_bytes) != (counted, 0):
+        raise DataError(
+            f"{path}: its header counts {counted} tokens of {dtype},"
+            f" {size_bytes - offset_bytes} bytes follow"
+        )
+    if rest_bytes:
+        raise DataError(
+            f"{path}: {size_bytes} bytes are no integer number of {dtype} tokens;"
+            " truncated, or of another dtype"
+        )
+    if n_tokens == 0:
+        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
+    return TokenFile(path, dtype, n_tokens, offset_bytes)
+
+
+def read_megatron_index(path: Path) -> tuple[str, int]:
+    """Dtype and number of the tokens that a Megatron index counts.
+
+    After the header stand the length of each sequence (int32), its place in bytes (int64), and
+    the documents' first sequences; the last sequence's end is the number of all tokens.
+
+    Raises: DataError.
+    """
+    with open_regular(path) as file:
+        head = file.read(_MEGATRON.size)
+        if len(head) < _MEGATRON.size:
+            raise DataError(f"{path}: truncated, {len(head)} bytes")
+        magic, version, code, n_sequences, n_documents = _MEGATRON.unpack(head)
+        size_bytes = _MEGATRON.size + 12 * n_sequences + 8 * n_documents
+        if magic != b"MMIDIDX\0\0" or version != 1:
+            raise DataError(f"{path}: no Megatron index of version 1")
+        if code not in _MEGATRON_TYPES:
+            raise DataError(f"{path}: tokens of type {code}; read are 8 (uint16) and 4 (int32)")
+        if not n_sequences or os.fstat(file.fileno()).st_size < size_bytes:
+            raise DataError(f"{path}: truncated, or without a sequence")
+        file.seek(_MEGATRON.size + 4 * (n_sequences - 1))
+        (last,) = struct.unpack("<i", file.read(4))
+        file.seek(_MEGATRON.size + 4 * n_sequences + 8 * (n_sequences - 1))
+        (place,) = struct.unpack("<q", file.read(8))
+    dtype = _MEGATRON_TYPES[code]
+    return dtype, place // np.dtype(dtype).itemsize + last

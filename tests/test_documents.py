@@ -1,0 +1,270 @@
+"""Documents come from files and records; where one ends is a token, and a sample may keep it."""
+
+import gzip
+import json
+from collections import Counter
+from functools import partial
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from gptrain.data import DataError, TextDataset, load_tokenizer
+from gptrain.data.prepare import encode_pieces, in_order
+from gptrain.models import SimpleGPT
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "größe", "値", "was", "🙂", "seen", "by", "all"]
+
+
+def make_texts(n_documents=200, seed=0):
+    random = np.random.default_rng(seed)
+    return [
+        f"Story {number}. " + " ".join(random.choice(WORDS, 3 + number * 7 % 90))
+        for number in range(n_documents)
+    ]
+
+
+TEXTS = make_texts()
+
+
+def write_records(path, texts, key="text"):
+    lines = "".join(json.dumps({"id": 1, key: text}) + "\n" for text in texts).encode()
+    if path.suffix == ".zst":
+        lines = pytest.importorskip("zstandard").compress(lines)
+    elif path.suffix == ".gz":
+        lines = gzip.compress(lines)
+    if path.suffix == ".parquet":
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(arrow.table({key: texts}), path, row_group_size=50)
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+def read(path, split="train", tokenizer="bytes", seq_len=64, **options):
+    options = {"val_fraction": 0.1, "vocab_size": 400, **options}
+    return TextDataset.from_corpus(
+        split, seq_len, path, tokenizer, path.parent / "cache", **options
+    )
+
+
+def stream(dataset, split):
+    return np.fromfile(dataset.folder / f"{split}.bin", dataset.files[0].dtype)
+
+
+def documents_of(dataset, split):
+    """The text of each document, by cutting the token file at its ends."""
+    tokens, ends = stream(dataset, split), np.fromfile(dataset.folder / f"{split}.ends", "<i8")
+    parts = [tokens[a:b] for a, b in pairwise(ends)]
+    is_end = tokens[0] == dataset.tokenizer.end_id
+    if is_end:
+        assert all(part[-1] == dataset.tokenizer.end_id for part in parts)
+    return [dataset.tokenizer.decode(part[: len(part) - is_end]) for part in parts]
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory):
+    return write_records(tmp_path_factory.mktemp("records") / "docs.jsonl", TEXTS)
+
+
+@pytest.fixture(scope="module")
+def bpe(jsonl):
+    pytest.importorskip("tokenizers")
+    return read(jsonl, tokenizer="bpe")
+
+
+# ---- where documents come from
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
+    dataset = read(write_records(tmp_path / f"docs{suffix}", TEXTS))
+    train, val = documents_of(dataset, "train"), documents_of(dataset, "val")
+    assert Counter(train + val) == Counter(text + "\n" for text in TEXTS)
+    assert len(val) == 20  # a tenth of them, evenly spread
+    numbers = sorted(int(text.split()[1][:-1]) for text in val)
+    assert max(np.diff(numbers)) < 20
+
+
+def test_the_suffix_is_not_needed_where_the_format_is_said(tmp_path):
+    path = write_records(tmp_path / "docs.data", TEXTS)
+    assert len(read(path, format="jsonl").ends) == 181
+    syntax = read(path, format="text")
+    assert '{"id": 1, "text"' in syntax.tokenizer.decode(stream(syntax, "train"))
+
+
+@pytest.mark.parametrize("name", ["docs.txt", "docs.json", "docs"])
+def test_json_lines_that_are_not_declared_so_are_never_trained_on(name, tmp_path):
+    path = write_records(tmp_path / name, TEXTS, key="content")
+    with pytest.raises(DataError, match=rf"{name}: JSON lines.* data\.format=jsonl"):
+        read(path)
+    (tmp_path / "code.json").write_text(json.dumps({"a": [1, {"b": 2}]}, indent=1) * 300)
+    read(tmp_path / "code.json")
+
+
+def test_files_folders_and_globs_mix_texts_and_records(tmp_path):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    write_records(folder / "a.jsonl", TEXTS[:100])
+    write_records(folder / "b.jsonl.gz", TEXTS[100:])
+    (folder / "c.txt").write_text("a plain text")
+    for path, n_more in ((folder, 1), (folder / "*.jsonl*", 0)):
+        dataset = read(path, val_fraction=0.001)
+        texts = documents_of(dataset, "train") + documents_of(dataset, "val")
+        assert len(texts) == 200 + n_more
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read(folder / "nowhere*")
+
+
+FAULTS = {
+    "broken": ('{"text": "a"', "record 2: broken JSON"),
+    "no key": ('{"content": "a", "id": 1}', "record 2: no key 'text'; there are: content, id"),
+    "number": ('{"text": 5}', "record 2: 'text' is no text but int"),
+    "list": ('["text"]', "record 2: no object but list"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_record_without_text_is_named_or_left_out_and_counted(fault, tmp_path):
+    line, wrong = FAULTS[fault]
+    path, good = tmp_path / "docs.jsonl", json.dumps({"text": "words " * 40})
+    path.write_text(f"{good}\n{line}\n" + f"{good}\n\n" * 100)
+    with pytest.raises(DataError, match=rf"docs\.jsonl: {wrong}"):
+        read(path)
+    with pytest.warns(UserWarning, match=rf"1 records left out: the first is .*{wrong}"):
+        dataset = read(path, on_bad_record="skip")
+    assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 101
+
+
+def test_files_that_are_empty_or_damaged_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"a\.jsonl: no record"):
+        read(tmp_path / "a.jsonl")
+    path = write_records(tmp_path / "b.jsonl.gz", TEXTS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz: damaged"):
+        read(path)
+
+
+def test_a_damaged_or_wrong_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(DataError, match=r"c\.parquet: damaged"):
+        read(tmp_path / "c.parquet")
+    path = write_records(tmp_path / "d.parquet", TEXTS, key="content")
+    with pytest.raises(DataError, match=r"no column 'text'; there are: content"):
+        read(path)
+    read(path, text_key="content")
+
+
+def test_half_a_surrogate_pair_is_no_reason_to_end(tmp_path):
+    path = tmp_path / "docs.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n' * 100)
+    assert "a�b" in documents_of(read(path), "train")[0]
+
+
+# ---- where they end
+
+
+def test_a_trained_bpe_ends_documents_with_its_token(bpe, jsonl):
+    assert (bpe.tokenizer.end_token, bpe.tokenizer.end_id) == ("<|endoftext|>", 399)
+    texts = documents_of(bpe, "train") + documents_of(bpe, "val")
+    assert Counter(texts) == Counter(TEXTS)  # nothing is added but the token
+    assert (stream(bpe, "train") == 399).sum() == 181 and bpe.token_bytes[399] == 0
+    assert "180 documents, each ended by <|endoftext|>, packed" in bpe.about()
+    again = load_tokenizer(bpe.folder)
+    assert again.end_id == 399 and 399 not in again.encode("a <|endoftext|> b")
+    without = read(jsonl, tokenizer="bpe", end_of_document=False)
+    assert without.tokenizer.end_id is None and "nothing between them" in without.about()
+
+
+def test_bytes_end_documents_where_asked(jsonl):
+    plain, ended = read(jsonl), read(jsonl, end_of_document=True)
+    assert 255 not in stream(plain, "train") and plain.folder != ended.folder
+    assert (stream(ended, "train") == 255).sum() == 181
+    assert ended.token_bytes[255] == 0 and ended.vocab_size == 256
+    assert documents_of(ended, "val") == [text[:-1] for text in documents_of(plain, "val")]
+
+
+def test_a_tokenizer_knows_its_end_from_its_configuration_or_by_name(bpe, tmp_path):
+    library = pytest.importorskip("tokenizers")
+    inner = library.Tokenizer.from_file(str(bpe.folder / "tokenizer.json"))
+    inner.add_special_tokens(["<stop>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).end_token == "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<stop>"}}')
+    assert load_tokenizer(tmp_path).end_id == 400
+    (tmp_path / "kept").mkdir()
+    load_tokenizer(tmp_path).save(tmp_path / "kept")
+    assert load_tokenizer(tmp_path / "kept").end_token == "<stop>"
+    words = library.Tokenizer(library.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.save(str(tmp_path / "words.json"))
+    (tmp_path / "text").write_text("a a\n" * 500)
+    with pytest.raises(DataError, match="has no token for the end of a document"):
+        read(tmp_path / "text", tokenizer=str(tmp_path / "words.json"), end_of_document=True)
+
+
+# ---- packed and separate
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_separate_samples_hold_one_document_each_and_every_token_once(split, tokenizer, jsonl, bpe):
+    dataset = read(jsonl, split, tokenizer=tokenizer, documents="separate")
+    tokens, targets = dataset.__getitems__(range(len(dataset)))
+    context = stream(dataset, split)[0]
+    expected = documents_of(dataset, split)
+    found, rows = [], iter(zip(tokens, targets, strict=True))
+    for text in expected:
+        before, kept = context, []
+        while True:  # a sample goes on where the one before ended
+            inputs, outputs = next(rows)
+            counted = outputs[outputs != -100]
+            assert inputs[0] == before and (outputs[: len(counted)] != -100).all()
+            assert torch.equal(inputs[1 : len(counted)], counted[:-1])
+            before, kept = counted[-1], kept + counted.tolist()
+            if dataset.tokenizer.decode(kept[: len(kept) - (tokenizer == "bpe")]) == text:
+                break
+        found.append(kept)
+    assert next(rows, None) is None
+    assert list(chain(*found)) == stream(dataset, split)[1:].tolist()
+
+
+def test_logits_of_a_document_do_not_depend_on_its_neighbours(jsonl, tmp_path):
+    net = SimpleGPT(256, 16, 2, 2, 256, 0.0)
+    others = [t if n == 50 else t.upper() + "x" * (n % 7) for n, t in enumerate(TEXTS)]
+    other = write_records(tmp_path / "docs.jsonl", others)
+    logits = {}
+    for documents in ("separate", "packed"):
+        for path in (jsonl, other):
+            dataset = read(path, seq_len=256, documents=documents)
+            tokens, targets = dataset.__getitems__(range(len(dataset)))
+            mine = torch.tensor(list(TEXTS[50].encode()[:40]))
+            first = next(
+                (row, at)
+                for row in range(len(tokens))
+                for at in range(256 - len(mine))
+                if torch.equal(targets[row, at : at + len(mine)], mine)
+            )
+            with torch.no_grad():
+                out = net(tokens[first[0] : first[0] + 1])[0, first[1] : first[1] + len(mine)]
+            logits[documents, path == jsonl] = out
+    assert torch.equal(logits["separate", True], logits["separate", False])
+    assert not torch.allclose(logits["packed", True], logits["packed", False])
+
+
+def test_processes_give_what_one_gives(bpe):
+    from gptrain.data.corpus import find_sources, read_pieces
+    from gptrain.data.prepare import batches
+
+    sources = find_sources(bpe.folder.parents[1] / "docs.jsonl")
+    encode = partial(encode_pieces, bpe.tokenizer, 399, "uint16")
+    pieces = list(read_pieces(sources, 0.1, newline=False))
+    groups = [pieces[i : i + 7] for i in range(0, len(pieces), 7)]
+    assert sum(map(len, batches(pieces))) == len(pieces)
+    one, two = (list(in_order(encode, groups, n)) for n in (0, 2))
+    for (n_read, splits), (n_read_2, splits_2) in zip(one, two, strict=True):
+        assert n_read == n_read_2
+        for mine, others in zip(splits, splits_2, strict=True):
+            assert all(map(np.array_equal, mine, others))
