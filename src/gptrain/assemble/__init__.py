@@ -179,7 +179,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    report = build_report(cfg, machine, lengths, trainer)
+    report = build_report(cfg, machine, lengths, trainer, train)
     return Run(cfg, module, datamodule, trainer, report, checkpoint)
 
 

@@ -193,9 +193,9 @@ def build_checkpoints(
 
 
 def build_report(
-    cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer
+    cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, train: Dataset
 ) -> Report:
-    """The run in five lines: model, strategy, batch, plan, folder."""
+    """The run in six lines: model, strategy, data where it says so, batch, plan, folder."""
     batch, info = lengths.batch, trainer.strategy.info
     n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
     sizes = (f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model)
@@ -218,8 +218,10 @@ def build_report(
     lines = {
         "model": " · ".join([info.net_name, n_parameters, *sizes]),
         "strategy": " · ".join(strategy),
-        "batch": " · ".join(parts),
     }
+    if cfg.task == "fit" and hasattr(train, "about"):
+        lines["data"] = train.about((lengths.n_steps or 0) * batch.global_batch_size)
+    lines["batch"] = " · ".join(parts)
     facts = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
     options = OmegaConf.to_container(cfg, resolve=True) | {"typed": typed_options(cfg, facts)}
     planned = None

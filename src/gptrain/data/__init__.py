@@ -7,7 +7,7 @@ targets[t] = tokens[t + 1] and -100 where no loss is counted. Optional:
 - `token_bytes`, (V,) integers: bytes of text that each token stands for; opens bits per byte.
 - `fingerprint`, a string: a resumed run must find the one that it began with.
 - `tokenizer`: is kept in the run folder, and writes a sample of text at the end.
-- `about()`, a string: what the samples are made of, for the line at the start.
+- `about(n_samples)`, a string: what a run of so many samples sees, for the line at its start.
 """
 
 from gptrain.data.corpus import default_corpus

@@ -140,14 +140,16 @@ class TextDataset(TokenDataset):
                 warnings.warn(said, stacklevel=2)
         return cls(folder, split, seq_len, documents)
 
-    def about(self) -> str:
-        """What the samples are made of, in a line."""
-        n_documents, ends = len(self.ends) - 1, "nothing between them"
-        if np.fromfile(self.folder / "train.bin", self.files[0].dtype, 1) == self.tokenizer.end_id:
+    def about(self, n_samples: int = 0) -> str:
+        """What the samples are made of, and how often a run of so many sees them."""
+        ends = "nothing between them"
+        if np.fromfile(self.files[0].path, self.files[0].dtype, 1) == self.tokenizer.end_id:
             ends = f"each ended by {self.tokenizer.end_token}"
-        counted = (self.ends[-1] - self.ends[0]) / (len(self) * self.seq_len)
-        padded = f", {counted:.0%} of the positions count" if self._samples is not None else ""
-        return f"{n_documents:,} documents, {ends}, {self.documents}{padded}"
+        words = [f"{len(self.ends) - 1:,} documents, {ends}, {self.documents}"]
+        if self._samples is not None:
+            counted = (self.ends[-1] - self.ends[0]) / (len(self) * self.seq_len)
+            words.append(f"{counted:.0%} of the positions count")
+        return " · ".join([super().about(n_samples), *words])
 
     def _places(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._samples is None:

@@ -82,10 +82,11 @@ class TokenDataset(BatchDataset):
         tokens, targets = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
         return tokens.clamp(min=0), targets.contiguous()  # -100 is no token
 
-    def about(self) -> str:
-        """What the samples are made of, in a line."""
+    def about(self, n_samples: int = 0) -> str:
+        """What the samples are made of, and how often a run of so many sees them."""
         n_tokens = sum(file.n_tokens for file in self.files)
-        return f"{n_tokens:,} tokens in {len(self.files)} file{'s' * (len(self.files) > 1)}"
+        n_epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
+        return f"{n_tokens:,} tokens{n_epochs}"
 
     def _blocks(self) -> Iterator[tuple[TokenFile, int, np.ndarray]]:
         """Some of all tokens, evenly from all files; of many files a few."""
