@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 import os
-import re
 import runpy
 import shutil
 import subprocess
@@ -24,14 +22,11 @@ import pytest
 from composed_once import compose_once
 from no_network import forbid_network
 
-from gptrain.parallel.dims import STRATEGIES
-
 ROOT = Path(__file__).parents[1]
 # Files that take longest begin first: the last ones to end decide how long the suite takes.
 LONGEST = [
     "test_run_mixes",
     "test_faults",
-    "test_strip",
     "test_run_fsdp",
     "test_run_options",
     "test_signals_run",
@@ -113,36 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
-def find_gone() -> list[str]:
-    """Strategies and rooms that this project has taken out; see gptrain.adopt."""
-    strategies = [
-        name
-        for name in STRATEGIES
-        if not (ROOT / f"src/gptrain/conf/strategy/{name}.yaml").exists()
-    ]
-    rooms = [
-        room
-        for room in ("collectives", "export", "generate")
-        if find_spec(f"gptrain.{room}") is None
-    ]
-    return [*strategies, *(f"gptrain.{room}" for room in rooms)]
-
-
-GONE = find_gone()
-
-
-def skip_what_is_gone(item: pytest.Function) -> None:
-    """A test that names a part in its text or its parameters needs it."""
-    texts = [inspect.getsource(item.cls or item.function), inspect.getsource(item.function)]
-    texts += [repr(item.callspec.params)] if hasattr(item, "callspec") else []
-    for name in GONE:
-        if any(re.search(rf"\b{name}\b", text) for text in texts):
-            pytest.skip(f"{name} was taken out of this project")
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if GONE and isinstance(item, pytest.Function):
-        skip_what_is_gone(item)
     if item.get_closest_marker("gpu") is not None:
         import torch
 

@@ -83,7 +83,8 @@ PRIVATE = {  # of Lightning, and where: what correctness needs, see lit/lightnin
 
 
 def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+    """Of the library; behind its template are files of this project."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if "template" not in path.parts)
 
 
 def room(path: Path) -> str:

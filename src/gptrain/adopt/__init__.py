@@ -1,7 +1,10 @@
-"""A project of your own, made from this one: renamed, without the parts that you do not want.
+"""A project of your own on top of this library: train.py, conf/, src/<name>, its tests.
 
-python -m gptrain.adopt my_project --to ../my_project
-python -m gptrain.adopt my_project --to ../my_project --without pipeline,campaign
+python -m gptrain.adopt my_project --to ../my_project       with the library in src/gptrain
+python -m gptrain.adopt my_project --to ../my_project library=git+https://github.com/me/gptrain
+python -m gptrain.adopt --upgrade library=../gptrain        in a project: a newer library
+python -m gptrain.adopt --check                             in a project: is its conf/ still valid
 
-parts.yaml names the files of each part. Rules about this repository (tests/house) stay here.
+It is made from the project in which this is typed, your own files in conf/ and src/project with it;
+elsewhere from the examples that come with the library.
 """

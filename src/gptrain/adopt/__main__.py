@@ -1,105 +1,99 @@
-"""The command: what is copied, what is left out, what it is called."""
+"""The command line."""
 
 from __future__ import annotations
 
-import importlib.util
-import keyword
-import re
+import argparse
+import os
+import shlex
 import subprocess
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 from gptrain import adopt as package
-from gptrain.problems import ConfigError, Parser, Problem, code_of
-from gptrain.small_files import read_yaml
+from gptrain.adopt.check import unknown_in_conf
+from gptrain.adopt.library import IN_PROJECT, VENDORED, put, require, requirement, unpacked
+from gptrain.adopt.project import TEMPLATE, left_behind, make
+from gptrain.home import VARIABLE, find_conf, find_project
+from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, code_of
 
-ROOT, NAME = Path(__file__).parents[3], "gptrain"
-STAYS = ("src/gptrain/adopt", "tests/house")
-README_SECTION = r"\n## Take parts out\n.*?(?=\n## )"  # tells of this command
-LINT = 'select = ["E"', 'ignore = ["E501"] # lines are longer by the name\nselect = ["E"'
-TIDY = ("check --fix-only --select I", "format")  # a name has its place among the imports
+CHECK = ("-m", "gptrain.adopt", "--check")
 
 
 def main() -> NoReturn:
-    """The command line."""
-    head = {"description": package.__doc__, "formatter_class": RawDescriptionHelpFormatter}
-    parser, parts = Parser("python -m gptrain.adopt", **head), read_parts()
-    parser.add_argument("name", help="of the package, in place of gptrain")
-    parser.add_argument("--to", required=True, type=Path, metavar="FOLDER", help="a new one")
-    parser.add_argument("--without", default="", metavar="PARTS", help=",".join(parts))
+    """Makes, upgrades or checks a project."""
+    head = {"description": package.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = Parser("python -m gptrain.adopt", allow_abbrev=False, **head)
+    parser.add_argument("words", nargs="*", metavar="name", help="of the package; library=...")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the project's, a new one")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--upgrade", action="store_true", help="another library for a project")
+    which.add_argument("--check", action="store_true", help="what in conf/ this library refuses")
     try:
-        args = parser.parse_args()
-        without = [part for part in args.without.split(",") if part]
-        check(args, without, parts)
-        files = list_files(path for part in without for path in parts[part])
-        copy(files, args.to, args.name)
+        code = answer(parser.parse_intermixed_args())
     except ConfigError as error:
         print(error, file=sys.stderr)
-        sys.exit(error.code)
+        code = error.code
     except OSError as error:
         print(Problem("", None, str(error)).line, file=sys.stderr)
-        sys.exit(code_of(error))
-    print(f"copied    {len(files)} files to {args.to}")
-    print(f'next      cd {args.to} && git init && pip install -e ".[dev]" && python -m pytest')
-    sys.exit()
+        code = code_of(error)
+    sys.exit(code)
 
 
-def read_parts() -> dict[str, list[str]]:
-    """Part -> its files and folders."""
-    return read_yaml(Path(__file__).with_name("parts.yaml"))
+def answer(args: argparse.Namespace) -> int:
+    """Does what was typed; the exit code. Raises: ConfigError, OSError."""
+    named = [word.partition("=")[2] for word in args.words if word.startswith("library=")]
+    names = [word for word in args.words if not word.startswith("library=")]
+    library = named[-1] if named else VENDORED
+    is_new = not (args.upgrade or args.check)
+    if len(names) != is_new:
+        given, wrong = " ".join(names) or None, f"{int(is_new)} names are needed here"
+        raise ConfigError.of("name", given, wrong, attempt="python -m gptrain.adopt --help")
+    if is_new:
+        return adopt(names[0], args.to, library)
+    folder = args.to or find_project()
+    if folder is None or not (folder / "conf").is_dir():
+        raise ConfigError.of("--to", args.to, "no project here, a folder with train.py and conf/")
+    return upgrade(folder, library) if args.upgrade else check()
 
 
-def check(args: Namespace, without: list[str], parts: dict[str, list[str]]) -> None:
-    """Raises: ConfigError, with all that is wrong with what was typed."""
-    found, name = [], args.name
-    if not name.isidentifier() or keyword.iskeyword(name) or importlib.util.find_spec(name):
-        wrong = "no name that Python imports, or that of a package that is there already"
-        found.append(Problem("name", name, wrong, attempt="my_project"))
-    if args.to.exists():
-        found.append(Problem("--to", args.to, "is there already, and nothing is written over"))
-    for part in set(without) - parts.keys():
-        found.append(Problem("--without", part, "no such part", ", ".join(parts)))
-    if found:
-        raise ConfigError(found)
+def adopt(name: str, to: Path | None, library: str) -> int:
+    """A new project."""
+    if to is None:
+        raise ConfigError.of("--to", None, "says where the project is made", attempt="--to ../mine")
+    source = find_project() or TEMPLATE
+    needed = requirement(library)
+    copied = make(source, to, name, needed)
+    if needed is None:
+        with unpacked(VENDORED) as folder:
+            put(folder, to)
+    print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")
+    for path in left_behind(source, copied, needed is None):
+        print(f"left      {path}")
+    where = shlex.quote(str(to))
+    print(f'next      cd {where} && git init && pip install -e ".[dev]" && python -m pytest')
+    return DONE
 
 
-def list_files(gone: Iterable[str]) -> list[str]:
-    """What git tracks of this project, without what stays here and what is gone.
-
-    Raises: ConfigError where git lists nothing: of an installed package, or in another's folder.
-    """
-    without = [f":!{path}" for path in (*STAYS, *gone)]
-    command = ["git", "ls-files", "-z", "--", ".", *without]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    files = [file for file in done.stdout.split("\0") if (ROOT / file).is_file()]
-    if not files:
-        wrong = f"{ROOT} is no clone whose files git lists {done.stderr}"
-        raise ConfigError.of("", None, wrong.strip())
-    return files
-
-
-def copy(files: Iterable[str], to: Path, name: str) -> None:
-    """Writes the files under the new name. Raises: OSError."""
-    for file in files:
-        target, content = to / rename(file, name), (ROOT / file).read_bytes()
-        if b"\0" not in content:  # a picture
-            content = rename(content.decode(), name).encode()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-        target.chmod((ROOT / file).stat().st_mode)
-    readme, project = to / "README.md", to / "pyproject.toml"
-    readme.write_text(re.sub(README_SECTION, "", readme.read_text(), flags=re.DOTALL))
-    project.write_text(project.read_text().replace(*LINT))
-    for words in TIDY if importlib.util.find_spec("ruff") else ():
-        subprocess.run([sys.executable, "-m", "ruff", *words.split(), "-qn"], cwd=to, check=False)
+def upgrade(project: Path, library: str) -> int:
+    """Another library in a project; what in conf/ it refuses is said."""
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    if not (project / IN_PROJECT).is_dir():
+        require(project, needed := requirement(library))
+        print(f"required  {needed}\nnext      pip install -e . && python {' '.join(CHECK)}")
+        return DONE
+    with unpacked(library) as folder:
+        put(folder, project)
+    print(f"replaced  {IN_PROJECT}", flush=True)
+    environment["PYTHONPATH"] = str((project / IN_PROJECT).parent.resolve())
+    return subprocess.run([sys.executable, *CHECK], cwd=project, env=environment).returncode
 
 
-def rename(text: str, name: str) -> str:
-    """The text of the project with that name."""
-    return text.replace(NAME, name).replace(NAME.upper(), name.upper())
+def check() -> int:
+    """What this library refuses of the conf/ of the project here."""
+    lines = unknown_in_conf(find_conf())
+    print("\n".join(lines) or "conf/     every choice fits the library")
+    return BAD_CONFIG if lines else DONE
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""Where a project's library comes from: a copy in it, or a requirement in its pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gptrain.home import LIBRARY
+from gptrain.problems import ConfigError
+
+VENDORED = "vendored"
+IN_PROJECT = "src/gptrain"
+ADDRESS = r"(git\+)?https?://\S+|git\+ssh://\S+"
+REQUIRED = r'"gptrain @ [^"]*"'  # in pyproject.toml
+
+
+def requirement(library: str) -> str | None:
+    """What pip is asked for, of a folder, a wheel or an address; None for a copy in the project.
+
+    Raises: ConfigError.
+    """
+    path = Path(library).expanduser()
+    if library == VENDORED:
+        return None
+    if re.fullmatch(ADDRESS, library):
+        return f"gptrain @ {library}"
+    if (path / "pyproject.toml").is_file() or (path.suffix == ".whl" and path.is_file()):
+        return f"gptrain @ {path.resolve().as_uri()}"
+    allowed = f"{VENDORED}, a folder of gptrain, a wheel of it, git+https://..."
+    raise ConfigError.of("library", library, "no library is there", allowed=allowed)
+
+
+@contextmanager
+def unpacked(library: str) -> Iterator[Path]:
+    """The folder of the package: of the running one, of a checkout, or of a wheel.
+
+    Raises: ConfigError.
+    """
+    path = Path(library).expanduser()
+    with tempfile.TemporaryDirectory() as temporary:
+        if library == VENDORED:
+            found = LIBRARY
+        elif path.suffix == ".whl" and path.is_file():
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(temporary)
+            found = Path(temporary) / "gptrain"
+        else:
+            found = path / IN_PROJECT
+        if not (found / "conf" / "base.yaml").is_file():
+            wrong = "no folder of gptrain and no wheel of it; an address is cloned first"
+            raise ConfigError.of("library", library, wrong)
+        yield found
+
+
+def put(library: Path, project: Path) -> None:
+    """Copies the package into a project, in place of the one that it has.
+
+    Raises: ConfigError where that one is meant itself, or has changes that git would not bring
+        back; OSError.
+    """
+    target = project / IN_PROJECT
+    if target.exists():
+        if library.resolve() == target.resolve():
+            wrong = "this is the library that the project has"
+            raise ConfigError.of("library", library, wrong, attempt="library=<a newer checkout>")
+        git = ["git", "-C", str(project), "status", "--porcelain", "--untracked-files=no"]
+        done = subprocess.run([*git, "--", IN_PROJECT], capture_output=True, text=True)
+        if done.stdout:
+            wrong = "has changes that are not committed, which would be lost"
+            raise ConfigError.of("", None, f"{target} {wrong}")
+    new, old = target.with_name(".gptrain-new"), target.with_name(".gptrain-old")
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    # Its links to files of a checkout are copied as what they lead to.
+    left = shutil.ignore_patterns("__pycache__", "local", ".*")
+    shutil.copytree(library, new, ignore=left)
+    if target.exists():
+        target.rename(old)
+    new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def require(project: Path, needed: str | None) -> None:
+    """Writes another requirement into a project's pyproject.toml. Raises: ConfigError, OSError."""
+    file = project / "pyproject.toml"
+    text, n = re.subn(REQUIRED, f'"{needed}"', file.read_text())
+    if needed is None or n != 1:
+        wrong = "the project has no copy of the library, and requires none by an address"
+        attempt = "library=<a folder, a wheel, git+https://...>"
+        raise ConfigError.of("library", needed or VENDORED, wrong, attempt=attempt)
+    file.write_text(text)

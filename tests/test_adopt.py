@@ -1,0 +1,210 @@
+"""A project made by gptrain.adopt: small, whole, with your own files; and a newer library in it."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptrain.adopt import __main__ as adopt
+from gptrain.adopt.project import TEMPLATE
+from gptrain.home import LIBRARY, VARIABLE
+from tests.conftest import ROOT
+
+QUICK = "trainer.max_steps=2 trainer.limit_val_batches=1 data.path=src/gptrain/models"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Exit code and lines of `python -m gptrain.adopt <words>`, in this process."""
+
+    def answer(*words: str, cwd: Path) -> tuple[int, list[str]]:
+        monkeypatch.delenv(VARIABLE, raising=False)
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["adopt", *words])
+        with pytest.raises(SystemExit) as left:
+            adopt.main()
+        out, err = capsys.readouterr()
+        return left.value.code or 0, (out + err).splitlines()
+
+    return answer
+
+
+@pytest.fixture
+def project(run, tmp_path) -> Path:
+    """As from an installed library, outside of any project."""
+    assert run("my_project", "--to", "new project", cwd=tmp_path)[0] == 0
+    return tmp_path / "new project"
+
+
+def inside(project: Path, *command: str) -> subprocess.CompletedProcess:
+    """A command typed in a project, which its own environment has installed."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("GPTRAIN_")}
+    environment["PYTHONPATH"] = str(project / "src")
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    options = {"capture_output": True, "text": True, "timeout": 280, "env": environment}
+    return subprocess.run(command, cwd=project, check=False, **options)
+
+
+def own_files(project: Path) -> dict[str, str]:
+    files = (path for path in project.rglob("*") if path.is_file())
+    texts = {str(path.relative_to(project)): path.read_text() for path in files}
+    return {name: text for name, text in texts.items() if not name.startswith("src/gptrain/")}
+
+
+def test_a_project_is_small_and_the_library_in_it_as_it_is(project):
+    files = own_files(project)
+    assert len(files) <= 40
+    assert sum(len(text.splitlines()) for text in files.values()) <= 1500
+    assert os.access(project / ".ci" / "run", os.X_OK)
+    for name, text in files.items():
+        assert not re.search("<(vendored|required|needed)>", text), name
+        assert not re.search(r"_target_: project|(from|import) project|src/project", text), name
+    for path in LIBRARY.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            copy = project / "src" / "gptrain" / path.relative_to(LIBRARY)
+            assert filecmp.cmp(path, copy, shallow=False), path
+            assert not copy.is_symlink()
+
+
+def test_its_readme_names_what_is_there(project):
+    readme = (project / "README.md").read_text()
+    for name in re.findall(r"`((?:src|conf|tests|train|\.ci)[\w./]*)`", readme):
+        assert (project / name).exists() or name == "conf/local/default.yaml", name
+    for name in re.findall(r"`(\w+\.py)`", readme):
+        assert list(project.glob(name)) or (project / "src" / "my_project" / name).exists()
+
+
+def test_every_choice_fits_and_its_commands_find_it(project):
+    done = inside(project, sys.executable, "-m", "gptrain.adopt", "--check")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    done = inside(project, sys.executable, "-m", "gptrain.plan", "--cfg", "job", "model=my_lstm")
+    assert "my_project.net.MyLSTM" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_command_of_its_readme_works(project):
+    blocks = re.findall(r"```bash\n(.*?)```", (project / "README.md").read_text(), re.DOTALL)
+    commands = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    ran = [command.replace(".venv/bin/", "") for command in commands if "-m venv" not in command]
+    assert len(ran) > 6
+    for command in ran:
+        small = f" {QUICK}" if "quickstart" in command else ""
+        done = inside(project, *shlex.split(command + small))
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+    for words in ("check", "."), ("format", "--check", "."):
+        done = inside(project, sys.executable, "-m", "ruff", *words, "--no-cache")
+        assert done.returncode == 0, done.stdout
+    assert not (project.parent / "outputs").exists()
+
+
+def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_path):
+    (project / "src" / "my_project" / "words.bin").write_bytes(b"\0\xff")
+    (project / "src" / "my_project" / "more.py").write_text("from my_project import net\n")
+    (project / "conf" / "model" / "more.yaml").write_text('{_target_: "my_project.more.Net"}\n')
+    (project / "conf" / "local").mkdir()
+    (project / "conf" / "local" / "default.yaml").write_text("seed: 1\n")
+    (project / "notes.txt").touch()
+    code, without_git = run("other", "--to", "../a", cwd=project)
+    assert code == 0 and not any(line.startswith("left") for line in without_git)
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    code, lines = run("other", "--to", f"{tmp_path}/b;c d", cwd=project / "conf")
+    assert code == 0
+    left = {line.split()[1] for line in lines if line.startswith("left")}
+    assert "notes.txt" in left and not any(name.startswith(("src/", "conf/")) for name in left)
+    assert shlex.split(lines[-1])[:4] == ["next", "cd", f"{tmp_path}/b;c d", "&&"]
+    for to in (tmp_path / "a", tmp_path / "b;c d"):
+        assert (to / "src" / "other" / "words.bin").read_bytes() == b"\0\xff"
+        assert (to / "src" / "other" / "more.py").read_text() == "from other import net\n"
+        assert '"other.more.Net"' in (to / "conf" / "model" / "more.yaml").read_text()
+        assert not (to / "conf" / "local").exists()
+
+
+def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_know(
+    project, run, tmp_path
+):
+    newer = tmp_path / "newer"
+    shutil.copytree(project / "src" / "gptrain", newer / "src" / "gptrain")
+    base = newer / "src" / "gptrain" / "conf" / "base.yaml"
+    base.write_text(base.read_text().replace("debug: false", "debug: true"))
+    (newer / "src" / "gptrain" / "conf" / "trainer" / "gpu.yaml").unlink()
+    (project / "conf" / "train.yaml").open("a").write("old_key: 1\n")
+    (project / "src" / "gptrain" / "gone.py").touch()
+    mine = own_files(project)
+    done = inside(project, sys.executable, "-m", "gptrain.adopt", "--upgrade", f"library={newer}")
+    assert done.returncode == 2, done.stderr
+    assert "conf/train.yaml: error: old_key=1: unknown" in done.stdout
+    assert "conf/experiment/gpt2_124m.yaml: error: " in done.stdout  # trainer: gpu
+    assert own_files(project) == mine
+    assert not (project / "src" / "gptrain" / "gone.py").exists()
+    assert "debug: true" in (project / "src" / "gptrain" / "conf" / "base.yaml").read_text()
+    assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
+
+
+def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, run):
+    word = f"library={project}"
+    code, (line,) = run("--upgrade", word, cwd=project)
+    assert code == 2 and "this is the library that the project has" in line
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], cwd=project, check=True)
+    (project / "src" / "gptrain" / "loss.py").write_text("# mine\n")
+    code, (line,) = run("--upgrade", f"library={ROOT}", cwd=project)
+    assert code == 2 and "has changes that are not committed" in line
+    assert (project / "src" / "gptrain" / "loss.py").read_text() == "# mine\n"
+
+
+def test_a_library_from_elsewhere_is_a_requirement(run, tmp_path):
+    address = "git+https://example.org/gptrain@v1"
+    assert run("mine", "--to", "mine", f"library={address}", cwd=tmp_path)[0] == 0
+    project = tmp_path / "mine"
+    text = (project / "pyproject.toml").read_text()
+    assert f'dependencies = ["gptrain @ {address}"]' in text and "src/gptrain" not in text
+    assert [path.name for path in (project / "src").iterdir()] == ["mine"]
+    assert "src/gptrain`" not in (project / "README.md").read_text()
+    code, lines = run("--upgrade", f"library={ROOT}", cwd=project)
+    assert code == 0 and "pip install -e ." in lines[-1]
+    assert (
+        f'dependencies = ["gptrain @ {ROOT.as_uri()}"]' in (project / "pyproject.toml").read_text()
+    )
+    code, (line,) = run("--upgrade", cwd=project)
+    assert code == 2 and line.startswith("error: library=vendored: the project has no copy")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["a-b", "--to", "new"], "error: name=a-b: no name that Python imports"),
+        (["torch", "--to", "new"], "error: name=torch: no name that Python imports, or that of a"),
+        (["another", "--to", "."], "error: --to=.: is there already"),
+        (["another", "--to", "new", "library=/no/where"], "error: library=/no/where: no library"),
+        (["another"], "error: --to: says where"),
+        ([], "error: name: 1 names are needed here"),
+        (["--upgrade"], "error: --to: no project here"),
+        (["--upgrade", "--check"], "error: argument --check: not allowed with argument --upgrade"),
+    ],
+)
+def test_what_cannot_be_made_is_a_line(words, said, run, tmp_path):
+    code, (line,) = run(*words, cwd=tmp_path)
+    assert code == 2 and line.startswith(said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_project_is_not_made_inside_another(run):
+    before = sorted(ROOT.iterdir())
+    code, (line,) = run("another", "--to", "src/new", cwd=ROOT)
+    assert code == 2 and line.startswith("error: --to=src/new: lies inside of this project")
+    assert sorted(ROOT.iterdir()) == before and not (ROOT / "src" / "new").exists()
+
+
+def test_the_template_leads_to_the_files_of_this_checkout():
+    for name in ("train.py", "conf", "src/project", "tests/test_project.py"):
+        assert (TEMPLATE / name).resolve() == ROOT / name
