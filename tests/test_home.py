@@ -34,7 +34,7 @@ def test_the_nearest_project_above_is_meant(project, monkeypatch, capsys):
     monkeypatch.chdir(project / "a")
     cfg = compose_command([])
     assert cfg.model.d_model == 8 and cfg.output_dir == str(project / "outputs")
-    assert run_command(print, ["--help"]) == 0
+    assert run_command(lambda cfg: None, ["--help"]) == 0
     assert {"tiny", "gpt_nano", "quickstart"} & set(capsys.readouterr().out.split()) == {
         "tiny", "gpt_nano",
     }  # fmt: skip
@@ -62,6 +62,6 @@ def test_outside_of_any_project_there_are_the_librarys_own_choices(project, tmp_
 
 def test_a_name_of_no_folder_is_a_line(project, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(home.VARIABLE, str(tmp_path / "gone"))
-    assert run_command(print, []) == 2
+    assert run_command(lambda cfg: None, []) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: GPTRAIN_CONF={tmp_path}/gone: no such folder")
