@@ -69,6 +69,11 @@ OVERRIDES = {
     "nested": ["+callbacks.x={_target_: torch.nn.Identity, y: {_target_: torch.load}}"],
     "indirect": ["+model.y={_target_: os.system}", "data.test=${model.y}"],
     "sweep": ["seed=1,2"],
+    "injector": ["+callbacks.x={_target_: tests.campaign.faults.Fault, phase: setup, rank: 0, "
+                 "step: 0, always: true, operation: 0, target: group, "
+                 "act: 'SIG0 1; touch $MARK; exit #'}"],
+    "position": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "
+                 "_args_: [victim], every_n_train_steps: 1}"],
     "doubling": ["+data.a0=xxxxxxxxxx", *(f"+data.a{i}=${{data.a{i - 1}}}${{data.a{i - 1}}}"
                                           for i in range(1, 40))],
     "key": ["+data.train.${oc.env:HOME}=1"],
@@ -236,21 +241,6 @@ def test_a_config_that_is_no_file_is_not_waited_for(content, world, old):
     refused(lambda: gptrain.load(world / "old"))
 
 
-def test_code_that_came_with_a_run_into_the_checkout_is_not_ours(world, old, train, monkeypatch):
-    from gptrain.config import trust
-
-    plant(world / "old")
-    monkeypatch.setattr(trust, "find_project", lambda: world)
-    assert trust.is_own("old") and not trust.is_own("old", world / "old")
-    assert train(old(["model._target_=old.evil.Net"]), tiny=False).code == 2
-    refused(lambda: gptrain.load(config(world / "old", CONFIGS["own"])))
-    within = world / "fetched" / "run"  # of a package without __init__.py, around the run
-    within.parent.mkdir()
-    (world / "old").rename(within)
-    assert trust.is_own("fetched") and not trust.is_own("fetched", within)
-    refused(lambda: gptrain.load(config(within, {"model": {"_target_": "fetched.run.evil.Net"}})))
-
-
 # E. Run folders
 
 
@@ -297,9 +287,7 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.parametrize("home", ["checkout", "elsewhere"])
-def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, capfd):
-    from gptrain.config import trust
+def test_ones_own_runs_go_on_without_a_word(world, train, monkeypatch, capfd):
     from gptrain.export.__main__ import main
 
     (world / "own_nets.py").write_text(MINE)
@@ -307,10 +295,7 @@ def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, cap
     (world / "conf" / "model" / "own_nets.yaml").write_text(
         "_target_: own_nets.Net\nvocab_size: 256\nwidth: 4\n"
     )
-    if home == "checkout":
-        monkeypatch.setattr(trust, "find_project", lambda: world)
-    allowed = ["own_nets"] if home == "elsewhere" else []
-    typed = ["--config-dir", "conf", *(f"allowed_targets=[{name}]" for name in allowed)]
+    typed = ["--config-dir", "conf"]
     small = ["model=own_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
              "trainer.max_steps=1", "trainer.limit_val_batches=1", "logger=none"]  # fmt: skip
     with in_time(RUN_S):
@@ -320,13 +305,12 @@ def test_ones_own_runs_go_on_without_a_word(home, world, train, monkeypatch, cap
         assert train(*typed, old, "task=test", name="test", tiny=False).code == 0
         more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
         assert more.code == 0 and "warning" not in more.err, more.err
-        assert type(gptrain.load(first.folder, allowed_targets=allowed)).__name__ == "Net"
+        assert type(gptrain.load(first.folder, allowed_targets=["own_nets"])).__name__ == "Net"
         monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
         with pytest.raises(SystemExit) as left:
             main()
         assert not left.value.code, capfd.readouterr().err
-    if home == "elsewhere":
-        refused(lambda: gptrain.load(first.folder))
+    refused(lambda: gptrain.load(first.folder))
 
 
 def listening() -> set[str]:

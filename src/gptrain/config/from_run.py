@@ -3,20 +3,29 @@
 python train.py from_run=outputs/a task=test            its best checkpoint, evaluated
 python train.py from_run=outputs/a optimizer.lr=1e-3    the same run with another learning rate
 
-The folder may be a stranger's: what its overrides say beyond today's conf/ is judged by `trust`.
+The folder may be a stranger's, so what it says is data. A `_target_` may be one that the project's
+own conf/ names in that group, a class of torch or Lightning as in LIBRARY_CLASSES, or of a package
+in `allowed_targets`; it gets keyword arguments only. It is judged by its name: nothing is imported.
+A value refers to one other key at most, says nowhere where to write, and names no file outside.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 
-from gptrain.config import trust
-from gptrain.config.compose import compose_and_explain, compose_config, parse, plain
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem
+from gptrain import home
+from gptrain.config.compose import compose_and_explain, parse
+from gptrain.config.values import walk
+from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem, show
 from gptrain.small_files import UnreadableFile, read_yaml
 
 # Where the old run lay and wrote, how it went on there, and what it was allowed.
@@ -24,9 +33,26 @@ NOT_TAKEN = {
     "run_dir", "output_dir", "logger", "profiler", "hydra", "ckpt_path", "allow_changes",
     "from_run", "allowed_targets",
 }  # fmt: skip
+# Where to write. A file's name may lead elsewhere, too: ModelCheckpoint joins it to a folder after
+# it has put in numbers, of which "{step:c}" makes any character.
+WRITTEN = {
+    "cache_dir", "default_root_dir", "dirpath", "exclude_batches_path", "mirror", "save_dir",
+}  # fmt: skip
+FILE_NAME = r"[\w={}-]*"
 TYPED = ("allowed_targets", "hydra.searchpath")  # what the user allows, and --config-dir
 FREE = ("name", "init_from")  # keys without a dot that are no choices
 OUTSIDE = r"\.\.|://|\$|(^|[\[,'\" ])/"  # a choice of no file in conf/
+# Group -> names of classes that neither fetch nor open what their arguments name.
+LIBRARY_CLASSES = {
+    "optimizer": r"torch\.optim\.[A-Z]\w*",
+    "scheduler": r"torch\.optim\.lr_scheduler\.[A-Z]\w*",
+    "callbacks": r"(lightning\.pytorch|pytorch_lightning)\.callbacks\.[A-Z]\w*",
+    "metrics": r"torchmetrics\.((aggregation|classification|regression)\.)?[A-Z]\w*"
+    r"|torchmetrics\.text\.Perplexity",
+}
+# Of several references, or of one beside a brace, a text could be made that is a reference again,
+# to a resolver that makes objects.
+PLAIN = r"[^$]*|[^${]*\$\{\.*\w[\w.]*\}[^${]*"
 
 
 def expand(typed: list[str]) -> list[str]:
@@ -44,15 +70,17 @@ def expand(typed: list[str]) -> list[str]:
     folders = [one.value() for one in named]
     if not folders or not isinstance(folders[-1], str):
         return typed
-    settled = {one.key_or_group for one in now}
-    settled |= {"init_from"} if "ckpt_path" in settled else set()  # it goes on, past its beginning
-    every = [one for one in read_overrides(folders[-1]) if not _is_left_out(one)]
-    old = [one for one in every if one.key_or_group not in settled]
-    if problems := list(_find_refused(old, now, folders[-1])):
+    typed_keys = {one.key_or_group for one in now}
+    # It goes on, past its beginning.
+    typed_keys |= {"init_from"} if "ckpt_path" in typed_keys else set()
+    saved = [one for one in read_overrides(folders[-1]) if not _is_left_out(one)]
+    kept = [one for one in saved if one.key_or_group not in typed_keys]
+    if problems := list(_find_refused(kept, now, folders[-1])):
         raise ConfigError(problems)
-    gone = {one.key_or_group for one in every if not one.is_delete()}
-    deleted = {one.input_line for one in now if one.is_delete() and one.key_or_group in gone}
-    return [*(one.input_line for one in old), *(line for line in typed if line not in deleted)]
+    # A `~key` has done its work where it left an old override out; else it is Hydra's to obey.
+    added = {one.key_or_group for one in saved if not one.is_delete()}
+    obeyed = {one.input_line for one in now if one.is_delete() and one.key_or_group in added}
+    return [*(one.input_line for one in kept), *(line for line in typed if line not in obeyed)]
 
 
 def read_overrides(run_dir: str) -> list[Override]:
@@ -76,29 +104,113 @@ def read_overrides(run_dir: str) -> list[Override]:
     return parsed
 
 
+def check_values(
+    values: dict[str, Any],
+    allowed: Sequence[str] = (),
+    folders: Iterable[str | Path] | None = None,
+) -> Iterator[Problem]:
+    """What somebody else's values may not say.
+
+    Args:
+        values: by dotted key, nothing resolved.   allowed: packages that the user trusts.
+        folders: of one's own yaml files; by default those that Hydra composed of, else conf/.
+    """
+    named = named_targets(find_folders() if folders is None else folders)
+    for place, value in (one for key, node in values.items() for one in walk(node, key)):
+        key = place.rpartition(".")[2]
+        if key == "_target_":
+            if not _is_taken(place, value, allowed, named):
+                package = show(value).split(".")[0]
+                attempt = f"allowed_targets=[{package}], if you trust its code"
+                wrong = "somebody else's run may not name it"
+                yield Problem(place, show(value), wrong, attempt=attempt)
+        elif key.startswith("_"):
+            yield Problem(place, show(value), "of somebody else's run only keywords are taken")
+        elif key in WRITTEN or (key == "filename" and not re.fullmatch(FILE_NAME, str(value))):
+            wrong = "where to write is not taken from somebody else's run"
+            yield Problem(place, show(value), wrong)
+        elif isinstance(value, str) and not re.fullmatch(PLAIN, value, re.DOTALL):
+            wrong = "of somebody else's run only plain references are resolved"
+            yield Problem(place, value, wrong)
+
+
+def named_targets(folders: Iterable[str | Path]) -> set[tuple[str, str]]:
+    """(group, `_target_`) of all that the yaml files of these folders name."""
+    found = set()
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    for folder in map(Path, folders):
+        for file in folder.rglob("*.yaml"):
+            text = file.read_text(errors="replace")
+            group = ".".join(file.relative_to(folder).parts[:-1])
+            top = "" if "@package _global_" in text else group
+            with suppress(yaml.YAMLError):  # it is no choice either
+                for place, value in walk(yaml.load(text, loader), top):
+                    if place.endswith("_target_"):
+                        found.add((_group_of(place), str(value)))
+    return found
+
+
+def find_folders() -> list[str | Path]:
+    """Those of one's own yaml files: what Hydra composed of, or conf/ and the library's."""
+    with suppress(ValueError, AttributeError):  # no command of ours
+        sources = HydraConfig.get().runtime.config_sources
+        if found := [one.path for one in sources if one.schema == "file"]:
+            return [*found, home.LIBRARY / "conf"]
+    conf = home.find_conf()
+    return [*([conf] if conf else []), home.LIBRARY / "conf"]
+
+
+def _group_of(place: str) -> str:
+    return "metrics" if place.startswith("module.metrics.") else place.partition(".")[0]
+
+
+def _is_taken(place: str, target: Any, allowed: Sequence[str], named: set[tuple[str, str]]) -> bool:
+    group = _group_of(place)
+    pattern = LIBRARY_CLASSES.get(group)
+    return isinstance(target, str) and (
+        (group, target) in named
+        or bool(pattern and re.fullmatch(pattern, target))
+        or any(f"{target}.".startswith(f"{one}.") for one in allowed)
+    )
+
+
 def _is_left_out(one: Override) -> bool:
     names = (one.key_or_group, one.package or "")
     parts = [name.replace("/", ".").split(".") for name in names]
-    return any(part[0] in NOT_TAKEN or part[-1] in trust.WRITTEN for part in parts)
+    return any(part[0] in NOT_TAKEN or part[-1] in WRITTEN for part in parts)
 
 
-def _find_refused(old: list[Override], now: list[Override], run_dir: str) -> Iterator[Problem]:
-    """What of an old run's overrides today's schema or `trust` refuses."""
-    lines = [one.input_line for one in old]
-    undotted = [one for one in old if "." not in one.key_or_group]
+def _find_refused(kept: list[Override], now: list[Override], run_dir: str) -> Iterator[Problem]:
+    """What of an old run's overrides today's schema, or the rule about strangers, refuses."""
+    undotted = [one for one in kept if "." not in one.key_or_group]
     found = [
         Problem(one.key_or_group, value, "not a choice of conf/")
         for one in undotted
         if re.search(OUTSIDE, value := one.input_line.partition("=")[2])
         and one.key_or_group not in FREE
     ]
+    typed = {one.key_or_group: one for one in now if one.key_or_group in TYPED}
     if not found:  # what is composed reads no file but those of conf/
-        here = [one.input_line for one in now if one.key_or_group in TYPED]
-        cfg, found = compose_and_explain([*here, *lines])
+        here = [one.input_line for one in typed.values()]
+        cfg, found = compose_and_explain([*here, *(one.input_line for one in kept)])
     if not found:
-        choices = [one.input_line for one in undotted if "{" not in one.input_line]
-        own = compose_config([*here, *choices])
-        found = trust.check(plain(cfg), plain(own), cfg.allowed_targets, Path(run_dir))
+        values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
+        places = typed["hydra.searchpath"].value() if "hydra.searchpath" in typed else []
+        folders = [*find_folders(), *(place.removeprefix("file://") for place in places)]
+        found = [*check_values(values, cfg.allowed_targets, folders), *_outside(values, run_dir)]
     for one in found:
         wrong = f"was started with {one.key}={one.value}: {one.wrong}"
         yield Problem("from_run", run_dir, wrong, attempt=one.attempt or f"'~{one.key}'")
+
+
+def _outside(values: dict[str, Any], run_dir: str) -> Iterator[Problem]:
+    """Files that lie neither in this project nor beside the run: they are read if typed again."""
+    run = Path(run_dir).expanduser().resolve()
+    project = home.find_project() or Path.cwd()
+    roots = (Path.cwd(), project, Path(home.default_output_dir()), run.parent)
+    for place, value in (one for key, node in values.items() for one in walk(node, key)):
+        if isinstance(value, str) and (value[:1] in ("/", "~") or os.path.lexists(value)):
+            path = Path(value).expanduser().resolve()
+            if not any(path.is_relative_to(root.resolve()) for root in roots):
+                wrong = "outside of this project: type it again to have it read"
+                yield Problem(place, value, wrong, attempt=f"{place}={value}")

@@ -10,12 +10,13 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import Config, check_cpu, check_world, find_world_size
 from gptrain.config.schema import DATA, GROUPS, KNOWN, Run, sample_tokens
-from gptrain.config.trust import LIBRARIES, NotFound, locate, wrong_kind
+from gptrain.config.suggest import nearest
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
@@ -36,6 +37,24 @@ WORDS = {"ckpt_path": ("last", "best"), "data.tokenizer": ("bytes", "bpe")}  # n
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
 OURS["module"] = {"loss", "metrics"}
+
+LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
+# Group -> base class that its objects have; of a dataset what it can do is looked at.
+KINDS = {
+    "model": "torch.nn.Module",
+    "module": "lightning.pytorch.LightningModule",
+    "optimizer": "torch.optim.Optimizer",
+    "scheduler": "torch.optim.lr_scheduler.LRScheduler",
+    "trainer": "lightning.pytorch.Trainer",
+    "callbacks": "lightning.pytorch.Callback",
+    "logger": "lightning.pytorch.loggers.Logger",
+    "profiler": "lightning.pytorch.profilers.Profiler",
+    "metrics": "torchmetrics.Metric",
+}
+
+
+class NotFound(Exception):
+    """Why a dotted name stands for nothing."""
 
 
 def check_place(run: Config, folder: str) -> Iterator[Problem]:
@@ -239,3 +258,43 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
         wrong = f"needs about {need / GIB:.0f} GiB for {what}, {where} has {have / GIB:.0f} GiB"
         attempt = "strategy=fsdp or a smaller model"
         yield Problem("model", None, wrong, attempt=attempt, code=DONE)
+
+
+def locate(target: str) -> Any:
+    """What a dotted name stands for. Raises: NotFound."""
+    parts, found = target.split("."), None
+    for depth in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:depth])
+        try:
+            found = import_module(name)
+            break
+        except Exception as error:  # whatever a user's module raises is a line, not a traceback
+            is_shorter = isinstance(error, ModuleNotFoundError) and error.name is not None
+            if not is_shorter or not f"{name}.".startswith(f"{error.name}."):
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise NotFound(f"{name} cannot be imported: {reason}") from error
+    if found is None:
+        raise NotFound(f"no module named {parts[0]}")
+    for i in range(depth, len(parts)):
+        owner, found = found, getattr(found, parts[i], None)
+        if found is None:
+            near = nearest(parts[i], [name for name in dir(owner) if name[0] != "_"])
+            meant = f", did you mean {near}?" if near else ""
+            raise NotFound(f"nothing of that name in {'.'.join(parts[:i])}{meant}")
+    if not callable(found):
+        raise NotFound("neither a class nor a function")
+    return found
+
+
+def wrong_kind(found: Any, group: str) -> str | None:
+    """Why an object is not what a group holds; None where it is."""
+    owner = found.__self__ if inspect.ismethod(found) else found
+    if group == "data":
+        is_set = inspect.isclass(owner) and hasattr(owner, "__getitem__")
+        return None if is_set else "no dataset, as this place needs"
+    if group == "scheduler" and inspect.isfunction(found):
+        return None  # of the step
+    kind = KINDS.get(group)
+    if kind is None or (inspect.isclass(owner) and issubclass(owner, locate(kind))):
+        return None
+    return f"no {kind.rpartition('.')[2]}, as this place needs"

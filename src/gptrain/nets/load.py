@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from gptrain.config import trust
+from gptrain.config.from_run import check_values
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
 from gptrain.nets.weights import find_weights, load_weights
 from gptrain.problems import BAD_DATA, ConfigError
@@ -34,8 +34,8 @@ def load(
     """The net of a run, a checkpoint or an export, on the CPU in evaluation mode.
 
     Of a folder only tensors and plain values are read, and the names of the net's classes, which
-    must be nn.Modules of this project's own code, of torch or Lightning, or of a package allowed
-    here. Neither Hydra's global state nor the random numbers are touched.
+    must be named by the project's conf/ or lie in a package allowed here. Neither Hydra's global
+    state nor the random numbers are touched.
 
     Args:
         source: a run folder, a checkpoint's folder, a folder of gptrain.export, or a file that
@@ -53,7 +53,7 @@ def load(
     source = Path(source).expanduser()
     content, run_dir = _read_config(source)
     model = {"model": content["model"]}
-    if problems := list(trust.check(model, None, allowed_targets, run_dir)):
+    if problems := list(check_values(model, allowed_targets)):
         raise ConfigError(problems)
     match content.get("checkpoint"):
         case {"monitor": str(), "mode": "min" | "max"} as by:
