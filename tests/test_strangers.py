@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
 import gptrain
 from gptrain.models import SimpleGPT
@@ -310,6 +311,7 @@ def test_ones_own_runs_go_on_without_a_word(world, train, monkeypatch, capfd):
         with pytest.raises(SystemExit) as left:
             main()
         assert not left.value.code, capfd.readouterr().err
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in another process
     refused(lambda: gptrain.load(first.folder))
 
 
