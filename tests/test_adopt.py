@@ -164,11 +164,11 @@ def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, ru
 
 def test_a_library_from_elsewhere_is_a_requirement(run, tmp_path):
     address = "git+https://example.org/gptrain@v1"
-    assert run("mine", "--to", "mine", f"library={address}", cwd=tmp_path)[0] == 0
-    project = tmp_path / "mine"
+    assert run("wanted", "--to", "new", f"library={address}", cwd=tmp_path)[0] == 0
+    project = tmp_path / "new"
     text = (project / "pyproject.toml").read_text()
     assert f'dependencies = ["gptrain @ {address}"]' in text and "src/gptrain" not in text
-    assert [path.name for path in (project / "src").iterdir()] == ["mine"]
+    assert [path.name for path in (project / "src").iterdir()] == ["wanted"]
     assert "src/gptrain`" not in (project / "README.md").read_text()
     code, lines = run("--upgrade", f"library={ROOT}", cwd=project)
     assert code == 0 and "pip install -e ." in lines[-1]
