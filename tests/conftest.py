@@ -62,7 +62,7 @@ with suppress(ImportError):  # an extra
 
 
 # Packages of the extra `dev` that files of tests import at their head.
-EXTRAS = ("hypothesis", "safetensors", "transformers", "wandb", "gptrain.export")
+EXTRAS = ("hypothesis", "safetensors", "transformers", "gptrain.export")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,6 +109,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    engine = item.get_closest_marker("engine")
+    missing = [name for name in (engine.args if engine else ()) if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[engines]'")
     if item.get_closest_marker("gpu") is not None:
         import torch
 

@@ -40,6 +40,7 @@ def answer(monkeypatch, capfd):
     torch.set_num_threads(n_threads)
 
 
+@pytest.mark.slow
 def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
     options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
                "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
@@ -153,6 +154,7 @@ def test_help_is_about_the_verb(answer):
     assert code == 0 and "python -m tests.bench" in out and "rounds" in out
 
 
+@pytest.mark.slow
 def test_two_recipes_run_to_the_loss_that_the_first_has_at_its_end(answer, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     shape = "model=gpt_nano model.d_model=32 model.n_heads=2 model.n_layers=1 data.seq_len=16"

@@ -13,17 +13,18 @@ from tests.conftest import ROOT
 
 CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
 REQUIRED = {"tokens": ("data.train_path=train.bin", "data.val_path=val.bin")}
+ENGINES = {"optuna": pytest.mark.engine("optuna")}
 CHOICES = [
-    (path.parent.name, path.stem)
-    for path in sorted(path for conf in CONFS for path in conf.glob("*/*.yaml"))
-    if path.parent.name != "local"
+    pytest.param(group, stem, id=f"{group}/{stem}", marks=ENGINES.get(stem, ()))
+    for group, stem in sorted(
+        (path.parent.name, path.stem) for conf in CONFS for path in conf.glob("*/*.yaml")
+    )
+    if group != "local"
 ]
 
 
-@pytest.mark.parametrize("group, choice", CHOICES, ids=[f"{g}/{c}" for g, c in CHOICES])
+@pytest.mark.parametrize("group, choice", CHOICES)
 def test_a_choice_composes_and_every_reference_in_it_resolves(group, choice):
-    if choice == "optuna":
-        pytest.importorskip("optuna")
     cfg = compose_command([f"{group}={choice}", *REQUIRED.get(choice, ())])
     OmegaConf.to_container(cfg, resolve=True)
 

@@ -26,6 +26,7 @@ def make_texts(n_documents=200, seed=0):
 
 
 TEXTS = make_texts()
+PARQUET = pytest.param(".parquet", marks=pytest.mark.engine("pyarrow"))
 
 
 def write_records(path, texts, key="text"):
@@ -35,8 +36,10 @@ def write_records(path, texts, key="text"):
     elif path.suffix == ".gz":
         lines = gzip.compress(lines)
     if path.suffix == ".parquet":
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.table({key: texts}), path, row_group_size=50)
+        import pyarrow.parquet
+
+        table = pyarrow.table({key: texts})
+        pyarrow.parquet.write_table(table, path, row_group_size=50)
     else:
         path.write_bytes(lines)
     return path
@@ -77,7 +80,7 @@ def bpe(jsonl):
 # ---- where documents come from
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst", PARQUET])
 def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     dataset = read(write_records(tmp_path / f"docs{suffix}", TEXTS))
     train, val = documents_of(dataset, "train"), documents_of(dataset, "val")
@@ -147,8 +150,8 @@ def test_files_that_are_empty_or_damaged_are_named(tmp_path):
         read(path)
 
 
+@pytest.mark.engine("pyarrow")
 def test_a_damaged_or_wrong_parquet_file_is_named(tmp_path):
-    pytest.importorskip("pyarrow")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(DataError, match=r"c\.parquet: damaged"):
         read(tmp_path / "c.parquet")

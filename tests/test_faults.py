@@ -35,6 +35,7 @@ def is_ours(item: pytest.Item) -> bool:
     return getattr(item, "originalname", "") == "test_what_is_promised_for_a_fault_holds"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", QUICK, ids=lambda row: f"{row.fault} {row.what}")
 def test_what_is_promised_for_a_fault_holds(tries, row):
     assert [future.result() for future in tries[row.what]] == [None] * row.quick

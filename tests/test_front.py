@@ -183,8 +183,8 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
     assert begun == [["job", str(n), f"seed={seed}"] for n, seed in enumerate((1, 2, 3, -4))]
 
 
+@pytest.mark.engine("submitit")
 def test_a_job_that_another_process_refuses_is_told_here(outputs):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     words = ["-m", "hydra/launcher=submitit_local", "data.num_samples=3,400", *TINY]
     command = [sys.executable, str(ROOT / "train.py"), *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -239,8 +239,8 @@ def test_a_sweep_inside_torchrun_is_refused(monkeypatch):
     assert "sweep" in line
 
 
+@pytest.mark.engine("optuna")
 def test_a_search_is_composed_before_it_starts(outputs):
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ("-m", "hparams_search=optuna", *NANO)
     (line,) = refused(*words, "model.dropuot=interval(0,1)")
     assert "did you mean model.dropout" in line

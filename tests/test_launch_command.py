@@ -109,8 +109,10 @@ def test_a_wrong_word_is_one_line(launch, words, line):
     assert (code, out) == (2, "") and err.startswith(line) and err.count("\n") == 1
 
 
+@pytest.mark.engine("kubeflow_trainer_api")
 def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
-    kubeflow = pytest.importorskip("kubeflow_trainer_api.models")
+    from kubeflow_trainer_api import models as kubeflow
+
     code, text, err = launch(
         "kubernetes", "trainer.devices=8", "trainer.num_nodes=2", "name=My_run",
         "kubernetes.image=me/gpt:1", "kubernetes.claim=shared", "launcher.max_restarts=3",

@@ -7,10 +7,8 @@ import errno
 import struct
 
 import pytest
-import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
-from wandb.proto import wandb_internal_pb2
 
 from gptrain.lit.loggers import CSVLogger
 from gptrain.resilience.lock import read_holder
@@ -30,8 +28,10 @@ def events(folder, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
-def wandb_records(file) -> list[wandb_internal_pb2.Record]:
+def wandb_records(file) -> list:
     """What a .wandb file holds: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
     data, place, found, parts = file.read_bytes(), 7, [], b""
     while place < len(data):
         left = BLOCK_BYTES - place % BLOCK_BYTES
@@ -95,7 +95,10 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
     assert told == [("1", "1.0", ""), ("2", "0.5", ""), ("3", "0.25", "0.5")]
 
 
+@pytest.mark.engine("wandb")
 def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = ("logger=[wandb,csv]", "logger.wandb.project=mine", *EVERY_STEP, "scheduler=constant")

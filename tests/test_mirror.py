@@ -31,11 +31,10 @@ def names(folder: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def s3():
     """A bucket of a server in this process."""
-    pytest.importorskip("s3fs", reason="needs s3fs")
-    server = pytest.importorskip("moto.server", reason="needs moto[server]")
     import boto3
+    from moto.server import ThreadedMotoServer
 
-    server = server.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     before = dict(os.environ)
@@ -75,6 +74,7 @@ def test_a_run_goes_on_from_a_folder_alone(train, tmp_path):
     check_goes_on_from_the_mirror_alone(train, f"file://{mirror}", remove)
 
 
+@pytest.mark.engine("s3fs", "moto", "flask_cors")
 def test_a_run_goes_on_from_an_object_store_alone(train, s3):
     import s3fs
 

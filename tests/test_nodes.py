@@ -21,6 +21,7 @@ from processes import wait_until
 import gptrain
 from gptrain.problems import FOLDER_UNUSABLE
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PORT = 29400
 WORDS = (

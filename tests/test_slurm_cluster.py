@@ -22,9 +22,11 @@ from slurm_cluster import (
 
 from tests.conftest import TINY, Finished
 
-pytestmark = pytest.mark.skipif(
-    bool(missing_programs()), reason="no SLURM: apt-get install slurm-wlm munge"
-)
+NO_SLURM = bool(missing_programs())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(NO_SLURM, reason="no SLURM: apt-get install slurm-wlm munge"),
+]
 STEPS = 12
 RUN = (*TINY, "logger=csv", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
        "trainer.log_every_n_steps=1")  # fmt: skip

@@ -113,9 +113,8 @@ def test_a_sweep_over_the_number_of_ranks(train):
     assert jobs(sweep.folder) == {0: 0, 1: 0}
 
 
+@pytest.mark.engine("optuna")
 def test_optuna_gets_the_objective_and_repeats_itself(train):
-    pytest.importorskip("optuna")
-
     def search(name):
         run = train(
             "-m",
@@ -136,8 +135,8 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
     assert first == search("second")[0]
 
 
+@pytest.mark.engine("submitit")
 def test_a_job_of_submitit_on_this_machine_starts_ranks_of_its_own(command, tmp_path):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     sweep = command(
         "train.py", *TINY, "-m", "hydra/launcher=submitit_local", "trainer.devices=2", "seed=1",
         f"run_dir={tmp_path}/sweep",

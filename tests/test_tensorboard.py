@@ -13,6 +13,7 @@ from gptrain.config import cli
 from gptrain.lit.loggers import TensorBoardLogger
 from tests.conftest import TINY
 
+pytestmark = pytest.mark.slow
 WORDS = (
     *TINY, "trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "trainer.max_steps=2",
 )  # fmt: skip

@@ -1,0 +1,62 @@
+"""What is installed tomorrow is what was tested: .ci/constraints.txt fits pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.conftest import ROOT
+
+PINS = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
+
+def lines(*names: str) -> list[str]:
+    """The requirements of files of this checkout, without comments."""
+    texts = (text for name in names for text in (ROOT / name).read_text().splitlines())
+    return [line for text in texts if (line := text.partition("#")[0].strip())]
+
+
+def asked() -> list[Requirement]:
+    """All that pyproject.toml asks for, whatever the extra."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [text for texts in extras["optional-dependencies"].values() for text in texts]
+    found = [Requirement(text) for text in [*extras, *lines("src/gptrain/requirements.txt")]]
+    return [one for one in found if one.name != "gptrain"]  # an extra made of others
+
+
+def test_every_requirement_is_pinned_within_its_range_on_every_python():
+    pins = [Requirement(line) for line in lines(".ci/constraints.txt")]
+    wrong = []
+    for one in asked():
+        for python in PYTHONS:
+            where = {"python_full_version": f"{python}.0", "python_version": python}
+            found = [pin for pin in pins if canonicalize_name(one.name) == pin.name]
+            found = [pin for pin in found if pin.marker is None or pin.marker.evaluate(where)]
+            versions = [pin.specifier for pin in found]
+            if [str(version)[:2] for version in versions] != ["=="]:
+                wrong.append(f"{one} on {python}: {[*map(str, found)]}")
+            elif not one.specifier.contains(str(versions[0])[2:]):
+                wrong.append(f"{one} on {python}: pinned as {versions[0]}")
+    assert not wrong, wrong
+
+
+def test_no_pin_is_a_pre_release_or_names_a_machine():
+    for line in lines(".ci/constraints.txt"):
+        pin = Requirement(line)
+        (version,) = pin.specifier
+        assert version.operator == "==" and pin.url is None, line
+        assert not Version(version.version).is_prerelease, line
+        assert Version(version.version).local is None, line
+    assert not [line for line in PINS if "://" in line or "index" in line]
+
+
+def test_the_readme_uses_the_pins_and_they_say_how_they_are_made():
+    commands = re.findall(r"pip install -e .*", (ROOT / "README.md").read_text())
+    assert commands and all("-c .ci/constraints.txt" in command for command in commands)
+    assert "uv pip compile pyproject.toml --all-extras" in PINS[1]
