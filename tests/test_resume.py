@@ -149,7 +149,8 @@ def test_a_fresh_run_does_not_mix_with_one_that_was_saved(compose):
         and "saved at step 5" in str(problem)
         and "ckpt_path=last" in str(problem)
     )
-    assert find_checkpoint(compose("task=test"), LOCK, 1) is None
+    problem = refused(compose("task=test"))
+    assert problem.code == 73 and "holds a trained run" in str(problem)
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_not_taken(compose):

@@ -260,7 +260,8 @@ STOP = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 2)])
+# Who asks to stop once a step has been looked at is answered after the next one.
+@pytest.mark.parametrize(("words", "code", "step"), [(EARLY, 0, 4), (STOP, PREEMPTED, 3)])
 def test_a_save_in_the_background_is_waited_for_where_the_run_ends_early(
     words, code, step, tmp_path
 ):
