@@ -1,5 +1,6 @@
 """TextDataModule: training and evaluation batches for this rank, in an order that can resume."""
 
+import atexit
 import errno
 import os
 import sys
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
 from gptrain.lengths import Lengths
 from gptrain.problems import IO_ERROR, ConfigError
-from gptrain.resilience.signals import hold_back, ignore_in_worker
+from gptrain.resilience.signals import hold_back, ignore_in_worker, kill_workers
 
 SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
 _PREFETCHED, _LOADERS = 2, 2  # batches a worker keeps ready; workers of training and validation
@@ -123,6 +124,8 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator[Any]:
         with hold_back():
             batches = super().__iter__()
+        atexit.unregister(kill_workers)  # once
+        atexit.register(kill_workers)
         start_s = time.perf_counter()
         try:
             for batch in batches:

@@ -6,6 +6,7 @@ agree, and then they save together.
 """
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -114,3 +115,11 @@ def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
     die_with_parent(parent_pid)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers() -> None:
+    """For atexit: multiprocessing ends daemons by SIGTERM, which data workers ignore, and waits."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that of torch would raise
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
