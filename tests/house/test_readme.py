@@ -1,4 +1,4 @@
-"""Every command of the README works; for the files that it shows see test_strip.py."""
+"""What the README shows is so: its commands, options, files, tables and exit codes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import pytest
 
 from gptrain import problems
 from gptrain.parallel.dims import STRATEGIES
@@ -56,8 +54,7 @@ def small(words: list[str]) -> list[str]:
     ranks = ["trainer.devices=2"] if any("devices=" in word for word in words) else []
     is_llama = "experiment=quickstart" in words
     data = ["model.n_kv_heads=2", f"data.path={ROOT / 'src'}"] if is_llama else []
-    trials = ["hydra.sweeper.n_trials=2"] if "hparams_search=optuna" in words else []
-    return [*words, *SMALL, *gpt, *steps, *ranks, *data, *trials]
+    return [*words, *SMALL, *gpt, *steps, *ranks, *data]
 
 
 def run_train(words: list[str], monkeypatch, said: Path) -> int:
@@ -76,8 +73,6 @@ def exit_code(run: Callable[[], object]) -> int:
 
 def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     """In the order of the README: some go on with the run of the one before."""
-    for extra in ("optuna", "safetensors"):
-        pytest.importorskip(extra)
     monkeypatch.chdir(tmp_path)
     assert len(TRAIN) > 8
     said = tmp_path / "said"  # by ranks
@@ -94,22 +89,32 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", export[2:])
     run = partial(runpy.run_module, export[2], run_name="__main__", alter_sys=True)
     assert exit_code(run) == 0
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(block, {})
 
 
 def test_the_options_shown_for_parts_of_ones_own_train(train):
-    table = "".join(re.findall(r"^\|.*\n", section("Put in your own"), re.MULTILINE))
+    table = "".join(re.findall(r"^\|.*\n", section("I want to …"), re.MULTILINE))
     shown = [text for text in re.findall(r"`([^`]+)`", table) if re.match(r'"?\+?[\w.]+=', text)]
-    words = [
-        word for text in shown for word in shlex.split(text) if not re.search("my_|hugging", word)
-    ]
+    shown = [text for text in shown if not re.search("my_|FOLDER", text)]
+    words = [word for text in shown for word in shlex.split(text)]
     assert len(words) > 6
     run = train(*words, "trainer.val_check_interval=2")
     assert run.code == 0, run.err
     assert 0 <= run.metrics["val/top1"] <= 1 and run.losses()
 
 
+def test_files_that_it_names_are_there():
+    named = re.findall(r"`((?:src|conf|tests|train|\.ci|\.github)\b[\w./]*)`", README)
+    named += re.findall(r"\]\(([^)]+)\)", README)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert len(named) > 40 and sorted(missing) == ["conf/local/default.yaml", "src/my_project"]
+
+
 def test_rooms_stand_in_the_order_in_which_they_import():
-    rows = re.findall(r"^\| (`(?:src/gptrain|train|conf)[^|]*) \|", README, re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`(?:src/gptrain|train|conf)[^|]*) \|", section("How a run flows"), re.MULTILINE
+    )
     place = {
         name.removesuffix(".py"): number
         for number, row in enumerate(rows)
@@ -148,5 +153,10 @@ def test_the_answer_to_a_wrong_option_is_as_shown():
 def test_every_other_command_is_known():
     """Set-up and tests are run by CI as written; the others are tools of their own."""
     others = [command for command in COMMANDS if command and "train.py" not in command]
-    known = ("python3 -m venv", "tensorboard --logdir", "python -m gptrain.")
+    known = (
+        "python3 -m venv",
+        "tensorboard --logdir",
+        "python -m gptrain.",
+        "python -m pytest tests/",
+    )
     assert all(command.startswith(known) for command in others), others
