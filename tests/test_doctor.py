@@ -119,3 +119,10 @@ def test_this_machine_says_what_it_checked(monkeypatch, tmp_path):
     assert checked.startswith("checked: no GPU seen, backend, port")
     assert any("MASTER_PORT" in line and "is in use" in line for line in lines)
     assert all(line.startswith("warning: ") and "; try: " in line for line in lines)
+
+
+def test_a_torch_newer_than_those_tested_is_a_warning(found, monkeypatch):
+    monkeypatch.setattr(module, "version", lambda _: "2.15.1+cu132")
+    assert not any("torch 2" in line for line in found())
+    monkeypatch.setattr(module, "version", lambda _: "2.16.0")
+    assert any(line.startswith("warning: torch 2.16.0 is newer") for line in found())

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ CAPS = {  # of nvidia-smi: now, usual; what resets it
 FIELDS = ("index", "name", "driver_version", "mig.mode.current")
 FIELDS += tuple(field for now, usual, *_ in CAPS.values() for field in (now, usual))
 DRIVER, SHM = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
+NEWEST_TORCH = (2, 15)  # with which the suite ran
 LEAST_SHM_BYTES = 2**30  # docker gives 64 MiB unless told; NCCL and loaders map more
 SLOW = {  # with these values
     "NCCL_P2P_DISABLE=1": "GPUs talk through the memory of the CPU",
@@ -50,6 +52,9 @@ def doctor(n_local: int | None, n_nodes: int, accelerator: str, backend: str | N
     on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and n_visible > 0)
     n_local = n_local or (on_gpu and n_visible) or 1
     found = [*check_gpus(gpus, n_local), *check_variables(n_local, on_gpu), *check_host(n_nodes)]
+    if tuple(map(int, version("torch").split(".")[:2])) > NEWEST_TORCH:
+        wrong = f"torch {version('torch')} is newer than any that this library was tested with"
+        found.append((wrong, "the tests: python -m pytest"))
     if on_gpu and n_local > n_visible:
         wrong = f"trainer.devices={n_local}, but {n_visible} of {len(gpus)} GPUs are visible"
         found.append((wrong, f"CUDA_VISIBLE_DEVICES, or trainer.devices={n_visible}"))

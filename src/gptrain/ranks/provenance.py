@@ -18,7 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from gptrain.home import LIBRARY, find_project
 from gptrain.ranks.devices import Machine
 
-PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
+PACKAGES = ("lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 GIT_S = 3.0  # on a slow file system the answer is not worth more
 
 
@@ -32,7 +32,11 @@ def describe_run(machine: Machine) -> dict[str, object]:
         "command": shlex.join(["python", *sys.argv]),
         "overrides": list(HydraConfig.get().overrides.task) if is_typed else [],
         "git": read_git(find_project() or LIBRARY),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),  # with its build, as +cu132, which the metadata may lack
+            **{package: version(package) for package in PACKAGES},
+        },
         "host": socket.gethostname(),
         "devices": f"{machine.world_size} x {device}",
         "threads": torch.get_num_threads(),  # of a rank
