@@ -34,7 +34,7 @@ def describe_run(machine: Machine) -> dict[str, object]:
         "git": read_git(find_project() or LIBRARY),
         "versions": {
             "python": platform.python_version(),
-            "torch": str(torch.__version__),  # with its build, as +cu132, which the metadata may lack
+            "torch": str(torch.__version__),  # with its build, as +cu132
             **{package: version(package) for package in PACKAGES},
         },
         "host": socket.gethostname(),
