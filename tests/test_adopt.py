@@ -208,3 +208,4 @@ def test_a_project_is_not_made_inside_another(run):
 def test_the_template_leads_to_the_files_of_this_checkout():
     for name in ("train.py", "conf", "src/project", "tests/test_project.py"):
         assert (TEMPLATE / name).resolve() == ROOT / name
+    assert (LIBRARY / "constraints.txt").resolve() == ROOT / ".ci" / "constraints.txt"

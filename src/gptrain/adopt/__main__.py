@@ -71,7 +71,7 @@ def adopt(name: str, to: Path | None, library: str) -> int:
     for path in left_behind(source, copied, needed is None):
         print(f"left      {path}")
     where = shlex.quote(str(to))
-    print(f'next      cd {where} && git init && pip install -e ".[dev]" && python -m pytest')
+    print(f"next      cd {where} && git init && .ci/run")
     return DONE
 
 
