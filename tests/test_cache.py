@@ -15,7 +15,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 NETS = {
     "gpt": (SimpleGPT, {"dropout": 0.1}),
     "llama": (Llama, {"n_kv_heads": 4, "d_ff": 40, "qk_norm": True}),
-    "grouped": (Llama, {"n_kv_heads": 2, "d_ff": 40, "rope_interleaved": True}),
+    "grouped": (Llama, {"n_kv_heads": 2, "d_ff": 40}),
 }
 
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
-from gptrain.export.files import CODES, check_format, write_net, write_tensors, write_tokenizer
+from gptrain.export.files import check_format, write_net, write_tensors, write_tokenizer
 from gptrain.models import SimpleGPT
 from gptrain.nets.weights import load_weights
-from gptrain.problems import ConfigError
+from gptrain.problems import IO_ERROR, ConfigError, code_of
 from gptrain.resilience.manifest import DamagedCheckpoint
 
 # vocabulary, width, heads, layers, positions; prime and even vocabularies, one head and many
@@ -238,12 +246,61 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
     assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
 
 
-@pytest.mark.parametrize("dtype", [one for one in CODES if not one.is_floating_point], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.uint16], ids=str)
 def test_what_is_no_floating_point_number_is_exported_as_it_is(dtype, tmp_path):
     own = torch.tensor([[0, 1], [1, 0]]).to(dtype)
     write_tensors(tmp_path / "model.safetensors", {"own": own}, torch.bfloat16)
     read = load_file(tmp_path / "model.safetensors")["own"]
     assert read.dtype == dtype and torch.equal(read, own)
+
+
+def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path):
+    """Exit code 74, and nothing that looks like an export."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with pytest.raises(OSError) as full:
+            write_tensors(tmp_path / "model.safetensors", {"a": torch.zeros(10**6)}, torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code_of(full.value) == IO_ERROR and not list(tmp_path.iterdir())
+
+
+def test_special_tokens_and_how_text_is_made_come_back_out(train, export_run, tmp_path):
+    """init_from a folder of transformers, trained, exported: as it came in."""
+    source = tmp_path / "theirs"
+    library = Tokenizer(models.BPE({"a": 0, "b": 1, "<s>": 2, "</s>": 3, "<pad>": 4}, []))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, **special)
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    tokenizer.save_pretrained(source)
+    net = theirs(61, 32, 2, 2, 16)
+    net.generation_config = GenerationConfig(bos_token_id=2, eos_token_id=3, max_new_tokens=7)
+    net.save_pretrained(source)
+    shape = ("model.vocab_size=61", "model.d_model=32", "model.n_heads=2", "model.n_layers=2",
+             "model.max_seq_len=16", "model.activation=gelu_tanh")  # fmt: skip
+    run = train(f"init_from={source}", *shape, "trainer.max_steps=1", "logger=none")
+    assert run.code == 0, run.err
+    for file in source.iterdir():  # all that an export needs is in the run's folder
+        file.unlink()
+    code, folder, said = export_run(f"from_run={run.folder}", "format=hf")
+    assert code == 0, said
+    back = AutoTokenizer.from_pretrained(folder)
+    assert {key: getattr(back, key) for key in special} == special, said
+    assert back.chat_template == tokenizer.chat_template
+    assert back("abba")["input_ids"] == tokenizer("abba")["input_ids"]
+    made = GPT2LMHeadModel.from_pretrained(folder)
+    assert (made.config.bos_token_id, made.config.eos_token_id) == (2, 3)
+    assert made.generation_config.max_new_tokens == 7
+
+
+def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):
+    secret, name = tmp_path / "secret", "chat_template.jinja"
+    secret.write_text("mine")
+    (saved_twice.folder / name).symlink_to(secret)
+    _, folder, _ = export_run(f"from_run={saved_twice.folder}", "format=hf")
+    (saved_twice.folder / name).unlink()
+    assert (folder / "config.json").exists() and not (folder / name).exists()
 
 
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):

@@ -63,6 +63,7 @@ def test_what_a_device_cannot_do_is_not_in_its_row():
         ("Tesla V100-SXM2-16GB", "v100_sxm2", 125e12),
         ("Tesla V100-SXM2-32GB", "v100_sxm2_32gb", 125e12),
         ("Tesla V100-PCIE-16GB", "v100_pcie", 112e12),
+        ("Tesla V100-PCIE-32GB", "v100_pcie_32gb", 112e12),
         ("NVIDIA A10G", "a10g", 70e12),
         ("NVIDIA A10", "a10", 125e12),
         ("NVIDIA L4", "l4", 121e12),
@@ -77,7 +78,16 @@ def test_a_device_is_known_by_the_name_its_driver_gives(driver, name, peak):
     assert DEVICES[name].flops_per_s["float16"] == peak
 
 
-@pytest.mark.parametrize("driver", ["NVIDIA GeForce GTX 1080", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"])
+@pytest.mark.parametrize(
+    "driver",
+    [
+        "NVIDIA GeForce GTX 1080",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "Tesla V100-FHHL-16GB",
+    ],
+)
 def test_a_slice_of_a_device_and_an_unknown_one_have_no_row(driver):
     assert device_of(driver) is None
 

@@ -65,9 +65,8 @@ def test_forward_is_head_of_norm_of_blocks_of_embed():
     assert torch.equal(net(tokens), net.head(net.norm(x)))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_attention_depends_on_distances_and_not_on_positions(interleaved):
-    attention = small_llama(rope_interleaved=interleaved, qk_norm=False).blocks[0].attention
+def test_attention_depends_on_distances_and_not_on_positions():
+    attention = small_llama(qk_norm=False).blocks[0].attention
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 40, 1, 8)  # (B, T, H, K)
     turned_q, turned_k = (part[0, :, 0] for part in attention.place(q, k, 0))
     products = turned_q @ turned_k.mT  # (T, T)

@@ -288,3 +288,10 @@ def test_muon_runs_where_one_half_has_nothing_to_do_and_refuses_vectors():
         Muon([{"params": [weight], "use_muon": use_muon}]).step()
     with pytest.raises(ValueError, match=r"shape \(3,\).*matrices only"):
         Muon([{"params": [nn.Parameter(torch.ones(3))], "use_muon": True}])
+
+
+@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16)])
+def test_muon_computes_in_bf16_where_a_gpu_has_instructions_for_it(monkeypatch, major, dtype):
+    """V100 and T4 (7.x) have none."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 5))
+    assert muon_file.native_dtype(torch.device("cuda", 0)) == dtype

@@ -5,6 +5,8 @@ States exactly, peak memory within 10 %, FLOPs within 1 %, bytes on the wire wit
 
 import pytest
 
+from gptrain.costs import speed
+from gptrain.costs.shape import gpt_shape
 from tests.plan_accuracy import METERED, QUIET, compare_all, predict, read_meters
 
 SMALL = "model.d_model=64 model.n_layers=2 data.seq_len=65 data.batch_size=4"
@@ -37,3 +39,13 @@ def test_a_real_step_takes_what_the_plan_says(train, words):
     assert ratios["peak"] == pytest.approx(1, abs=0.1)
     assert ratios["flops"] == pytest.approx(1, abs=0.01)
     assert ratios["wire"] == pytest.approx(1, abs=0.05)
+
+
+def test_muon_without_instructions_for_bf16_sends_fp32(monkeypatch):
+    words = CONFIGS["ddp, muon"].split()
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(speed, "cpu_has_bf16", lambda known=has_bf16: known)
+        sent = predict(words)["wire"]["updates of Muon, data axis, gloo"]
+        net = gpt_shape(256, 64, 4, 2, 256)
+        matrices = net.n_layers * net.block_matrices
+        assert sent == (2 if has_bf16 else 4) * matrices / 2

@@ -43,6 +43,7 @@ from gptrain.lit.datamodule import check_shared_memory
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
+from gptrain.nets.around import keep_around
 from gptrain.nets.load import build_net
 from gptrain.nets.weights import start_from
 from gptrain.parallel.dims import ANY_NET, parallel_dims, strategy_name
@@ -138,6 +139,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     tokenizer = getattr(train, "tokenizer", None)
     if cfg.task == "fit" and process.rank == 0 and isinstance(tokenizer, Tokenizer):
         tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
+    if cfg.task == "fit" and process.rank == 0:
+        sources = (cfg.data.get("tokenizer"), cfg.init_from)
+        keep_around([Path(one).expanduser() for one in sources if one], Path(cfg.run_dir))
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder

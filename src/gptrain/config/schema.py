@@ -81,7 +81,6 @@ class Llama(Decoder):
     d_ff: Count
     rope_base: Positive
     rope_scaling: number(ge=1)
-    rope_interleaved: bool
     norm_eps: Positive
     qk_norm: bool
     tie_head: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from gptrain.costs.shape import find_shape
@@ -63,6 +64,7 @@ def estimates(
             if world_size > 1 or name == "single":
                 work = find_work(config, sample_tokens, name, n_ranks, machine.is_cpu)
         if work is not None:
+            work = replace(work, has_bf16=machine.has_bf16)
             rows[name] = row = estimate(work, machine)
             if tokens := config["max_tokens"]:
                 row["hours"] = tokens / row["tokens_per_s"] / 3600

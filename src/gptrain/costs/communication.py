@@ -124,7 +124,7 @@ def _pipeline(work: Work) -> Iterator[Traffic]:
 
 
 def _muon(work: Work) -> Iterator[Traffic]:
-    """The hidden matrices in 16 bit: each of the ranks that share them updates some of them.
+    """The hidden matrices in bf16, fp32 without it: the ranks that share them update some each.
 
     Where all hold them whole they gather what is new. Shards go to the rank that updates them and
     back; gloo, which cannot send a rank its part alone, gathers them all both times.
@@ -132,7 +132,8 @@ def _muon(work: Work) -> Iterator[Traffic]:
     dims, is_sharded = work.dims, "fsdp" in work.strategy or work.dims.tensor > 1
     n = dims.tensor * (dims.data // dims.replicas if "fsdp" in work.strategy else 1)
     n = n if is_sharded else dims.data
-    matrices = work.is_muon * 2 * work.part[0] * work.shape.block_matrices
+    each = 2 if work.has_bf16 else 4
+    matrices = work.is_muon * each * work.part[0] * work.shape.block_matrices
     times = 1 + is_sharded
     sent = times * gather_bytes(matrices if work.is_cpu or not is_sharded else matrices / n, n)
     shapes = len(set(work.shape.matrices)) + 1 + (dims.tensor > 1)  # down_proj; out_proj's shards

@@ -68,6 +68,7 @@ _TYPES = "float32", "tf32", "float16", "bfloat16"
 # Name, words of the driver's name, GB, TB/s, link, TFLOP/s in _TYPES (0: not there), data sheet.
 # The first whose words are all in the driver's name is the device: the special before the plain.
 _DEVICES = (
+    ("v100_pcie_32gb", "V100 PCIE 32GB", 32, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
     ("v100_pcie", "V100 PCIE", 16, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
     ("v100_sxm2_32gb", "V100 32GB", 32, 0.9, "nvlink2", (15.7, 0, 125, 0), "V100, 2020"),
     ("v100_sxm2", "V100", 16, 0.9, "nvlink2", (15.7, 0, 125, 0), "V100, 2020"),
@@ -95,6 +96,8 @@ _DEVICES = (
     ("b200", "B200", 180, 7.7, "nvlink5", (80, 1100, 2250, 2250), "HGX B200, 2025"),
     ("mi300x", "MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), "MI300X, 2023"),
 )
+# Words of a slice, of what is slower than the device of the table, of a card without its links.
+_OTHERS = {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "FHHL"}
 DEVICES = {
     name: Device(
         name,
@@ -111,7 +114,7 @@ DEVICES = {
 def device_of(driver_name: str) -> Device | None:
     """The device that the driver calls so; None for a slice of one and what is not in the table."""
     words = set(re.split(r"[\s_-]+", driver_name.upper()))
-    if "MIG" in words:
+    if words & _OTHERS:
         return None
     found = (row[0] for row in _DEVICES if set(row[1].upper().split()) <= words)
     return DEVICES.get(next(found, ""))

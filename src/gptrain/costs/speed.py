@@ -68,6 +68,7 @@ class Machine:
         flops_per_s: of products in training, by torch's name of their type.
         op_s: of a call of torch; a GPU computes meanwhile.
         link: within a node.   network: between nodes, of each device.
+        has_bf16: it has instructions for it.
         is_measured: False of a CPU of which no speed is known.
         island: devices that `link` joins, 0: the node's.   host: the link of rings beyond it.
     """
@@ -82,6 +83,7 @@ class Machine:
     network: Link
     source: str
     is_cpu: bool = False
+    has_bf16: bool = True
     is_measured: bool = True
     island: int = 0
     host: Link | None = None
@@ -96,7 +98,8 @@ def machine_of(
     reached = {kind: PRODUCTS * peak for kind, peak in device.flops_per_s.items()}
     links = [replace(one, bytes_per_s=BANDWIDTH * one.bytes_per_s) for one in links]
     speeds = (reached, BANDWIDTH * device.memory_bytes_per_s, GPU_CALL_S, *links)
-    return Machine(device.name, n_local, device.memory_bytes, *speeds, source)
+    has_bf16 = "bfloat16" in device.flops_per_s
+    return Machine(device.name, n_local, device.memory_bytes, *speeds, source, has_bf16=has_bf16)
 
 
 def this_machine(output_dir: Path, n_local: int) -> Machine:
@@ -117,7 +120,7 @@ def this_machine(output_dir: Path, n_local: int) -> Machine:
     link = Link("gloo", **links.get(str(n_local), next(iter(links.values()))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     speeds = (flops, share * facts["memory_bytes_per_s"], facts["op_s"], link, link)
-    more = {"is_cpu": True, "is_measured": measured is not None}
+    more = {"is_cpu": True, "has_bf16": cpu_has_bf16(), "is_measured": measured is not None}
     return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, **more)
 
 
@@ -140,6 +143,12 @@ def read_measurement(path: Path) -> dict[str, Any] | None:
         wrong = f"{path}: damaged ({type(error).__name__}: {error})"
         raise DamagedMeasurement(f"{wrong}; try: python -m gptrain.plan --measure") from None
     return facts
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this CPU has AVX512-BF16, as torch asks; False where the system does not say."""
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and "avx512_bf16" in cpus.read_text()
 
 
 def count_cores() -> int:

@@ -18,6 +18,7 @@ class Work:
     Attributes:
         batch_size: sequences per data rank and micro-step.
         options: the `strategy` group.   momentum: SGD's.
+        has_bf16: the device has instructions for it; without, Muon computes and sends fp32.
         rank: its place in the pipeline.
     """
 
@@ -34,6 +35,7 @@ class Work:
     dropout: float = 0.0
     compile: str = "none"
     is_cpu: bool = False
+    has_bf16: bool = True
     rank: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 

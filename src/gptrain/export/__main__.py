@@ -42,7 +42,7 @@ def export(cfg: DictConfig) -> None:
     """
     from gptrain import ranks  # here, so that a wrong option is answered without torch
     from gptrain.assemble.resume import find_trained
-    from gptrain.export.files import check_format, write_net, write_tokenizer
+    from gptrain.export.files import check_format, write_around, write_net, write_tokenizer
     from gptrain.nets.load import build_net, find_tokenizer
     from gptrain.nets.weights import load_weights, named_source
 
@@ -59,6 +59,7 @@ def export(cfg: DictConfig) -> None:
     n_bytes = write_net(net, folder, cfg.format, cfg.dtype)
     if tokenizer:
         write_tokenizer(tokenizer, folder, cfg.format)
+    write_around(Path(cfg.from_run).expanduser(), folder)
     (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
     record = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, ["model"]))
     fileops.replace(folder / ".hydra" / "config.yaml", record.encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.data.tokenizers import Tokenizer
+from gptrain.nets.around import TOKENIZER, WITH_IT, copy_around
 from gptrain.parallel.fit import tied_names
 from gptrain.problems import ConfigError
-from gptrain.progress import progress_bar
 from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
+from gptrain.small_files import read_facts
 
-CODES = {  # of the format
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.complex64: "C64", torch.bool: "BOOL",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-}  # fmt: skip
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names
 
 
@@ -46,31 +42,26 @@ def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
     """A safetensors file, its floating point numbers in dtype. Returns the bytes of the tensors.
 
-    By us: the library holds all converted tensors at once, says nothing until it is done, and
-    makes an error of its own of a disk that is full. The length of the header in 8 bytes, the
-    header, the tensors. Source: github.com/huggingface/safetensors, README, Format.
-
     Raises: OSError.
     """
-    kinds = {name: dtype if t.is_floating_point() else t.dtype for name, t in tensors.items()}
-    header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers asks for this entry
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * kinds[name].itemsize
-        place = {"shape": [*tensor.shape], "data_offsets": [begin, end]}
-        header[name] = {"dtype": CODES[kinds[name]]} | place
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that tensors may be mapped
+    from safetensors import SafetensorError  # an extra
+    from safetensors.torch import save_file
+
+    own = {
+        name: (t.detach().to(dtype) if t.is_floating_point() else t.detach()).contiguous()
+        for name, t in tensors.items()
+    }
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)  # of an export that was killed
-    with part.open("xb") as file, progress_bar("exporting", end) as bar:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in tensors.items():
-            own = tensor.detach().to(kinds[name]).flatten()
-            bar.update(file.write(own.view(torch.uint8).numpy()))
-        file.flush()
+    try:
+        save_file(own, part, metadata={"format": "pt"})  # transformers asks for this entry
+    except SafetensorError as error:  # of a full disk, among others
+        part.unlink(missing_ok=True)
+        raise OSError(errno.EIO, str(error), str(path)) from None
+    with part.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(part, path)
-    return end
+    return sum(tensor.nbytes for tensor in own.values())
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, form: str) -> None:
@@ -81,7 +72,26 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, form: str) -> None:
         write_byte_level(folder / "tokenizer.json")
     if form == "hf":
         content = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        end = getattr(tokenizer, "end_token", None)
+        if end and tokenizer.identity != "bytes":
+            content["eos_token"] = end
         fileops.replace(folder / "tokenizer_config.json", to_json(content))
+
+
+def write_around(run: Path, folder: Path) -> None:
+    """What lies in a run's folder beside its weights, as it came in; the ids in config.json, too.
+
+    A link there is not followed.
+    """
+    names = [name for name in (*TOKENIZER, *WITH_IT) if not (run / name).is_symlink()]
+    if (folder / TOKENIZER[0]).exists():
+        names = [name for name in names if name != TOKENIZER[0]]
+    found = copy_around(run, folder, names)
+    if "generation_config.json" in found and (folder / "config.json").exists():
+        ids = read_facts(folder / "generation_config.json")
+        ids = {key: ids[key] for key in ("bos_token_id", "eos_token_id") if key in ids}
+        content = read_facts(folder / "config.json") | ids
+        fileops.replace(folder / "config.json", to_json(content))
 
 
 def write_byte_level(path: Path) -> None:

@@ -18,8 +18,6 @@ from gptrain.models import llama_layout
 from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
 from gptrain.models.rms_norm import RMSNorm
 
-LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
-
 
 class Llama(Decoder):
     """Llama's architecture.
@@ -30,7 +28,6 @@ class Llama(Decoder):
         max_seq_len: longest sequence that is taken; nothing is allocated for it.
         rope_base: the slowest rotation takes about 2 pi rope_base positions a turn.
         rope_scaling: Llama 3.1's (8) and 3.2's (32) factor for slow rotations; 1: none.
-        rope_interleaved: rotates neighbours, as Meta's own code, not halves, as Hugging Face's.
         qk_norm: RMSNorm of each head's q and k, with one scale for all heads.
         tie_head: head and token embedding are one parameter.
 
@@ -54,7 +51,6 @@ class Llama(Decoder):
         max_seq_len: int,
         rope_base: float = 500000.0,
         rope_scaling: float = 1.0,
-        rope_interleaved: bool = False,
         norm_eps: float = 1e-5,
         qk_norm: bool = False,
         tie_head: bool = False,
@@ -74,7 +70,6 @@ class Llama(Decoder):
         self.d_ff = d_ff
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
-        self.rope_interleaved = rope_interleaved
         self.norm_eps = norm_eps
         self.qk_norm = qk_norm
 
@@ -105,7 +100,6 @@ class RotaryAttention(CausalSelfAttention):
     def __init__(self, sizes: Llama):
         super().__init__(sizes.d_model, sizes.n_heads, sizes.n_kv_heads, bias=False)
         self.rope_base, self.rope_scaling = sizes.rope_base, sizes.rope_scaling
-        self.rope_interleaved = sizes.rope_interleaved
         self.norm_q = self.norm_k = None
         if sizes.qk_norm:
             self.norm_q, self.norm_k = (RMSNorm(self.d_head, sizes.norm_eps) for _ in range(2))
@@ -121,14 +115,8 @@ class RotaryAttention(CausalSelfAttention):
         dtype = torch.promote_types(q.dtype, torch.float32)
         positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
         cos, sin = self.angles(positions)
-        if self.rope_interleaved:
-            others = (x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) for x in parts)
-        else:
-            others = (x.roll(self.d_head // 2, -1) for x in parts)
-        return tuple(
-            torch.addcmul(x * cos, other, sin).to(q.dtype)
-            for x, other in zip(parts, others, strict=True)
-        )
+        half = self.d_head // 2
+        return tuple(torch.addcmul(x * cos, x.roll(half, -1), sin).to(q.dtype) for x in parts)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine (T, 1, K): of a pair a cos - b sin, and b cos + a sin."""
@@ -136,12 +124,13 @@ class RotaryAttention(CausalSelfAttention):
         fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half
         speeds = self.rope_base**-fractions  # radians a position
         if self.rope_scaling != 1:  # whole for 4 turns in Llama 3's context and more, none for one
-            whole = ((speeds * LLAMA3_CONTEXT / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
+            whole = ((speeds * llama_layout.LLAMA3_CONTEXT / (2 * math.pi) - 1) / (4 - 1)).clamp(
+                0, 1
+            )
             speeds = speeds * (whole + (1 - whole) / self.rope_scaling)
         angles = torch.outer(positions, speeds)[:, None]  # (T, 1, K/2), radians
-        dim = -1 if self.rope_interleaved else -2  # of the two of a pair
-        cos = torch.stack((angles.cos(),) * 2, dim).flatten(-2)
-        return cos, torch.stack((-angles.sin(), angles.sin()), dim).flatten(-2)
+        cos, sin = angles.cos(), angles.sin()  # of a pair: a number of each half of the head
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 class SwiGLU(nn.Module):

@@ -1,7 +1,6 @@
 """Llama's weights in the layout of Hugging Face's Llama, or Qwen3 where q and k are normalised.
 
-All differs by name only, but for a net that rotates neighbours: its rows of q and k stand in
-another order there. Source: LlamaForCausalLM and Qwen3ForCausalLM of huggingface/transformers.
+All differs by name only. Source: LlamaForCausalLM and Qwen3ForCausalLM of huggingface/transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from gptrain.models.gpt2_layout import check_same
 
+LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
 _OUTSIDE = {"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _INSIDE = {
     "norm_1": "input_layernorm",
@@ -23,7 +23,6 @@ _INSIDE = {
     **{f"attention.norm_{one}": f"self_attn.{one}_norm" for one in "qk"},
     **{f"mlp.{one}_proj": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
-_TURNED = re.compile(r".*\.attention\.([qk]_proj|norm_[qk])\.weight")
 _TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old files; not learned
 _NOT_HERE = ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings")
 # Theirs where a config says nothing.
@@ -46,7 +45,7 @@ def to_llama(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     state = net.state_dict()
     if net.tie_head:
         del state["head.weight"]
-    state, names = _reorder(net, state, to_halves=True), _names(net.n_layers)
+    names = _names(net.n_layers)
     return config, {names[name]: tensor for name, tensor in state.items()}
 
 
@@ -68,7 +67,7 @@ def from_llama(
     state = {names.get(k, k): tensor for k, tensor in tensors.items() if not _TABLE.fullmatch(k)}
     if net.tie_head and "token_embedding.weight" in state:
         state["head.weight"] = state["token_embedding.weight"]
-    return _reorder(net, state, to_halves=False)
+    return state
 
 
 def _config(net: nn.Module) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def _config(net: nn.Module) -> dict[str, Any]:
     if net.rope_scaling != 1:
         rope |= {"rope_type": "llama3", "factor": net.rope_scaling}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        rope |= {"original_max_position_embeddings": 8192}
+        rope |= {"original_max_position_embeddings": LLAMA3_CONTEXT}
     return {
         "model_type": "qwen3" if net.qk_norm else "llama",
         "vocab_size": net.vocab_size,
@@ -102,16 +101,4 @@ def _names(n_layers: int) -> dict[str, str]:
         f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
         for i in range(n_layers)
         for ours, theirs in _INSIDE.items()
-    }
-
-
-def _reorder(net: nn.Module, state: Mapping[str, Tensor], to_halves: bool) -> dict[str, Tensor]:
-    """Rows of q and k of a net that rotates neighbours, by halves for others, or back."""
-    half = net.d_model // net.n_heads // 2
-    pairs = (-1, half, 2) if to_halves else (-1, 2, half)
-    return {
-        name: tensor.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
-        if net.rope_interleaved and _TURNED.fullmatch(name) and len(tensor) % (2 * half) == 0
-        else tensor
-        for name, tensor in state.items()
     }

@@ -130,7 +130,9 @@ def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) ->
     stack = torch.stack([matrix.to(device.type, dtype) for matrix in matrices])
     if not isinstance(stack, DTensor):
         stack = DTensor.from_local(stack, mesh, whole, run_check=False)
-    is_gloo = device.type == "cpu"  # sends no rank its part alone: there all is gathered first
+    # gloo has no all_to_all, by which a DTensor goes from Shard(i) to Shard(0): there all is
+    # gathered, then a part kept; and back axis by axis.
+    is_gloo = device.type == "cpu"
     mine = stack.redistribute(placements=whole if is_gloo else divided)
     mine = mine.redistribute(placements=divided)
     made, size = orthogonalize(mine.to_local(), dtype).contiguous(), mine.size()
@@ -157,7 +159,10 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device has instructions for it, else fp32."""
-    if device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        return torch.float32
-    return torch.bfloat16
+    """bf16 where the device has instructions for it, else fp32: V100 and T4 only emulate it."""
+    has_bf16 = True
+    if device.type == "cpu":
+        has_bf16 = torch.cpu._is_avx512_bf16_supported()
+    elif device.type == "cuda" and torch.version.hip is None:
+        has_bf16 = torch.cuda.get_device_capability(device)[0] >= 8  # Ampere
+    return torch.bfloat16 if has_bf16 else torch.float32

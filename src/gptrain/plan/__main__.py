@@ -125,8 +125,7 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
     if trainer["precision"] == "auto":
-        has_bf16 = machine.flops_per_s.get("bfloat16", 0) > machine.flops_per_s["float32"]
-        trainer["precision"] = "bf16-mixed" if has_bf16 else "32-true"
+        trainer["precision"] = "bf16-mixed" if machine.has_bf16 else "32-true"
     return machine, topology
 
 
