@@ -350,3 +350,12 @@ def test_a_reader_that_has_seen_enough_ends_it_in_silence(slow_run, monkeypatch)
     read_until(ours, "b")
     os.close(ours)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("limit", ["top_k=1", "top_p=1e-9", "min_p=1"])
+def test_each_limit_reaches_the_sampling(speaker, write, limit):
+    """So narrow that the likeliest token alone passes, however hot."""
+    words = ("prompt=def ", "seed=3", "n_tokens=24")
+    greedy = write(speaker, *words, "temperature=0")[1]
+    assert write(speaker, *words, "temperature=9", limit)[1] == greedy
+    assert write(speaker, *words, "temperature=9")[1] != greedy

@@ -1,12 +1,14 @@
 """What a run will hold and send, by formulas; counted on real ranks in parallel_cases.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.costs.hardware import DEVICES, Link
-from gptrain.costs.memory import estimate_states
+from gptrain.costs.memory import estimate_memory, estimate_states
 from gptrain.costs.shape import find_shape, gpt_shape, llama_shape
 from gptrain.costs.speed import find_way, machine_of
 from gptrain.costs.work import Work
@@ -82,6 +84,21 @@ def test_stages_hold_the_net_and_the_tied_weight_twice():
         dims = ParallelDims(pipeline=n_stages)
         held = [Work(GPT2, "pipeline", dims, 4, 512, rank=r).held for r in range(n_stages)]
         assert sum(map(sum, held)) == GPT2.n_parameters + GPT2.table
+
+
+@pytest.mark.parametrize(("n_ranks", "rank"), [(2, 0), (3, 0), (3, 1), (6, 2)])
+def test_two_stages_a_rank_keep_more_microbatches_alive(n_ranks, rank):
+    """As many as warm a rank up: p + 2 (p - 1 - rank) of a stage, and the first of 1F1B.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; torch's ScheduleInterleaved1F1B.
+    """
+    held = {}
+    for schedule in ("1f1b", "interleaved_1f1b"):
+        options = {"schedule": schedule, "microbatches": 24}
+        work = Work(GPT2, "pipeline", ParallelDims(pipeline=n_ranks), 24, 64, rank=rank)
+        held[schedule] = estimate_memory(replace(work, options=options))["activations"]
+    alive = (n_ranks + 2 * (n_ranks - 1 - rank) + 1) / 2  # of half of the rank's blocks each
+    assert held["interleaved_1f1b"] / held["1f1b"] == pytest.approx(alive / (n_ranks - rank))
 
 
 @pytest.mark.parametrize(
