@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from gptrain.loss import chunked_next_token_loss, count_targets
+from gptrain.loss import chunked_next_token_loss
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.dims import ParallelDims
@@ -27,6 +27,7 @@ from gptrain.parallel.state import (
     whole_net_state,
     whole_optimizer_state,
 )
+from gptrain.parallel.step_mean import StepMean
 
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
 N_STEPS = 3
@@ -54,18 +55,29 @@ def make_batch(step, micro_step):
     generator = torch.Generator().manual_seed(ACCUMULATE * step + micro_step)
     tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
     targets = tokens[:, 1:].clone()
-    for sample in range(BATCH):
-        # Microbatches, which are neighbours, have different numbers of targets; data-parallel
-        # ranks, which take every other sample, the same, so that means of means are means.
-        targets[sample, : 2 * (sample // 2)] = -100
+    for sample in range(BATCH):  # another number in each micro-step, data rank and microbatch
+        targets[sample, : (3 * sample + 4 * micro_step) % 11] = -100
     return tokens[:, :-1], targets
+
+
+def micro_batches(step, rank=0, n_ranks=1):
+    """Those of one data rank."""
+    mine = slice(rank, None, n_ranks)
+    batches = [make_batch(step, micro_step) for micro_step in range(ACCUMULATE)]
+    return [(tokens[mine], targets[mine]) for tokens, targets in batches]
+
+
+def count(batches):
+    """Targets that count."""
+    return sum(int((targets != -100).sum()) for _, targets in batches)
 
 
 def make_optimizer(net):
     decayed = [p for p in net.parameters() if p.ndim > 1]
     rest = [p for p in net.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3, foreach=True)
+    # eps: above the rounding of a gradient that is all but zero, of which Adam makes whole steps.
+    return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6, foreach=True)
 
 
 class OneProcess:
@@ -80,14 +92,14 @@ class OneProcess:
         self.optimizer = make_optimizer(self.net)
 
     def step(self, step):
-        losses = []
-        for micro_step in range(ACCUMULATE):
-            tokens, targets = make_batch(step, micro_step)
-            loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
-            (loss / ACCUMULATE).backward()
-            losses.append(loss.item())
+        batches, total = micro_batches(step), 0.0
+        for tokens, targets in batches:
+            logits = self.net(tokens).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / count(batches)
+            loss.backward()
+            total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), MAX_NORM)
-        return sum(losses) / ACCUMULATE, norm.item()
+        return total, norm.item()
 
     def update(self):
         self.optimizer.step()
@@ -122,6 +134,7 @@ class Sharded(OneProcess):
         torch.manual_seed(seed)
         self.mesh = build_mesh("cpu", ParallelDims(data=data, tensor=tensor))
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
+        self.step_mean = StepMean(self.mesh["data"].get_group(), torch.device("cpu"))
         self.is_tensor, self.is_fsdp = tensor > 1, data > 1
 
         def partition(net):
@@ -141,18 +154,21 @@ class Sharded(OneProcess):
         if self.is_tensor:
             from gptrain.parallel.vocab_loss import vocab_parallel_loss
 
-            return vocab_parallel_loss(hidden, self.net.head.weight, targets, chunk_tokens=50)
-        return chunked_next_token_loss(hidden, self.net.head.weight, targets, chunk_tokens=50)
+            loss = vocab_parallel_loss
+        else:
+            loss = chunked_next_token_loss
+        total = loss(hidden, self.net.head.weight, targets, chunk_tokens=50, reduction="sum")
+        return total / self.step_mean.divisor_of(targets).float()
 
     def step(self, step):
-        total = torch.zeros(())
-        for micro_step in range(ACCUMULATE):
+        total, batches = torch.zeros(()), micro_batches(step, self.data_rank, self.n_data)
+        self.step_mean.announce(count(batches), ACCUMULATE)
+        self.step_mean.begin()
+        for micro_step, batch in enumerate(batches):
             if self.is_fsdp:
                 syncs = self.syncs_each or micro_step == ACCUMULATE - 1
                 self.net.set_requires_gradient_sync(syncs)
-            tokens, targets = make_batch(step, micro_step)
-            mine = slice(self.data_rank, None, self.n_data)
-            loss = self.loss(tokens[mine], targets[mine])
+            loss = self.loss(*batch)
             (loss / ACCUMULATE).backward()
             total += loss.detach() / ACCUMULATE / self.n_data
         dist.all_reduce(total, group=self.mesh["data"].get_group())
@@ -189,6 +205,7 @@ class Piped(OneProcess):
         torch.manual_seed(seed)
         self.mesh = build_mesh("cpu", ParallelDims(data=data, pipeline=2))
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
+        self.step_mean = StepMean(self.mesh["data"].get_group(), torch.device("cpu"))
 
         def partition(net):
             microbatches = 2 if data > 1 else 4
@@ -202,12 +219,11 @@ class Piped(OneProcess):
         return chunked_next_token_loss(hidden, self.net.head.weight, targets, reduction="sum")
 
     def step(self, step):
-        total = torch.zeros(())
-        for micro_step in range(ACCUMULATE):
-            tokens, targets = make_batch(step, micro_step)
-            mine = slice(self.data_rank, None, self.n_data)
-            tokens, targets = tokens[mine], targets[mine]
-            factor = 1 / ACCUMULATE / count_targets(targets)
+        total, batches = torch.zeros(()), micro_batches(step, self.data_rank, self.n_data)
+        self.step_mean.announce(count(batches), ACCUMULATE)
+        self.step_mean.begin()
+        for tokens, targets in batches:
+            factor = (1 / ACCUMULATE / self.step_mean.divisor_of(targets)).float()
             loss = self.pipeline.train(
                 tokens, targets, lambda *given, factor=factor: self.loss_sum(*given) * factor
             )

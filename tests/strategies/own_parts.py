@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
+from gptrain.lit import LanguageModel
+
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
 DDP_OPTIONS = (
@@ -59,6 +61,22 @@ class OnlyForward(nn.Module):
 
     def forward(self, tokens):
         return self.layers(tokens)
+
+
+class Penalised(LanguageModel):
+    """Adds a term that no target has a part in."""
+
+    def training_step(self, batch):
+        penalty = sum(p.square().sum() for p in self.parameters() if p.ndim < 2)
+        return self.loss(*batch) + 0.1 * penalty / len(self.state_dict())
+
+
+class MasksMore(LanguageModel):
+    """Trains on some of the batch's targets."""
+
+    def training_step(self, batch):
+        tokens, targets = batch
+        return self.loss(tokens, targets.masked_fill(tokens % 3 == 0, IGNORED))
 
 
 class Counted(Metric):

@@ -35,8 +35,8 @@ RTOL, WEIGHT_RTOL = 1e-5, 1e-4  # fp32 sums in another order differ by 1e-6; Ada
 NOISE = "k_proj.bias"
 N_STEPS, MAX_NORM = 8, 0.5
 
-# V = 61 and T = 15: neither is a multiple of two ranks. Micro-steps are of four sequences under
-# every strategy, so that means over them are the same; data-parallel ranks have two in a step.
+# V = 61 and T = 15: neither is a multiple of two ranks. One process has two micro-steps of eight
+# sequences a step, ranks have some of four, and each another number of targets that count.
 MODEL = (
     "model=gpt_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",
     "model.n_layers=4", "model.max_seq_len=16",
@@ -62,7 +62,7 @@ METRICS = (
     "+module.metrics.counted._target_=own_parts.Counted",
 )
 PLACES = {
-    "single": ("strategy=single",),
+    "single": ("strategy=single", "data.batch_size=8"),
     "ddp": ("strategy=ddp", "trainer.devices=2"),
     "fsdp": ("strategy=fsdp", "trainer.devices=2"),
     "tensor_parallel": ("strategy=tensor_parallel", "trainer.devices=2"),
@@ -351,17 +351,22 @@ class Claims:
         first_of = [data_ranks.index(number) for number in range(n_data)]
         for rank, number in enumerate(data_ranks):
             assert not differences(read[rank], read[first_of[number]]), f"rank {rank}"
+
+        def of_step(micro_steps, step):
+            n_micro = len(micro_steps) // n_steps
+            return micro_steps[step * n_micro : (step + 1) * n_micro]
+
         for rank, tokens in enumerate(read):  # what an error would name
             named = run.record(rank)["samples"]
             assert len(named) == n_steps
             dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
             told = [dataset[sample][0] for step in named for sample in step]
             assert torch.equal(torch.stack(told), torch.cat(tokens)), f"rank {rank}"
-        n_micro = len(truth) // n_steps  # of the one process
         for step in range(n_steps):
-            mine = slice(step * n_micro // n_data, (step + 1) * n_micro // n_data)
-            together = torch.cat([part for first in first_of for part in read[first][mine]])
-            alone = torch.cat(truth[step * n_micro : (step + 1) * n_micro])
+            together = torch.cat(
+                [part for first in first_of for part in of_step(read[first], step)]
+            )
+            alone = torch.cat(of_step(truth, step))
             assert sorted(together.tolist()) == sorted(alone.tolist()), f"step {step}"
             assert len(together.unique(dim=0)) == 16  # no sample twice
 

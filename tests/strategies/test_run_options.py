@@ -26,9 +26,9 @@ def steps_of_epochs(run):
     return sorted(set(map(tuple, run.record()["places"])))
 
 
-@pytest.mark.parametrize(("limit", "n_steps"), [("8", 2), ("0.25", 3)])
+@pytest.mark.parametrize(("limit", "n_steps"), [("4", 2), ("0.25", 3)])
 def test_limit_train_batches_shortens_each_epoch(limit, n_steps, runs):
-    """200 samples are 12 steps of 16, of four micro-steps each; an integer counts micro-steps."""
+    """200 samples are 12 steps of 16, of two micro-steps each; an integer counts micro-steps."""
     run = runs(
         *ONE, f"trainer.limit_train_batches={limit}", "trainer.max_steps=-1",
         "trainer.max_epochs=2", "trainer.val_check_interval=1.0",
@@ -104,7 +104,8 @@ def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
     expected = [token_flops * speed / n_ranks / peak for speed in tokens_per_s]
     assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
     waited = run.column("perf/data_wait_s")
-    assert all(0 < wait < whole for wait, whole in zip(waited, step_s, strict=True))
+    assert all(0 <= wait < whole for wait, whole in zip(waited, step_s, strict=True))
+    assert waited.count(0.0) <= 1  # a step after a validation begins with its batches loaded
 
 
 def test_what_changes_no_number_reaches_every_rank(runs):

@@ -58,16 +58,25 @@ def collate(batch: Any) -> Any:
     return tuple(batch) if isinstance(batch, list) else batch
 
 
+def count_batch_targets(batch: Any) -> int:
+    """Targets that a loss counts in a batch; 0 where none are known."""
+    key = _key_of_targets(batch)
+    return 0 if key is None else int((batch[key] != IGNORE).sum())
+
+
 def _ignore_targets(batch: Any, padding: Tensor) -> Any:
+    key = _key_of_targets(batch)
+    if key is None:
+        return batch
+    ignored = batch[key].masked_fill(padding.view(-1, *[1] * (batch[key].ndim - 1)), IGNORE)
+    return {**batch, key: ignored} if isinstance(batch, Mapping) else (batch[0], ignored)
+
+
+def _key_of_targets(batch: Any) -> str | int | None:
+    """Where a batch has integer targets, if it has any."""
     if isinstance(batch, Mapping):
         key = "targets" if "targets" in batch else "labels"
-        return {**batch, key: _ignored(batch[key], padding)} if key in batch else batch
-    if type(batch) is tuple and len(batch) == 2:
-        return batch[0], _ignored(batch[1], padding)
-    return batch
-
-
-def _ignored(targets: Any, padding: Tensor) -> Any:
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
-        return targets
-    return targets.masked_fill(padding.view(-1, *[1] * (targets.ndim - 1)), IGNORE)
+        targets = batch.get(key)
+    else:
+        key, targets = 1, batch[1] if type(batch) is tuple and len(batch) == 2 else None
+    return key if isinstance(targets, Tensor) and not targets.is_floating_point() else None

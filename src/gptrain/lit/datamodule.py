@@ -5,8 +5,9 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.data.samples import count_batch_targets
 from gptrain.lengths import Lengths
 from gptrain.problems import IO_ERROR, ConfigError
 from gptrain.resilience.signals import hold_back, ignore_in_worker, kill_workers
@@ -57,7 +59,7 @@ class TextDataModule(pl.LightningDataModule):
         self.epoch_steps, self.validate_every = lengths.epoch_steps, lengths.validate_every
         self.ranks_per_sample = ranks_per_sample
         self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
-        accumulate = lengths.batch.accumulate
+        self.accumulate = accumulate = lengths.batch.accumulate
         self.batches = TrainBatches(
             SampleOrder(len(train), seed),
             self.batch_size,
@@ -76,6 +78,7 @@ class TextDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         self.train_loader = self._loader(self.train, self.batches)
+        self.train_loader.read_ahead = self.accumulate
         return self.train_loader
 
     def val_dataloader(self) -> DataLoader:
@@ -117,20 +120,24 @@ class Loader(DataLoader):
 
     Attributes:
         waited_s: seconds in which training has waited for a batch; a GPU may have been busy.
+        read_ahead: batches that are loaded at once: the micro-batches of a step.
+        step_targets: targets that count in what was loaded and not yet taken from here, by steps.
     """
 
-    waited_s = 0.0
+    waited_s, read_ahead = 0.0, 1
+    step_targets: Sequence[int] = ()
 
     def __iter__(self) -> Iterator[Any]:
         with hold_back():
             batches = super().__iter__()
         atexit.unregister(kill_workers)  # once
         atexit.register(kill_workers)
-        start_s = time.perf_counter()
+        self.step_targets, start_s = [], time.perf_counter()
         try:
-            for batch in batches:
+            while step := list(islice(batches, self.read_ahead)):
                 self.waited_s += time.perf_counter() - start_s
-                yield batch
+                self.step_targets.append(sum(map(count_batch_targets, step)))
+                yield from step
                 start_s = time.perf_counter()
         except RuntimeError as error:
             if "No space left" not in str(error):

@@ -44,17 +44,15 @@ def has_chunks(net: nn.Module) -> bool:
     return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
 
 
-def head_loss(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, reduction: str, options: LossOptions
-) -> Tensor:
-    """Loss in nats of hidden states (..., D); in chunks where the head has no bias."""
+def head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+    """Sum of the losses of hidden states (..., D); in chunks where the head has no bias."""
     if head.bias is not None:
-        return next_token_loss(head(hidden), targets, reduction=reduction, **options.added)
+        return next_token_loss(head(hidden), targets, reduction="sum", **options.added)
     return chunked_next_token_loss(
         hidden,
         head.weight,
         targets,
-        reduction=reduction,
+        reduction="sum",
         compiles=options.compiles,
         **options.added,
     )

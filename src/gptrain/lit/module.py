@@ -69,8 +69,12 @@ class LanguageModel(pl.LightningModule):
         return self.net(tokens)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """What training_step minimises: mean loss in nats over the targets that are not -100."""
-        return self._strategy().loss(self.net, tokens, targets, "mean", self.loss_options)
+        """What training_step minimises: mean loss in nats over the targets that are not -100.
+
+        In training over those of the whole optimizer step: the mean of what this returns in all
+        its micro-steps and on all data ranks, however targets are missing.
+        """
+        return self._strategy().mean_loss(self.net, tokens, targets, self.loss_options)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch  # (B, T), (B, T)
@@ -92,7 +96,7 @@ class LanguageModel(pl.LightningModule):
     def evaluate(self, tokens: Tensor, targets: Tensor) -> None:
         """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end."""
         strategy, counted = self._strategy(), targets != IGNORED  # (B, T)
-        nats = strategy.loss(self.net, tokens, targets, "sum", self.loss_options.plain)
+        nats = strategy.loss(self.net, tokens, targets, self.loss_options.plain)
         sums = [nats, counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())

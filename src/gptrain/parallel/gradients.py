@@ -37,6 +37,7 @@ def clip_grad_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float | None,
     *,
+    scale: Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
     elsewhere: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
@@ -47,7 +48,8 @@ def clip_grad_norm(
     Gradients are measured in fp32, of fp64 in theirs.
 
     Args:
-        max_norm: None measures only.
+        max_norm: None or 0 measures only.
+        scale: what the gradients are multiplied by before all else; None: by nothing.
         groups: further groups over which the net is split (the stages of a pipeline).
         elsewhere: parameters that another rank of these groups counts (tied weights).
     """
@@ -70,11 +72,18 @@ def clip_grad_norm(
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    if gradients:
-        norm = norm.to(gradients[0].device)
-        if max_norm is not None:
-            # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if not gradients:
+        return norm
+    norm = norm.to(gradients[0].device)
+    factor = None if scale is None else scale.to(norm)
+    if factor is not None:
+        norm = norm * factor
+    if max_norm:
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
+        clips = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = clips if factor is None else clips * factor
+    if factor is not None:
+        torch._foreach_mul_(gradients, factor)
     return norm
 
 

@@ -214,10 +214,9 @@ class Steps(Callback):
 
     def _log_step(self, trainer: Trainer, module: LightningModule) -> None:
         step, strategy = trainer.global_step, trainer.strategy
-        if losses := strategy.micro_losses:  # over the number of micro-steps already
-            loss = torch.stack(losses).mean() * trainer.accumulate_grad_batches
+        if strategy.micro_losses:
             theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
-            module.log("train/loss", loss, sync_dist=True, prog_bar=theirs)
+            module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=theirs)
         metrics = {"lr": self.lr, STEP: float(step)}
         if strategy.grad_norm is not None:
             metrics["grad_norm"] = strategy.grad_norm

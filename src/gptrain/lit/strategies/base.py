@@ -6,17 +6,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from gptrain.data.samples import count_batch_targets
 from gptrain.lit.losses import LossOptions, has_chunks, head_loss, net_logits
-from gptrain.loss import IGNORED, logits_in_chunks, next_token_loss
+from gptrain.loss import IGNORED, count_targets, logits_in_chunks, next_token_loss
 from gptrain.optim import Muon
 from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
+from gptrain.parallel.step_mean import StepMean
 
 ONE_OPTIMIZER = (
     "steps, schedule and checkpoints of a run are those of one optimizer in Lightning's loop; "
@@ -64,7 +67,10 @@ class NetStrategy:
             NonFinite.
         grad_norm: of all gradients before clipping, of the last step.
         micro_losses: what training_step returned in each micro-step of this step, detached.
+        correction: what the gradients of this step were multiplied by: 1 but where training_step
+            gave its loss other targets than the batch has.
         replicas: ranks that hold the same weights and gradients, and divide Muon's work.
+        data_group: ranks that see different samples; None: there is one.
     """
 
     info: StrategyInfo
@@ -72,6 +78,10 @@ class NetStrategy:
     check_finite: Callable[[pl.Trainer, Optimizer], None] | None = None
     grad_norm: Tensor | None = None
     replicas: DeviceMesh | None = None
+    data_group: dist.ProcessGroup | None = None  # ranks that see different samples
+    correction: Tensor | float = 1.0
+    _step_mean: StepMean | None = None
+    _in_training_step = False
     _gradients_finished = False  # those of this step
 
     @property
@@ -81,14 +91,39 @@ class NetStrategy:
 
     # What a module asks for
 
-    def loss(
-        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+    def mean_loss(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor, options: LossOptions
     ) -> Tensor:
-        """Loss of this rank's samples in nats, over the targets that count."""
+        """Mean loss in nats over the targets that count; in training over those of the whole step.
+
+        There it is the sum over these targets, divided by what a micro-batch of a data rank has of
+        them on average: means of it over micro-steps and data ranks are means over targets.
+        """
+        if self._in_training_step and torch.is_grad_enabled():
+            divisor = self._step_mean.divisor_of(targets)
+        else:
+            divisor = count_targets(targets)
+        return self.loss(net, tokens, targets, options, divisor)
+
+    def loss(
+        self,
+        net: nn.Module,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        divisor: Tensor | None = None,
+    ) -> Tensor:
+        """Sum of the losses of this rank's samples in nats, divided by divisor."""
+        total = self.loss_sum(net, tokens, targets, options)
+        return total if divisor is None else total / divisor.to(total.dtype)
+
+    def loss_sum(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor, options: LossOptions
+    ) -> Tensor:
         if has_chunks(net):
-            return head_loss(net.head, net.hidden(tokens), targets, reduction, options)
+            return head_loss(net.head, net.hidden(tokens), targets, options)
         logits = net_logits(net, tokens, targets)
-        return next_token_loss(logits, targets, reduction=reduction, **options.added)
+        return next_token_loss(logits, targets, reduction="sum", **options.added)
 
     @torch.no_grad()
     def logits(
@@ -111,19 +146,28 @@ class NetStrategy:
         Raises: NonFinite.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scale = None
         if not self._gradients_finished:  # called again by a module that clips in its own way
             self.finish_gradients()
+            self.correction = scale = self._step_mean.correction()
             self._gradients_finished = True
-        self.grad_norm = self.measure_and_clip(parameters, max_norm)
+        self.grad_norm = self.measure_and_clip(parameters, max_norm, scale)
         if self.check_finite is not None:
             self.check_finite(self.lightning_module.trainer, optimizer)
+
+    def step_loss(self) -> Tensor:
+        """Mean over this rank's micro-steps of what training_step returned, of the last step."""
+        n_accumulated = self.lightning_module.trainer.accumulate_grad_batches  # divided by already
+        return torch.stack(self.micro_losses).mean() * n_accumulated * self.correction
 
     def finish_gradients(self) -> None:
         """What is left to do once a step after the last backward pass; here nothing."""
 
-    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-        """Norm of all gradients, alike on all ranks; scaled down to max_norm in place."""
-        return clip_grad_norm(parameters, max_norm)
+    def measure_and_clip(
+        self, parameters: list[nn.Parameter], max_norm: float | None, scale: Tensor | None
+    ) -> Tensor:
+        """Norm of all gradients times scale, alike on all ranks; scaled down to max_norm."""
+        return clip_grad_norm(parameters, max_norm, scale=scale)
 
     # What Lightning's loop calls
 
@@ -138,6 +182,19 @@ class NetStrategy:
             if isinstance(optimizer, Muon):
                 optimizer.replicas = self.replicas
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before a step: how many targets its micro-batches have, over all data ranks."""
+        trainer = self.lightning_module.trainer
+        if batch_idx % trainer.accumulate_grad_batches:
+            return
+        if self._step_mean is None:
+            self._step_mean = StepMean(self.data_group, self.root_device)
+        loader = trainer.train_dataloader
+        if ahead := getattr(loader, "step_targets", None):
+            self._step_mean.announce(ahead.pop(0), loader.read_ahead)
+        else:  # not our loader: as if the other micro-batches had as many
+            self._step_mean.announce(count_batch_targets(batch), 1)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Drops the last step's gradients before a new step's forward pass.
 
@@ -148,9 +205,14 @@ class NetStrategy:
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.micro_losses: list[Tensor] = []
             self._gradients_finished = False
+            self._step_mean.begin()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
-        return super().training_step(*args, **kwargs)
+        self._in_training_step = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._in_training_step = False
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any

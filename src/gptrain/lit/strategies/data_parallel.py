@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from inspect import signature
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -32,6 +33,7 @@ class Ranks(NamedStates, NetStrategy, DDPStrategy):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
+        self.data_group = self.data_group or dist.group.WORLD
 
 
 class DDP(Ranks):

@@ -6,7 +6,6 @@ from functools import cached_property
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -31,7 +30,6 @@ class MeshStrategy(Ranks):
     """
 
     partitions = True
-    data_group: dist.ProcessGroup
 
     def setup(self, trainer: pl.Trainer) -> None:
         self.accelerator.setup(trainer)
@@ -101,16 +99,16 @@ class Sharded(MeshStrategy):
 class TensorParallel(Sharded):
     """Tensor parallelism, with or without FSDP2 around it."""
 
-    def loss(
-        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+    def loss_sum(
+        self, net: nn.Module, tokens: Tensor, targets: Tensor, options: LossOptions
     ) -> Tensor:
-        """Loss of this rank's samples, alike on the ranks of a tensor group."""
+        """Alike on the ranks of a tensor group."""
         from gptrain.parallel.vocab_loss import vocab_parallel_loss
 
         if not has_chunks(net):
-            return super().loss(net, tokens, targets, reduction, options)
+            return super().loss_sum(net, tokens, targets, options)
         hidden, weight = net.hidden(tokens), net.head.weight  # (B, T, D), (V, D)
-        return vocab_parallel_loss(hidden, weight, targets, reduction=reduction, **options.added)
+        return vocab_parallel_loss(hidden, weight, targets, reduction="sum", **options.added)
 
     @torch.no_grad()
     def logits(

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from gptrain.lit.losses import LossOptions, head_loss
 from gptrain.lit.strategies.base import BuildArgs
 from gptrain.lit.strategies.partitioned import MeshStrategy
-from gptrain.loss import count_targets, logits_in_chunks, reduce_total
+from gptrain.loss import logits_in_chunks
 from gptrain.parallel.dims import count_microbatches
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.gradients import clip_grad_norm
@@ -40,19 +40,26 @@ class PipelineStrategy(MeshStrategy):
         self._checks_scale = True
 
     def loss(
-        self, net: nn.Module, tokens: Tensor, targets: Tensor, reduction: str, options: LossOptions
+        self,
+        net: nn.Module,
+        tokens: Tensor,
+        targets: Tensor,
+        options: LossOptions,
+        divisor: Tensor | None = None,
     ) -> Tensor:
         """Loss of this pipeline's samples on all its ranks; in training, gradients besides."""
 
         def loss_sum(hidden: Tensor, targets: Tensor) -> Tensor:
-            return head_loss(net.head, hidden, targets, "sum", options)
+            return head_loss(net.head, hidden, targets, options)
 
-        if not torch.is_grad_enabled():
+        if divisor is None or not torch.is_grad_enabled():
             total = self.pipeline.evaluate(tokens, targets, loss_sum)
-            return reduce_total(total, targets, reduction)
+            return total if divisor is None else total / divisor.to(total.dtype)
         scale = 1 / self.lightning_module.trainer.accumulate_grad_batches
-        factor = scale / count_targets(targets)
-        total = self.pipeline.train(tokens, targets, lambda *given: loss_sum(*given) * factor)
+        factor = scale / divisor
+        total = self.pipeline.train(
+            tokens, targets, lambda *given: (loss := loss_sum(*given)) * factor.to(loss.dtype)
+        )
         anchor = torch.ones((), requires_grad=True, device=total.device)
         return _GradientsExist.apply(anchor, total / scale, scale if self._checks_scale else None)
 
@@ -93,11 +100,14 @@ class PipelineStrategy(MeshStrategy):
         """Parameters that several stages hold."""
         return {*self.pipeline.tied_parameters, *self.beside}
 
-    def measure_and_clip(self, parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
+    def measure_and_clip(
+        self, parameters: list[nn.Parameter], max_norm: float | None, scale: Tensor | None
+    ) -> Tensor:
         """Over all stages; of what several of them hold, the first counts."""
         return clip_grad_norm(
             parameters,
             max_norm,
+            scale=scale,
             groups=[self.pipeline.group],
             elsewhere=self.shared if self.pipeline.rank else frozenset(),
         )

@@ -1,0 +1,64 @@
+"""The loss of a step is the mean over its targets, however the step is divided.
+
+That it is under every strategy is in `runs.Claims`, of data that miss targets unevenly.
+"""
+
+import pytest
+import runs as claims
+import torch
+from ranks import on_ranks
+
+from gptrain.parallel.step_mean import StepMean
+
+LAYOUTS = {
+    "16 x 1": ("strategy=single", "data.batch_size=16"),
+    "1 x 16": ("strategy=single", "data.batch_size=1"),
+    "2 x 4 x 2": ("strategy=ddp", "trainer.devices=2", "data.batch_size=2"),
+    "pipeline": ("strategy=pipeline", "trainer.devices=2"),
+}
+ONE_STEP = (*claims.DROPOUT[1:2], "trainer.max_steps=1")
+
+
+@pytest.mark.parametrize("module", ["Penalised", "MasksMore"])
+def test_a_module_of_ones_own_trains_alike_in_every_layout(module, runs):
+    """With a term of its own beside the loss; with other targets than the batch has."""
+    words = (f"module._target_=own_parts.{module}", *ONE_STEP)
+    layouts = dict(LAYOUTS)
+    if module == "Penalised":
+        layouts.pop("pipeline")  # each stage would add a term of its own layers
+    truth, *others = (runs(*layout, *words) for layout in layouts.values())
+    assert runs(*LAYOUTS["16 x 1"], *ONE_STEP).column("grad_norm") != truth.column("grad_norm")
+    for run in others:
+        claims.check_close(run.column("train/loss"), truth.column("train/loss"))
+        claims.check_close(run.column("grad_norm"), truth.column("grad_norm"))
+
+
+def begun(n_targets, n_micro_batches, group=None):
+    mean = StepMean(group, torch.device("cpu"))
+    mean.announce(n_targets, n_micro_batches)
+    mean.begin()
+    return mean
+
+
+def test_where_no_target_is_missing_it_is_a_micro_batchs_own_mean_to_the_bit():
+    mean, targets = begun(3 * 77, 3), torch.ones(7, 11, dtype=torch.long)
+    assert [mean.divisor_of(targets).item() for _ in range(3)] == 3 * [77.0]
+    assert mean.correction() == 1.0
+
+
+def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
+    mean = begun(0, 2)
+    for _ in range(2):
+        loss = torch.zeros(()) / mean.divisor_of(torch.full((2, 3), -100))
+        assert loss == 0.0
+    assert mean.correction() == 1.0
+
+
+@on_ranks(2)
+def test_targets_that_were_not_announced_are_counted_at_the_steps_end():
+    rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    mean = begun(6, 2, world)
+    for n in (1 + rank, 2):  # seven targets, where twelve were announced
+        mean.divisor_of(torch.tensor(n * [5] + 3 * [-100]))
+    assert mean.divisor == 3.0
+    assert mean.correction() * 7 == 12.0
