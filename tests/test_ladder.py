@@ -13,7 +13,7 @@ from torch import nn
 from gptrain.law import NAMES, best_for, count_parameters, enough, fit, fit_law, law_loss, left_out
 from tests.conftest import ROOT, TINY
 
-pytest.importorskip("scipy")
+pytestmark = pytest.mark.engine("scipy", "matplotlib")
 
 TRUTH = np.array([1.69, 406.4, 0.34, 410.7, 0.28])  # Hoffmann et al. 2022: E, A, a, B, b
 SIZES, EACH = np.array([1e7, 3e7, 1e8, 3e8, 1e9]), np.array([5.0, 10.0, 20.0, 40.0])
