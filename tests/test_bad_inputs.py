@@ -30,7 +30,7 @@ ONE_LINE = {
     "optimizer.name=adamz": ["optimizer.name=adamz", 'did you mean "adamw"', "optimizer=adamw"],
     "trainer.max_steps=-5": ["trainer.max_steps=-5", "must be -1 or >= 1"],
     "trainer.max_epochs=-1": ["no stop condition", "trainer.max_steps", "trainer.max_time"],
-    "trainer.gradient_clip_val=0": ["trainer.gradient_clip_val=0", "> 0, or null for off"],
+    "trainer.gradient_clip_val=-1": ["trainer.gradient_clip_val=-1", ">= 0; 0 or null for off"],
     "model.d_model=100 model.n_heads=3": ["model.d_model=100", "model.n_heads=3", "99, 102"],
     "data.seq_len=4096 model.max_seq_len=1024": ["data.seq_len=4096", "model.max_seq_len=1024"],
     "model.dropout=1.5": ["model.dropout=1.5", "must be < 1"],

@@ -5,6 +5,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from count_bytes import CountBytes
 from kinds import (
     Sharded,
@@ -15,6 +16,8 @@ from kinds import (
 from ranks import on_ranks
 
 from gptrain.parallel.activation import apply_compile
+from gptrain.parallel.dims import ParallelDims
+from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 
 
 @on_ranks(2)
@@ -54,3 +57,15 @@ def test_compiled_blocks_equal_one_process():
         warnings.simplefilter("ignore")  # the compiler's own, of which it has many
         kind = Sharded(data=2, prepare=lambda net: apply_compile(net, "blocks"))
         check_equals_one_process(kind, n_steps=1)
+
+
+def test_copies_of_the_net_are_sharded_over_neighbours():
+    """Two copies on eight ranks: four shards of each, not two shards of four copies."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=8)
+    try:
+        dims = ParallelDims(data=8, replicas=2)
+        mesh = build_shard_mesh(build_mesh("cpu", dims), dims)
+    finally:
+        dist.destroy_process_group()
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+    assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

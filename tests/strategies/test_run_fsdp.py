@@ -26,10 +26,12 @@ def test_it_starts_from_weights_of_one_process(runs):
     claims.check_starts_from_weights_of(runs, "fsdp", "single")
 
 
-def test_weights_are_gathered_in_bf16_where_they_are_multiplied_in_it(runs):
+def test_under_bf16_weights_are_gathered_in_it_and_gradients_reduced_in_fp32(runs):
     run = runs(*claims.PLACES["fsdp"], "trainer.precision=bf16-mixed", "trainer.max_steps=2")
-    in_bf16, in_fp32 = (one["sent"][0]["allgather_base"] for one in (run.record(), short(runs)))
-    assert in_bf16 == in_fp32 / 2
+    in_bf16, in_fp32 = run.record(), short(runs)
+    gathered, whole = (seen["sent"][0]["allgather_base"] for seen in (in_bf16, in_fp32))
+    assert gathered == whole / 2
+    assert reduced(in_bf16) == reduced(in_fp32)
 
 
 def test_muon_equals_one_process(runs):

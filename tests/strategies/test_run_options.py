@@ -70,6 +70,8 @@ def test_the_optimizer_takes_clipped_gradients(runs):
     run = claims.plain(runs, "single")
     assert min(run.column("grad_norm")) > claims.MAX_NORM
     assert run.record()["clipped"] == pytest.approx(claims.N_STEPS * [claims.MAX_NORM], rel=1e-4)
+    run = runs(*claims.PLACES["single"], "trainer.gradient_clip_val=0", "trainer.max_steps=1")
+    assert run.record()["clipped"] == pytest.approx(run.column("grad_norm"), rel=1e-4)  # 0 is off
 
 
 def test_every_step_is_taken_at_the_learning_rate_of_the_schedule(runs):

@@ -60,6 +60,8 @@ def trained(kind):
 def check_state_of(kind, truth):
     """The whole state has one process's names, and values to rounding."""
     for mine, expected in zip(kind.states(), truth.states(), strict=True):
+        held = mine.get("state", mine)
+        assert bool(held) == (dist.get_rank() == 0)  # no other rank keeps a copy of the whole
         if dist.get_rank() == 0:
             mine, expected = (state.get("state", state) for state in (mine, expected))
             assert sorted(mine) == sorted(expected)

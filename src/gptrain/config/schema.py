@@ -162,7 +162,7 @@ class Trainer(Open):
     min_steps: integer(0) | None
     max_time: Duration
     accumulate_grad_batches: Count
-    gradient_clip_val: described("> 0, or null for off", PositiveFloat | None)
+    gradient_clip_val: described(">= 0; 0 or null for off", NonNegativeFloat | None)
     fast_dev_run: Batches
     overfit_batches: integer(0) | Fraction
     limit_train_batches: described(

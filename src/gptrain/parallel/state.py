@@ -306,8 +306,11 @@ def _gather(value: Any, stages: Stages) -> list[Any]:
 
 
 def _keeps(stages: Stages) -> bool:
-    # Stages keep what they hold until it is merged; elsewhere only rank 0's is used.
-    return stages.group is not None or not dist.is_initialized() or dist.get_rank() == 0
+    # Stages of the pipeline with rank 0 keep what they hold until it is merged; else rank 0 alone.
+    first = dist.get_rank() if dist.is_initialized() else 0
+    if stages.group is not None:
+        first = dist.get_global_rank(stages.group, 0)
+    return first == 0
 
 
 @torch.no_grad()
