@@ -71,6 +71,13 @@ def exit_code(run: Callable[[], object]) -> int:
     return 0
 
 
+def run_verb(command: str, monkeypatch) -> int:
+    """`python -m gptrain.<verb> <words>`"""
+    _, _, module, *words = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    return exit_code(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
+
+
 def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     """In the order of the README: some go on with the run of the one before."""
     monkeypatch.chdir(tmp_path)
@@ -85,10 +92,8 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
         assert code == 0, (command, out, err, said.exists() and said.read_text())
         if "experiment=quickstart" in words:
             assert re.search(r"^sample +def ", out, re.MULTILINE), out
-    (export,) = [shlex.split(command) for command in COMMANDS if "gptrain.export" in command]
-    monkeypatch.setattr(sys, "argv", export[2:])
-    run = partial(runpy.run_module, export[2], run_name="__main__", alter_sys=True)
-    assert exit_code(run) == 0
+    (export,) = [command for command in COMMANDS if "gptrain.export" in command]
+    assert run_verb(export, monkeypatch) == 0
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(block, {})
 
@@ -148,6 +153,20 @@ def test_exit_codes_and_the_number_of_faults_are_those_told():
 def test_the_answer_to_a_wrong_option_is_as_shown():
     (shown,) = re.findall(r"```\n\$ python train.py (.*)\n([^`]*)```", README)
     assert "\n".join(refused(*shown[0].split())) == shown[1].strip()
+
+
+def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
+    verbs = ("plan", "ladder", "launch")
+    found = [
+        command
+        for command in COMMANDS
+        if command.startswith(tuple(f"python -m gptrain.{verb}" for verb in verbs))
+    ]
+    assert len(found) == 4
+    for command in found:
+        code = run_verb(command.replace(" --submit", ""), monkeypatch)
+        out, err = capfd.readouterr()
+        assert code == 0 and out, (command, err)
 
 
 def test_every_other_command_is_known():
