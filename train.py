@@ -11,11 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from gptrain import config
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from gptrain.resilience.watchdog import Guard
 
 

@@ -27,6 +27,7 @@ LEAVES = {
     "sampling",
     "small_files",
     "home",
+    "streams",
 }
 # Room -> rooms of gptrain that it may import.
 MAY_IMPORT = {
@@ -42,17 +43,19 @@ MAY_IMPORT = {
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},
     "progress": set(),
+    "streams": set(),
     "data": {"small_files", "progress"},
     "resilience": {"small_files", "problems", "progress"},
-    "runs": {"home", "resilience", "small_files", "problems"},
+    "runs": {"home", "streams", "resilience", "small_files", "problems"},
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
     "parallel": {"loss"},
     "problems": set(),  # the one home of exit codes
-    "ranks": {"home", "parallel", "costs", "resilience", "small_files", "problems"},
+    "ranks": {"home", "streams", "parallel", "costs", "resilience", "small_files", "problems"},
     "lit": (LEAVES - {"models"}) | {"ranks", "measure", "problems"},
     "nets": {"config", "data", "parallel", "resilience", "small_files", "problems"},
     "config": {
         "home",
+        "streams",
         "ranks",
         "lengths",
         "costs",

@@ -1,6 +1,13 @@
 """The front of every command: composes a run's config, and answers wrong input in one line."""
 
-from gptrain.config.cli import check, compose_command, main
-from gptrain.problems import ConfigError, Problem
+import sys
+
+from gptrain.problems import INTERRUPTED, ConfigError, Problem
+
+try:
+    from gptrain.config.cli import check, compose_command, main
+except KeyboardInterrupt:  # half a second of imports, before there is anybody to answer
+    print("interrupted", file=sys.stderr)
+    sys.exit(INTERRUPTED)
 
 __all__ = ["ConfigError", "Problem", "check", "compose_command", "main"]

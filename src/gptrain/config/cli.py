@@ -32,6 +32,7 @@ from gptrain.problems import (
     DONE,
     FAILED,
     INTERRUPTED,
+    IO_ERROR,
     PREEMPTED,
     ConfigError,
     JobFailed,
@@ -43,6 +44,7 @@ from gptrain.problems import (
     way_to_install,
 )
 from gptrain.ranks.process import calm_threads, count_nodes, take_gpus, this_process
+from gptrain.streams import bear_lost_streams
 
 LINGER_S = 10.0  # ranks start within seconds of each other
 STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
@@ -66,9 +68,13 @@ def main(
         defaults: of those keys.   usage: with which --help begins.
         conf: the project's folder of yaml; None: that of the project in which the command is typed.
     """
+    bear_lost_streams()
     calm_threads()
     home.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
+    sys.stdout.flush()
+    if not schema.runs_here and sys.stdout.error:  # what it printed was all that was asked for
+        code = code or IO_ERROR
     if code == BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
     sys.exit(code)

@@ -33,6 +33,7 @@ from gptrain.resilience.status import CHECKPOINTS_NAME, NonFinite, Preempted, wr
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
 from gptrain.small_files import DataError
+from gptrain.streams import bear_lost_streams
 
 log = logging.getLogger(__name__)
 IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
@@ -151,6 +152,7 @@ def rank_process(
         script, name: of the training function: of a job of submitit `__main__` is not the script.
     """
     die_with_parent(parent_pid)
+    bear_lost_streams()
     os.environ.update(environment)
     HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
     if this_process().rank == 0:

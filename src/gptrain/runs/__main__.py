@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from gptrain import runs as package
 from gptrain.home import default_output_dir
-from gptrain.problems import INPUT_NOT_FOUND, ConfigError, Parser, printable
+from gptrain.problems import DONE, INPUT_NOT_FOUND, IO_ERROR, ConfigError, Parser, printable
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.table import aligned, differing, names, ranked, text_table
+from gptrain.streams import bear_lost_streams
 
 AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
 EACH_ITS_OWN = {"overrides", "command", "started"}
@@ -28,14 +28,13 @@ def main() -> NoReturn:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="a list, the best run first")
     shown.add_argument("--diff", action="store_true", help="what differs between two runs")
+    bear_lost_streams()
     try:
         print(answer(parser.parse_args()), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)
-    sys.exit()
+    sys.exit(IO_ERROR if sys.stdout.error else DONE)
 
 
 def answer(args: argparse.Namespace) -> str:

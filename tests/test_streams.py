@@ -1,0 +1,48 @@
+"""A run whose output nobody takes goes on; a command that only prints ends as a filter does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUN = (
+    "train.py model=gpt_nano trainer=cpu trainer.max_steps=1 data.seq_len=16 data.batch_size=2"
+    " trainer.limit_val_batches=1 logger=none"
+)
+PLAN = "-m gptrain.plan model=gpt_nano"
+FULL = "warning: <stdout>: No space left on device, discarded\n"
+
+
+def shell(command: str, **variables: str) -> tuple[int, str]:
+    """Code of the first process of a pipe, and what it says on stderr."""
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" {command}; exit ${{PIPESTATUS[0]}}', sys.executable],
+        cwd=ROOT, env=os.environ | variables, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [(">&-", 0, ""), ("trainer.devices=2 | true", 0, ""), (">/dev/full", 0, FULL)],
+)
+def test_a_run_goes_on_without_its_output(words, code, said, tmp_path):
+    assert shell(f"{RUN} run_dir={tmp_path}/run {words}") == (code, said)
+    assert (tmp_path / "run" / "result.json").exists()
+    assert "result" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"), [(">&-", 0, ""), ("| true", 0, ""), (">/dev/full", 74, FULL)]
+)
+def test_a_command_that_prints_ends_as_a_filter(words, code, said):
+    assert shell(f"{PLAN} {words}") == (code, said)
+
+
+def test_ctrl_c_in_the_imports_is_one_line(tmp_path):
+    (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    assert shell(RUN, PYTHONPATH=path) == (130, "interrupted\n")
