@@ -187,7 +187,7 @@ def test_a_library_from_elsewhere_is_a_requirement(run, tmp_path):
         (["another", "--to", "."], "error: --to=.: is there already"),
         (["another", "--to", "new", "library=/no/where"], "error: library=/no/where: no library"),
         (["another"], "error: --to: says where"),
-        ([], "error: name: 1 names are needed here"),
+        ([], "error: name: one name is needed"),
         (["--upgrade"], "error: --to: no project here"),
         (["--upgrade", "--check"], "error: argument --check: not allowed with argument --upgrade"),
     ],

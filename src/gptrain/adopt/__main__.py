@@ -47,7 +47,7 @@ def answer(args: argparse.Namespace) -> int:
     library = named[-1] if named else VENDORED
     is_new = not (args.upgrade or args.check)
     if len(names) != is_new:
-        given, wrong = " ".join(names) or None, f"{int(is_new)} names are needed here"
+        given, wrong = " ".join(names) or None, f"{'one' if is_new else 'no'} name is needed"
         raise ConfigError.of("name", given, wrong, attempt="python -m gptrain.adopt --help")
     if is_new:
         return adopt(names[0], args.to, library)
