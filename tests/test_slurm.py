@@ -7,7 +7,6 @@ import os
 import pytest
 
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.parallel.mesh import STORE_VARIABLE
 from gptrain.ranks.devices import cores_per_rank
 from gptrain.ranks.process import (
     Process,
@@ -15,6 +14,7 @@ from gptrain.ranks.process import (
     first_host,
     run_stamp,
     set_rendezvous,
+    store_path,
     this_process,
 )
 
@@ -30,7 +30,7 @@ def task(monkeypatch):
     """Puts this process into such a step, with these changes."""
 
     def put(**changes: str) -> None:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STORE_VARIABLE)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         for name in names:
             monkeypatch.setenv(name, "")  # so that it is put back
             monkeypatch.delenv(name)
@@ -57,21 +57,20 @@ def test_the_first_host_of_a_node_list(nodes, first):
 def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkeypatch):
 
     task()
-    assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4)
+    assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4, n_nodes=2)
     set_rendezvous("/runs/a")
     assert os.environ["MASTER_ADDR"] == "gpu003" and os.environ["MASTER_PORT"] == "20015"
-    assert STORE_VARIABLE not in os.environ
+    assert store_path("/runs/a") is None
 
 
 def test_tasks_of_one_node_meet_at_a_file_of_their_step(task):
 
     task(SLURM_STEP_NUM_NODES="1")
     set_rendezvous("/runs/a")
-    first = os.environ.pop(STORE_VARIABLE)
+    first = store_path("/runs/a")
     assert "MASTER_ADDR" not in os.environ
     task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="1")
-    set_rendezvous("/runs/a")
-    assert os.environ[STORE_VARIABLE] != first
+    assert store_path("/runs/a") != first
 
 
 def test_an_address_of_the_job_script_is_obeyed(task, monkeypatch):
@@ -117,7 +116,7 @@ def test_a_number_of_nodes_that_srun_did_not_start_is_refused(task):
 
     task(SLURM_PROCID="0", SLURM_LOCALID="0")
     (line,) = refused("trainer.devices=4", "trainer.accelerator=cpu")
-    assert line.startswith("error: trainer.num_nodes=1: srun started this step on 2 nodes")
+    assert line.startswith("error: trainer.num_nodes=1: slurm started ranks on 2")
 
 
 def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path):

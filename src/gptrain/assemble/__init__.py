@@ -52,7 +52,7 @@ from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
 from gptrain.ranks.devices import Machine, find_machine, set_threads
-from gptrain.ranks.process import Process, this_process
+from gptrain.ranks.process import Process, store_path, this_process
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.watchdog import Guard
@@ -199,7 +199,8 @@ def start_rank(cfg: DictConfig, process: Process, machine: Machine) -> None:
     pl.seed_everything(cfg.seed, verbose=False)
     backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
     if strategy_name(cfg.strategy.name, machine.world_size) != "single":
-        start_group(backend, device, process.rank, machine.world_size, cfg.strategy.timeout_s)
+        place = process.rank, machine.world_size
+        start_group(backend, device, *place, cfg.strategy.timeout_s, store_path(cfg.run_dir))
 
 
 def check_shared(run_dir: str, rank: int) -> None:

@@ -166,7 +166,7 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     Raises: ConfigError.
     """
     parsed, problems = parse(overrides)
-    if this_process().launcher in ("torchrun", "slurm"):
+    if this_process().is_rank:
         wrong = "a sweep cannot run inside the ranks of a launcher"
         attempt = "python train.py -m ... trainer.devices=<n>"
         problems.append(Problem("-m", None, wrong, attempt=attempt))

@@ -23,6 +23,7 @@ from gptrain.costs.work import find_work
 from gptrain.parallel.dims import strategy_name
 from gptrain.problems import BAD_DATA, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 from gptrain.ranks.process import (
+    LAUNCHERS,
     count_devices,
     count_nodes,
     listed_numbers,
@@ -78,7 +79,7 @@ def check_machine(run: Config) -> Iterator[Problem]:
         name = {"gpu": "GPU", "cuda": "GPU", "mps": "Apple GPU"}.get(asked, asked.upper())
         yield run.error("trainer.accelerator", f"no {name} on this machine", "trainer=cpu")
         return
-    n_local = count_local(run.get("trainer.devices"), kind, n_nodes)
+    n_local = count_local(run.get("trainer.devices"), kind)
     if kind == "cpu":
         yield from check_cpu(run)
     if kind == "cuda":
@@ -96,29 +97,29 @@ def check_launcher(run: Config) -> Iterator[Problem]:
     n_local = count_devices(run.get("trainer.devices"))
     if process.launcher == "none" and n_nodes > 1:
         wrong = "a single process starts ranks on its own machine only"
-        attempt = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun"
+        attempt = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun, or mpirun"
         yield run.error("trainer.num_nodes", wrong, attempt)
-    if process.launcher not in ("torchrun", "slurm"):
+    if not process.is_rank:
         return
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size // n_nodes))
+    each = process.world_size // process.n_nodes
     n_local = n_local or each
     if n_local * n_nodes != process.world_size:
-        started = "WORLD_SIZE" if process.launcher == "torchrun" else "SLURM tasks"
         product = f"{n_local} x trainer.num_nodes={n_nodes} = {n_local * n_nodes}"
-        nodes = process.world_size // max(1, each)
-        attempt = f"trainer.devices={each} trainer.num_nodes={nodes}"
-        wrong = f"{product}, but {started}={process.world_size}"
+        attempt = f"trainer.devices={each} trainer.num_nodes={process.n_nodes}"
+        wrong = f"{product}, but {LAUNCHERS[process.launcher][1]}={process.world_size}"
         yield run.error("trainer.devices", wrong, attempt)
-    if process.launcher == "torchrun" and n_nodes > 1 and run_stamp() in run.get("run_dir", ""):
+    elif process.n_nodes != n_nodes:
+        wrong, attempt = f"{process.launcher} started ranks on {process.n_nodes}", process.n_nodes
+        yield run.error("trainer.num_nodes", wrong, f"trainer.num_nodes={attempt}")
+    if n_nodes > 1 and process.launcher in ("openmpi", "mpich") and "MASTER_ADDR" not in os.environ:
+        attempt = "mpirun -x MASTER_ADDR=<first node> -x MASTER_PORT=29500 ... (MPICH: -genv)"
+        yield Problem("MASTER_ADDR", None, "not set: where the ranks meet", attempt=attempt)
+    if process.launcher != "slurm" and n_nodes > 1 and run_stamp() in run.get("run_dir", ""):
         wrong = "each node would name its folder by its own clock"
         yield run.error("run_dir", wrong, "run_dir=<a folder that all nodes see>")
     if process.launcher == "torchrun" and n_nodes > 1 and os.environ.get(OWN_STORE) != "1":
         wrong = "torchrun cannot start a lost node again (pytorch#135712)"
         yield Problem(OWN_STORE, "", wrong, attempt=f"{OWN_STORE}=1 torchrun ...", code=DONE)
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES", n_nodes)
-    if process.launcher == "slurm" and int(nodes) != n_nodes:
-        wrong = f"srun started this step on {nodes} nodes"
-        yield run.error("trainer.num_nodes", wrong, f"trainer.num_nodes={nodes}")
 
 
 def check_folder(run: Config, name: str) -> Iterator[Problem]:

@@ -16,7 +16,6 @@ from gptrain.parallel.dims import DATA, PIPELINE, TENSOR, ParallelDims
 
 T = TypeVar("T")
 
-STORE_VARIABLE = "GPTRAIN_STORE"  # a file through which the ranks of one node find each other
 # Outermost to innermost. Ranks of one tensor group are neighbours, because they talk most and one
 # node's links are the fastest; stages of a pipeline talk least and may lie far apart.
 AXES = (PIPELINE, DATA, TENSOR)
@@ -44,7 +43,12 @@ def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
 
 
 def start_group(
-    backend: str, device: torch.device, rank: int, world_size: int, timeout_s: float
+    backend: str,
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    store_path: str | None = None,
 ) -> None:
     """Creates the job's process group, before Lightning would; does nothing where one exists.
 
@@ -56,10 +60,10 @@ def start_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout, store = timedelta(seconds=timeout_s), None  # in the environment
-    if path := os.environ.get(STORE_VARIABLE):
+    if store_path:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(path, world_size)  # by itself: a URL cannot hold every path
+        store = dist.FileStore(store_path, world_size)  # by itself: a URL cannot hold every path
         store.set_timeout(timeout)
     if world_size == 1:  # a strategy tried on one device
         store = dist.HashStore()

@@ -53,7 +53,7 @@ def find_machine(cfg: DictConfig) -> Machine:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, n_nodes = cfg.trainer.devices, count_nodes(cfg.trainer.num_nodes)
-    n_local = count_local(devices, accelerator, n_nodes)
+    n_local = count_local(devices, accelerator)
     return Machine(accelerator, n_local, n_nodes, listed_numbers(devices))
 
 
@@ -103,11 +103,11 @@ def cores_per_rank(n_local: int) -> int:
     return max(1, count_cores() // n_local)
 
 
-def count_local(devices: object, accelerator: str, n_nodes: int = 1) -> int:
+def count_local(devices: object, accelerator: str) -> int:
     """Ranks on this node, of trainer.devices in any of its forms."""
     if (asked := count_devices(devices)) is not None:
         return asked
     process = this_process()
     if process.is_rank:
-        return int(os.environ.get("LOCAL_WORLD_SIZE") or process.world_size // n_nodes)
+        return process.world_size // process.n_nodes
     return torch.cuda.device_count() if accelerator == "cuda" else 1

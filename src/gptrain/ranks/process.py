@@ -16,6 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Launcher -> its variables of this process: rank, ranks, local rank, ranks on this node.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # accelerate launch, too
+    "openmpi": tuple(f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel's, too
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+}
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
 ATTEMPTS_NAME = ".beats"  # in the run folder, a folder for each start
 _START_S = time.time()  # of this process, nearly
@@ -27,14 +34,15 @@ class Process:
     """Place of this process in its job.
 
     Attributes:
-        launcher: "none" (by a person), "gptrain" (by our supervisor), "torchrun" or "slurm".
-        rank, local_rank, world_size: as the launcher set them; 0, 0, 1 without one.
+        launcher: "none" (by a person), "gptrain" (by our supervisor), or one of LAUNCHERS.
+        rank, local_rank, world_size, n_nodes: as the launcher set them; 0, 0, 1, 1 without one.
     """
 
     launcher: str
     rank: int
     local_rank: int
     world_size: int
+    n_nodes: int = 1
 
     @property
     def is_rank(self) -> bool:
@@ -46,16 +54,25 @@ def this_process() -> Process:
     """Reads the launcher's environment.
 
     A shell inside a SLURM allocation is not a rank: only a step of several tasks (srun) makes
-    ranks (pytorch-lightning#20391).
+    ranks (pytorch-lightning#20391). What mpirun starts on SLURM's nodes is a task of srun's, too,
+    one on each node: then MPI's numbers count.
+
+    Raises: ValueError, KeyError where a launcher has set some of its variables, but not all.
     """
     env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        launcher = "gptrain" if env.get("GPTRAIN_SUPERVISED") else "torchrun"
-        rank, local_rank = int(env["RANK"]), int(env.get("LOCAL_RANK", env["RANK"]))
-        return Process(launcher, rank, local_rank, int(env["WORLD_SIZE"]))
-    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        world_size = int(env["SLURM_STEP_NUM_TASKS"])
-        return Process("slurm", int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), world_size)
+    for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS.items():
+        world_size = int(env.get(ranks, 0))
+        is_set = rank in env and world_size > (0 if launcher == "torchrun" else 1)
+        is_srun = launcher == "mpich" and local_rank not in env and "SLURM_LOCALID" in env
+        if not is_set or is_srun:  # srun --mpi=pmi2 sets two of them
+            continue
+        n_nodes = max(1, world_size // max(1, int(env.get(local_ranks, world_size))))
+        if launcher == "slurm":
+            n_nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
+        number = env.get(local_rank, env[rank]) if launcher == "torchrun" else env[local_rank]
+        if env.get("GPTRAIN_SUPERVISED"):
+            launcher = "gptrain"
+        return Process(launcher, int(env[rank]), int(number), world_size, n_nodes)
     return Process("none", 0, 0, 1)
 
 
@@ -75,9 +92,7 @@ def count_devices(devices: Any) -> int | None:
 
 def count_nodes(num_nodes: int | str) -> int:
     """Nodes of the job that trainer.num_nodes asks for; auto: as many as the launcher started."""
-    names = {"torchrun": "GROUP_WORLD_SIZE", "slurm": "SLURM_STEP_NUM_NODES"}
-    started = os.environ.get(names.get(this_process().launcher, ""), 1)
-    return int(started if num_nodes == "auto" else num_nodes)
+    return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
 
 
 def calm_threads() -> None:
@@ -94,8 +109,8 @@ def calm_threads() -> None:
 def run_stamp() -> str:
     """Name of this run's folder: a time that all ranks of the job agree on.
 
-    Ranks of torchrun start in different seconds, so they take the start of their common parent,
-    which also stays over its restarts; SLURM's job number stays over a requeue.
+    Ranks of a node start in different seconds, so they take the start of their launcher, which
+    also stays over torchrun's restarts; SLURM's job number stays over a requeue.
     """
     env = os.environ
     process = this_process()
@@ -103,40 +118,56 @@ def run_stamp() -> str:
         array, step = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), env.get("SLURM_STEP_ID", "0")
         job = "_".join(env[name] for name in array if name in env) or env["SLURM_JOB_ID"]
         return f"slurm-{job}" + (f".{step}" if step != "0" else "")  # srun is typed by hand
-    started_s = parent_start_s() if process.launcher == "torchrun" else _START_S
+    started_s = launcher_start()[1] if process.launcher in LAUNCHERS else _START_S
     second = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s))
     return f"{second}-{int(started_s * 1000) % 1000:03d}"
 
 
-def parent_start_s() -> float:
-    """Start of the parent process, in seconds since the epoch (Linux; else this one's)."""
+def launcher_start() -> tuple[int, float]:
+    """The launcher's process on this node, and its start in seconds since the epoch.
+
+    That is the nearest ancestor which is no rank itself: `mpirun bash each.sh` has a shell between.
+    Where there is no /proc, the parent and this process's own start.
+    """
+    pid, variable = os.getppid(), f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
     try:
-        stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+        with suppress(PermissionError):  # of another user: no rank of ours
+            while variable in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                pid = int(stat_fields(pid)[1])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
+        ticks = int(stat_fields(pid)[19])
     except OSError:
-        return _START_S
-    # Field 22 of proc(5), counted after the command name, which may hold spaces.
-    ticks = int(stat.rpartition(")")[2].split()[19])
-    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+        return os.getppid(), _START_S
+    return pid, int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def set_rendezvous(run_dir: str | Path) -> None:
-    """Says in the environment where the ranks meet: on one node at a file of the run folder.
+def stat_fields(pid: int) -> list[str]:
+    """Fields 3 (state), 4 (parent) and on of proc(5), after the name, which may hold spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def store_path(run_dir: str | Path) -> str | None:
+    """The file at which ranks of one node meet; None where they meet at MASTER_ADDR, or nowhere.
 
     torchrun's own store listens on all interfaces, and over its restarts the ranks find keys of
     the attempt before in it and wait for ranks that are gone (pytorch#135712); on several nodes set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. srun names the nodes, but no address and no port;
-    MASTER_ADDR and MASTER_PORT, where the job script sets them, are obeyed.
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. An address that a job script of SLURM sets is obeyed.
     """
-    env, launcher = os.environ, this_process().launcher
-    if launcher == "none":
-        return
-    if is_on_one_node() and not (launcher == "slurm" and "MASTER_ADDR" in env):
-        from gptrain.parallel.mesh import STORE_VARIABLE  # torch
+    process = this_process()
+    is_given = process.launcher == "slurm" and "MASTER_ADDR" in os.environ
+    meets_here = process.is_rank and process.n_nodes == 1 and not is_given
+    return str(attempt_folder(run_dir) / "store") if meets_here else None
 
-        env[STORE_VARIABLE] = str(attempt_folder(run_dir) / "store")
+
+def set_rendezvous(run_dir: str | Path) -> None:
+    """Says in the environment where ranks of several nodes meet, and how they reach that.
+
+    srun names the nodes, but no address and no port.
+    """
+    env, process = os.environ, this_process()
+    if not process.is_rank or store_path(run_dir):
         return
-    if launcher == "slurm":
+    if process.launcher == "slurm":
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # a prime
         env.setdefault("MASTER_PORT", str(PORTS[number % len(PORTS)]))
@@ -176,19 +207,13 @@ def attempt() -> str:
     if launcher == "slurm":
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    if is_on_one_node():
+    if this_process().n_nodes == 1:
         restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return f"{os.getppid()}-{parent_start_s():.2f}-{restart}"
-    job = f"{env.get('TORCHELASTIC_RUN_ID')}-{env.get('MASTER_PORT')}"
+        pid, started_s = launcher_start()
+        return f"{pid}-{started_s:.2f}-{restart}"
+    job = env.get("TORCHELASTIC_RUN_ID") or env.get("PMIX_NAMESPACE")  # of Open MPI
+    job = f"{job}-{env.get('MASTER_PORT')}"
     return re.sub("[^A-Za-z0-9_-]", "_", job)
-
-
-def is_on_one_node() -> bool:
-    """Whether all ranks of the job are on this node."""
-    env = os.environ
-    if this_process().launcher == "slurm":
-        return env.get("SLURM_STEP_NUM_NODES") == "1"
-    return env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
 
 
 def take_gpus(devices: Any) -> None:
