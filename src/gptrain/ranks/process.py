@@ -129,7 +129,8 @@ def launcher_start() -> tuple[int, float]:
     That is the nearest ancestor which is no rank itself: `mpirun bash each.sh` has a shell between.
     Where there is no /proc, the parent and this process's own start.
     """
-    pid, variable = os.getppid(), f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
+    of = LAUNCHERS.get(this_process().launcher, LAUNCHERS["torchrun"])
+    pid, variable = os.getppid(), f"\0{of[0]}=".encode()
     try:
         with suppress(PermissionError):  # of another user: no rank of ours
             while variable in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
