@@ -1,0 +1,169 @@
+"""Programs that start ranks: each gives the run that two devices of one process give, and ends.
+
+MPICH's is a package beside Open MPI's; accelerate is one of the extra `engines`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from gptrain.ranks.process import LAUNCHERS, Process, this_process
+from tests.conftest import ROOT, TINY
+
+WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
+OPEN_MPI = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
+ACCELERATE = (
+    sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2",
+    "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
+)  # fmt: skip
+STARTED = {
+    "openmpi": (*OPEN_MPI, sys.executable),
+    "openmpi, a shell around each": (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable),
+    "mpich": ("mpiexec.mpich", "-n", "2", sys.executable),
+    "accelerate": ACCELERATE,
+}
+
+
+def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = (*command, str(ROOT / "train.py"), *WORDS, f"output_dir={folder}")
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def by_itself(tmp_path_factory) -> dict[str, float]:
+    """Metrics of the run whose ranks gptrain starts."""
+    folder = tmp_path_factory.mktemp("by_itself")
+    run = start(folder, sys.executable)
+    assert run.returncode == 0, run.stderr
+    return metrics(folder)
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    (run,) = (folder / "train").iterdir()  # one: not a run for each process
+    return json.loads((run / "result.json").read_text())["metrics"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", STARTED)
+def test_a_launcher_gives_one_run_with_the_same_loss(how, by_itself, tmp_path):
+    command = STARTED[how]
+    if how == "accelerate" and find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    if not shutil.which(command[0]):
+        pytest.skip(f"no {command[0]} on this machine")
+    run = start(tmp_path, *command)
+    assert run.returncode == 0, run.stderr
+    assert metrics(tmp_path)["val/loss"] == by_itself["val/loss"]
+    assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_what_mpirun_started_with_its_code(tmp_path):
+    if not shutil.which("mpirun"):
+        pytest.skip("no mpirun on this machine")
+    run = start(tmp_path, *STARTED["openmpi"], "-c", DIES, str(ROOT / "conf"))
+    assert run.returncode == 65, run.stderr
+
+
+DIES = """
+import sys
+conf, *sys.argv = sys.argv[1:]
+from gptrain import config, ranks
+from gptrain.small_files import DataError
+
+def train(cfg, guard):
+    from gptrain.ranks.process import this_process
+    import time
+    if this_process().rank == 1:
+        raise DataError("the other one waits")
+    time.sleep(100)
+
+config.main(lambda cfg: ranks.run(train, cfg, lambda *_: None), conf=conf)
+"""
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Puts this process into the environment of a launcher: its name, then the four numbers."""
+    for name in (name for names in LAUNCHERS.values() for name in names if name):
+        monkeypatch.delenv(name, raising=False)
+
+    def put(launcher: str, *numbers: int) -> None:
+        for name, number in zip(LAUNCHERS[launcher], numbers, strict=False):
+            monkeypatch.setenv(name, str(number))
+
+    return put
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+def test_a_rank_knows_its_place(launcher, launched):
+    launched(launcher, 5, 8, 1, 4)
+    assert this_process() == Process(launcher, rank=5, local_rank=1, world_size=8, n_nodes=2)
+
+
+def test_what_mpi_starts_on_slurms_nodes_is_mpis(launched):
+    launched("slurm", 1, 2, 0)  # srun has started a daemon on each node
+    launched("openmpi", 5, 8, 1, 4)
+    assert this_process().launcher == "openmpi"
+
+
+def test_srun_with_pmi_is_srun(launched, monkeypatch):
+    launched("slurm", 1, 2, 0)
+    launched("mpich", 1, 2)
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    assert this_process() == Process("slurm", rank=1, local_rank=0, world_size=2, n_nodes=2)
+
+
+def test_a_single_process_of_mpirun_starts_ranks_itself(launched):
+    launched("openmpi", 0, 1, 0, 1)
+    assert not this_process().is_rank
+
+
+def test_ranks_that_cannot_be_told_apart_are_no_two_runs(launched):
+    from command_line import refused
+
+    launched("mpich", 1, 2)  # of a launcher that has other names for the rest
+    (line,) = refused("trainer.accelerator=cpu")
+    assert "the launcher's environment cannot be read: 'MPI_LOCALRANKID'" in line
+
+
+def test_devices_that_mpirun_has_not_started_are_refused(launched):
+    from command_line import refused
+
+    launched("openmpi", 0, 2, 0, 2)
+    (line,) = refused("trainer.accelerator=cpu")
+    assert line.startswith("error: trainer.devices=1: 1 x trainer.num_nodes=1 = 1")
+    assert "OMPI_COMM_WORLD_SIZE=2" in line
+    assert line.endswith("try: trainer.devices=2 trainer.num_nodes=1")
+
+
+def test_mpirun_on_two_nodes_is_asked_where_the_ranks_meet(launched, monkeypatch, tmp_path):
+    from command_line import accepted, refused
+
+    launched("openmpi", 0, 4, 0, 2)
+    words = ("trainer.devices=2", "trainer.num_nodes=auto", "trainer.accelerator=cpu")
+    (line,) = refused(*words, f"run_dir={tmp_path / 'seen_by_all'}")
+    assert line.startswith("error: MASTER_ADDR: not set") and "mpirun -x MASTER_ADDR=" in line
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    assert accepted(*words, f"run_dir={tmp_path / 'seen_by_all'}") == []
+
+
+def test_a_shell_around_each_rank_is_not_its_launcher(launched):
+    """Both ranks name the folder, and where they meet, by what started the shells."""
+    asked = "from gptrain.ranks.process import *; print(run_stamp(), attempt())"
+    launched("openmpi", 0, 2, 0, 2)
+    alone = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    shell = ["sh", "-c", f"{sys.executable} -c '{asked}'; exit $?"]
+    inside = subprocess.run(shell, capture_output=True, text=True)
+    assert alone.stdout == inside.stdout != ""
