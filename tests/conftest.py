@@ -25,6 +25,9 @@ from no_network import forbid_network
 ROOT = Path(__file__).parents[1]
 # Files that take longest begin first: the last ones to end decide how long the suite takes.
 LONGEST = [
+    "test_nodes",  # this and the next two: slow
+    "test_adopt",
+    "test_slurm_cluster",
     "test_run_mixes",
     "test_faults",
     "test_run_fsdp",

@@ -49,7 +49,7 @@ def inside(project: Path, *command: str) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GPTRAIN_")}
     environment["PYTHONPATH"] = str(project / "src")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    options = {"capture_output": True, "text": True, "timeout": 280, "env": environment}
+    options = {"capture_output": True, "text": True, "timeout": 600, "env": environment}
     return subprocess.run(command, cwd=project, check=False, **options)
 
 
