@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gptrain import home
@@ -55,6 +56,20 @@ def job_folder(number: int, varied: str) -> str:
 def plus(left: Any, right: int) -> Any:
     """The sum; what is no integer stays as it is, and its own key is found wrong."""
     return left + right if isinstance(left, int) else left
+
+
+def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
+    """What each part of a data mixture has under a key; with samples of seq_len positions."""
+    found = {}
+    for name, part in parts.items():
+        part = copy.copy(part)
+        part._set_parent(parts)
+        if seq_len is not None and "seq_len" in part:
+            with open_dict(part):
+                part.seq_len = seq_len
+        node = part.get(key, 1)
+        found[name] = OmegaConf.to_container(node, resolve=True) if key != "weight" else node
+    return found
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
@@ -117,7 +132,7 @@ def open_hydra() -> Iterator[Any]:
     """Hydra's own object on the project's conf/, or the library's alone, with their resolvers."""
     # Kept in the config, so that a job of a sweep in another process has this one's time, too.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    for resolver in (home.default_output_dir, job_folder, plus):
+    for resolver in (home.default_output_dir, job_folder, of_parts, plus):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
     conf = str(home.find_conf() or home.LIBRARY / "conf")

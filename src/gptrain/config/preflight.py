@@ -33,7 +33,8 @@ from gptrain.ranks.process import (
 
 GIB = 2**30
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of the ranks, not that of torchrun's agents
-WORDS = {"ckpt_path": ("last", "best"), "data.tokenizer": ("bytes", "bpe")}  # no files
+WORDS = {"ckpt_path": ("last", "best"), "tokenizer": ("bytes", "bpe")}  # no files
+DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
@@ -144,7 +145,10 @@ def check_files(run: Config) -> Iterator[Problem]:
     A command that is no run reads none of a run's data.
     """
     ships = run.schema is Run and run.get("data.train._target_") in DATA
-    keys = ("data.path", "data.train_path", "data.val_path", "data.tokenizer") if ships else ()
+    groups = (
+        ["data", *(f"data.parts.{name}" for name in run.get("data.parts", {}))] if ships else []
+    )
+    keys = [f"{group}.{name}" for group in groups for name in DATA_FILES]
     if mirror := run.get("checkpoint.mirror"):
         from fsspec import get_filesystem_class  # 0.2 s
         from fsspec.core import split_protocol
@@ -157,7 +161,7 @@ def check_files(run: Config) -> Iterator[Problem]:
         paths = run.get(key, [])
         for path in paths if isinstance(paths, list) else [paths]:
             found = os.path.expanduser(path)
-            if path in WORDS.get(key, ()):
+            if path in WORDS.get(key.rpartition(".")[2], ()):
                 continue
             if os.path.exists(found):
                 if wrong := key.startswith("data.") and not_data(found):

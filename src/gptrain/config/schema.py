@@ -254,10 +254,24 @@ class Tokens(Data):
     dtype: Literal["uint16", "uint32"]
 
 
+class Part(Open):
+    """Of a mixture: another data group, or its two datasets alone."""
+
+    weight: Positive = 1
+    train: Built
+    val: Built
+
+
+class Mixture(Data):
+    seq_len: Count
+    parts: dict[str, Part]
+
+
 DATA: dict[str, type[Data]] = {  # by the class of data.train
     DUMMY: DummyText,
     "gptrain.data.TextDataset.from_corpus": Text,
     "gptrain.data.TokenDataset": Tokens,
+    "gptrain.data.Mixture": Mixture,
 }
 
 

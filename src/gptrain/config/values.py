@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gptrain.config.schema import DATA, GROUPS, KNOWN, STRATEGIES, Data, Run, Strategy
+from gptrain.config.schema import DATA, GROUPS, KNOWN, STRATEGIES, Data, Mixture, Run, Strategy
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.problems import Problem, show
 
@@ -33,6 +33,11 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
         train = data.get("train")
         target = str(train.get("_target_")) if isinstance(train, dict) else ""
         yield from _judge(DATA.get(target, Data), data, "data", values)
+        parts = data.get("parts") if DATA.get(target) is Mixture else None
+        for name, part in parts.items() if isinstance(parts, dict) else ():
+            target = (part.get("train") or {}).get("_target_") if isinstance(part, dict) else None
+            if target in DATA:
+                yield from _judge(DATA[target], part, f"data.parts.{name}", values)
     if isinstance(strategy, dict):
         model = STRATEGIES.get(str(strategy.get("name")))
         common = {key: strategy[key] for key in strategy if key in Strategy.model_fields}

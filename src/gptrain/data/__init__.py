@@ -12,6 +12,7 @@ targets[t] = tokens[t + 1] and -100 where no loss is counted. Optional:
 
 from gptrain.data.corpus import default_corpus
 from gptrain.data.dummy import DummyTextDataset
+from gptrain.data.mixture import Mixture
 from gptrain.data.order import EvalBatches, SampleOrder, TrainBatches
 from gptrain.data.samples import PaddedDataset, collate
 from gptrain.data.text import TextDataset

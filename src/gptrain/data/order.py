@@ -8,7 +8,7 @@ global batch.
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -132,20 +132,38 @@ class EvalBatches:
 
     All ranks yield equally many batches of equal size; where samples run out the index is -1,
     which `PaddedDataset` turns into targets that are not counted.
+
+    Args:
+        lengths: of parts that lie one after another: no batch has samples of two, and the batches
+            of all parts take turns.
     """
 
-    def __init__(self, n_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        self.n_samples, self.batch_size = n_samples, batch_size
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self,
+        n_samples: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        lengths: Sequence[int] = (),
+    ) -> None:
+        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
+        lengths = lengths or [n_samples]
+        self._bounds = np.cumsum([0, *lengths]).tolist()
+        n_batches = [-(-n // (batch_size * world_size)) for n in lengths]
+        self._batches = sorted((i, part) for part, n in enumerate(n_batches) for i in range(n))
 
     def __len__(self) -> int:
-        return -(-self.n_samples // (self.batch_size * self.world_size))
+        return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in range(len(self)):
-            start = (batch * self.world_size + self.rank) * self.batch_size
-            places = range(start, start + self.batch_size)
-            yield [place if place < self.n_samples else -1 for place in places]
+        for batch, part in self._batches:
+            start = self._bounds[part] + (batch * self.world_size + self.rank) * self.batch_size
+            places, end = range(start, start + self.batch_size), self._bounds[part + 1]
+            yield [place if place < end else -1 for place in places]
+
+    def part_of(self, number: int) -> int:
+        """The part that all samples of a batch are of, by the number of the batch."""
+        return self._batches[number][1]
 
 
 # ---- All randomness of this room is a pure function of integers: NumPy's own generators are

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gptrain.data import EvalBatches, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.data import EvalBatches, Mixture, PaddedDataset, SampleOrder, TrainBatches, collate
 from gptrain.data.samples import count_batch_targets
 from gptrain.lengths import Lengths
 from gptrain.problems import IO_ERROR, ConfigError
@@ -61,7 +61,7 @@ class TextDataModule(pl.LightningDataModule):
         self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
         self.accumulate = accumulate = lengths.batch.accumulate
         self.batches = TrainBatches(
-            SampleOrder(len(train), seed),
+            train.order(seed) if isinstance(train, Mixture) else SampleOrder(len(train), seed),
             self.batch_size,
             accumulate,
             rank,
@@ -94,9 +94,16 @@ class TextDataModule(pl.LightningDataModule):
             samples = samples[:, rank // self.ranks_per_sample % self.world_size]
         return samples.ravel().tolist()
 
+    def part_of(self, batch_idx: int) -> str | None:
+        """Of a mixture that is evaluated: the part that a batch is of."""
+        return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
+
     def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
-        batches = EvalBatches(len(dataset), self.batch_size, self.rank, self.world_size)
-        return self._loader(PaddedDataset(dataset), batches)
+        parts = dataset.parts if isinstance(dataset, Mixture) else {}
+        lengths = [len(part) for part in parts.values()]
+        place = (self.batch_size, self.rank, self.world_size)
+        self.eval_batches, self.eval_parts = EvalBatches(len(dataset), *place, lengths), list(parts)
+        return self._loader(PaddedDataset(dataset), self.eval_batches)
 
     def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> "Loader":
         forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not

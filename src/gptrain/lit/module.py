@@ -63,6 +63,7 @@ class LanguageModel(pl.LightningModule):
         self.metrics = nn.ModuleDict(metrics or {})
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         self.eval_sums: Tensor | float = 0.0  # of this rank: nats, tokens and, if known, bytes
+        self.part_sums: dict[str, Tensor] = {}  # the same of each part of a mixture
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V)."""
@@ -81,7 +82,8 @@ class LanguageModel(pl.LightningModule):
         return self.loss(tokens, targets)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.evaluate(*batch)
+        part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
+        self.evaluate(*batch, part=part_of(batch_idx) if part_of else None)
 
     test_step = validation_step
 
@@ -93,15 +95,22 @@ class LanguageModel(pl.LightningModule):
         """Likewise."""
         self.log_dict(self.take_evaluation("test"))
 
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> None:
-        """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end."""
+    def evaluate(self, tokens: Tensor, targets: Tensor, part: str | None = None) -> None:
+        """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end.
+
+        Args:
+            part: of a mixture, whose loss is logged by itself, too.
+        """
         strategy, counted = self._strategy(), targets != IGNORED  # (B, T)
         nats = strategy.loss(self.net, tokens, targets, self.loss_options.plain)
         sums = [nats, counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())
         exact = torch.float32 if nats.device.type == "mps" else torch.float64  # it has no other
-        self.eval_sums = self.eval_sums + torch.stack([part.to(exact) for part in sums])
+        added = torch.stack([one.to(exact) for one in sums])
+        self.eval_sums = self.eval_sums + added
+        if part is not None:
+            self.part_sums[part] = self.part_sums.get(part, 0.0) + added
         if self.metrics:
             for logits, chunk_targets in strategy.logits(self.net, tokens, targets):
                 for metric in self.metrics.values():
@@ -121,7 +130,10 @@ class LanguageModel(pl.LightningModule):
             for name, metric in self.metrics.items():
                 values[name] = self._strategy().share_metric(metric)
                 metric.reset()
-            self.eval_sums = 0.0
+            for part, sums in self.part_sums.items():  # in the same order on all ranks
+                nats, n_tokens, *_ = self.trainer.strategy.reduce(sums, reduce_op="sum")
+                values[f"{part}/loss"] = nats / n_tokens
+            self.eval_sums, self.part_sums = 0.0, {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def named_net(self) -> dict[str, nn.Parameter]:

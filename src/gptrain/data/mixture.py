@@ -1,0 +1,151 @@
+"""Several data sets in given shares, each through epochs of its own.
+
+# N samples, B batch, T positions of a sample
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gptrain.data.order import SampleOrder
+from gptrain.data.samples import BatchDataset, collate
+from gptrain.small_files import DataError
+
+_CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
+
+
+class Mixture(BatchDataset):
+    """Parts one after another, and the order in which training mixes them.
+
+    Args:
+        parts: name -> data set of pairs (tokens (T,), targets (T,)), of the same T.
+        weights: name -> share of the samples, relative to the sum of all.
+        seq_len: T, to be checked; None: that of the first part.
+    Attributes:
+        tokenizer, token_bytes: where all parts have the same.
+    Raises: DataError for parts whose samples or tokenizers differ.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Dataset],
+        weights: Mapping[str, float],
+        seq_len: int | None = None,
+    ) -> None:
+        if not parts:
+            raise DataError("a mixture of no parts; try: data@data.parts.<name>=text")
+        self.parts, total = dict(parts), sum(weights.values())
+        self.weights = {name: weights[name] / total for name in parts}
+        self.firsts = np.cumsum([0, *map(len, self.parts.values())])  # (parts + 1,)
+        seq_len = seq_len or len(next(iter(self.parts.values()))[0][0])
+        tokenizers = {}
+        for name, part in self.parts.items():
+            if (n_positions := len(part[0][0])) != seq_len:
+                raise DataError(f"part {name}: samples of {n_positions} positions, not {seq_len}")
+            if tokenizer := getattr(part, "tokenizer", None):
+                tokenizers.setdefault(tokenizer.identity, (name, tokenizer))
+        if len(tokenizers) > 1:
+            names = " and ".join(name for name, _ in tokenizers.values())
+            raise DataError(f"parts {names} have tokenizers of their own; give both the same file")
+        self.tokenizer = next((tokenizer for _, tokenizer in tokenizers.values()), None)
+        of_parts = [getattr(part, "token_bytes", None) for part in self.parts.values()]
+        is_known = all(found is not None for found in of_parts)
+        same = is_known and all(np.array_equal(found, of_parts[0]) for found in of_parts)
+        self.token_bytes = of_parts[0] if same else None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """One hash of the parts' names, lengths and fingerprints."""
+        facts = [(name, len(part), getattr(part, "fingerprint", None))
+                 for name, part in self.parts.items()]  # fmt: skip
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A whole batch in one call per part: tokens (B, T) and targets (B, T), int64."""
+        samples = np.asarray(indices, dtype=np.int64)
+        owners = np.searchsorted(self.firsts, samples, side="right") - 1
+        batch: tuple[Tensor, Tensor] | None = None
+        for number in np.unique(owners).tolist():
+            rows = np.flatnonzero(owners == number)
+            of_part = self._read(number, (samples[rows] - self.firsts[number]).tolist())
+            batch = batch or tuple(one.new_empty(len(samples), one.shape[1]) for one in of_part)
+            for whole, own in zip(batch, of_part, strict=True):
+                whole[torch.from_numpy(rows)] = own
+        return batch
+
+    def order(self, seed: int) -> "MixtureOrder":
+        """In which training reads the samples."""
+        lengths = {name: len(part) for name, part in self.parts.items()}
+        return MixtureOrder(lengths, self.weights, seed)
+
+    def about(self, n_samples: int = 0) -> str:
+        """What the parts are made of, and how often a run of so many samples sees each."""
+        counts = self.order(0).count(n_samples)
+        words = []
+        for (name, part), count in zip(self.parts.items(), counts.tolist(), strict=True):
+            epochs = f"{len(part):,} samples · {count / len(part):.3g} epochs"
+            of_part = part.about(count) if hasattr(part, "about") else epochs
+            words.append(f"{name} {self.weights[name]:.3g}: {of_part}")
+        return " | ".join(words)
+
+    def _read(self, number: int, indices: list[int]) -> tuple[Tensor, Tensor]:
+        part = list(self.parts.values())[number]
+        if hasattr(part, "__getitems__"):
+            return collate(part.__getitems__(indices))
+        return collate([part[index] for index in indices])
+
+
+class MixtureOrder:
+    """Which sample stands at each position of a run: a pure function of seed and position.
+
+    The part of a position is the same in every cycle of 2^16: the j-th of n samples of a part
+    stands where (j + 1/2) / n of a cycle is due, so that in any window of positions each part has
+    its share to within a few samples. A part's own samples follow in permutations of their own.
+
+    Args:
+        lengths: name -> samples of a part.   weights: name -> its share, 1 in sum.
+    """
+
+    def __init__(self, lengths: Mapping[str, int], weights: Mapping[str, float], seed: int) -> None:
+        self.n_samples = sum(lengths.values())
+        names = sorted(lengths).index  # the same order whatever stands first
+        self._orders = [SampleOrder(n, seed + 1 + names(name)) for name, n in lengths.items()]
+        self._firsts = np.cumsum([0, *lengths.values()])
+        exact = np.array([weights[name] for name in lengths]) * _CYCLE
+        self._counts = np.maximum(1, exact.astype(np.int64))  # (parts,) of a cycle
+        missing = _CYCLE - self._counts.sum()  # to those who lost most by rounding
+        self._counts[np.argsort(self._counts - exact)[: max(0, missing)]] += 1
+        self._counts[np.argmax(self._counts)] += min(0, missing)
+        due = [(np.arange(n) + 0.5) / n for n in self._counts]
+        owners = np.repeat(np.arange(len(due)), self._counts)
+        places = np.argsort(np.concatenate(due), kind="stable")
+        self._owners = owners[places]  # (cycle,) the part of each position
+        self._ranks = np.concatenate([np.arange(n) for n in self._counts])[places]  # in its part
+
+    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Samples of the mixture, int64, in the shape of `positions` of an epoch of n_samples."""
+        cycles, places = np.divmod(epoch * self.n_samples + np.asarray(positions), _CYCLE)
+        owners = self._owners[places]
+        numbers = cycles * self._counts[owners] + self._ranks[places]  # within the part
+        samples = np.empty(owners.shape, dtype=np.int64)
+        for part in np.unique(owners).tolist():
+            order, is_mine = self._orders[part], owners == part
+            epochs, own = np.divmod(numbers[is_mine], order.n_samples)
+            found = np.empty_like(own)
+            for one in np.unique(epochs).tolist():
+                found[epochs == one] = order.index(one, own[epochs == one])
+            samples[is_mine] = self._firsts[part] + found
+        return samples
+
+    def count(self, n_samples: int) -> np.ndarray:
+        """How many of the first so many positions are of each part, (parts,)."""
+        cycles, rest = divmod(n_samples, _CYCLE)
+        return cycles * self._counts + np.bincount(self._owners[:rest], minlength=len(self._counts))
