@@ -103,6 +103,8 @@ def fit(tmp_path, capfd, shared) -> Fit:
         folder = tmp_path / name
         before = folder.exists()
         tiny = () if any(word.startswith("from_run=") for word in words) else TINY
+        if any(word.startswith("data=") for word in words):
+            tiny = [word for word in tiny if "num_samples" not in word]
         ranks = tmp_path / f"{name}.txt"  # what ranks say
         with forked_ranks(ranks, ranks):
             found = cli.run_command(train.main, [*tiny, f"run_dir={folder}", *words])

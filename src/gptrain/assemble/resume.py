@@ -34,6 +34,10 @@ INDIFFERENT = {
     "model.compile",
     "model.activation_checkpointing",
 }
+# Of a mixture: what data.parts says.
+OF_PARTS = tuple(
+    f"data.{split}.{key}." for split in ("train", "val") for key in ("parts", "weights")
+)
 
 
 # Which checkpoint
@@ -198,7 +202,10 @@ def _changed(key: str, saved: object, now: object) -> Problem:
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
+    if key.startswith(OF_PARTS):
+        return any(other.startswith("data.parts.") for other in facts)
     part, _, name = key.rpartition(".")
-    sources = (f"data.{name}", f"model.{name}", name)
-    is_part = part in ("data.train", "data.val", "data.test")
+    group, _, split = part.rpartition(".")
+    sources = (f"{group}.{name}", f"model.{name}", name)
+    is_part = group.partition(".")[0] == "data" and split in ("train", "val", "test")
     return is_part and any(facts.get(source) == value for source in sources)

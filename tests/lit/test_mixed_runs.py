@@ -1,0 +1,51 @@
+"""A run of a mixture by train.py: it goes on bit for bit, and says each part's loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def mixed(tmp_path) -> tuple[str, ...]:
+    """Words of a mixture of a text and of ready tokens."""
+    (tmp_path / "book.txt").write_text("".join(f"{n} and {n + 1}\n" for n in range(400)))
+    for name, n_tokens in (("train", 3000), ("val", 200)):
+        tokens = np.random.default_rng(n_tokens).integers(0, 256, n_tokens)
+        tokens.astype("uint16").tofile(tmp_path / f"{name}.bin")
+    book, web = "data.parts.book", "data.parts.web"
+    return (
+        "data=mixture", f"+data@{book}=text", f"{book}.path={tmp_path}/book.txt",
+        f"+data@{web}=tokens", f"{web}.train_path={tmp_path}/train.bin",
+        f"{web}.val_path={tmp_path}/val.bin", f"+{book}.weight=3",
+        "model.vocab_size=256", f"output_dir={tmp_path}/out",
+    )  # fmt: skip
+
+
+def test_a_run_goes_on_bit_for_bit_and_says_the_parts(mixed, resumes):
+    run = resumes(*mixed, stops=(4,))
+    assert "book 0.75: " in run.out and "web 0.25: 3,000 tokens" in run.out
+    losses = {n: run.metrics[f"val/{n}loss"] for n in ("", "book/", "web/")}
+    assert min(losses["book/"], losses["web/"]) < losses[""] < max(losses["book/"], losses["web/"])
+    assert run.column("val/web/loss")[-1] == pytest.approx(losses["web/"], rel=1e-6)
+
+
+def test_two_ranks_read_and_say_what_one_does(mixed, fit):
+    words = (*mixed, "trainer.max_steps=3")
+    one = fit(*words, name="one")
+    two = fit(*words, "trainer.devices=2", "data.batch_size=2", name="two")
+    for name in ("train/loss", "val/loss", "val/book/loss", "val/web/loss"):
+        assert two.column(name) == pytest.approx(one.column(name), rel=1e-5)
+    again = fit(*words, "task=validate", f"ckpt_path={one.folder}", name="again")
+    for name in ("val/loss", "val/book/loss", "val/web/loss"):
+        assert again.metrics[name] == pytest.approx(one.metrics[name], rel=1e-6)
+
+
+def test_another_weight_is_refused_on_a_resume_and_may_be_allowed(mixed, fit):
+    words = (*mixed, "checkpoint.every_n_steps=1")
+    fit(*words, "trainer.max_steps=2")
+    again = (*words, "ckpt_path=last", "+data.parts.web.weight=3", "trainer.max_steps=4")
+    line = fit(*again, code=2).errors[0]
+    assert "data.parts.web.weight" in line and "allow_changes=[data.parts.web.weight]" in line
+    run = fit(*again, "allow_changes=[data.parts.web.weight]")
+    assert "book 0.5: " in run.out and len(run.column("train/loss")) == 4

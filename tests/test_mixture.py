@@ -1,0 +1,87 @@
+"""A mixture reads its parts in the given shares, each through epochs of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from gptrain.data import DataError, DummyTextDataset, EvalBatches, Mixture, TrainBatches
+
+
+def part(n_samples: int, seq_len: int = 9, seed: int = 0) -> DummyTextDataset:
+    return DummyTextDataset(n_samples, seq_len, vocab_size=100, seed=seed)
+
+
+def mixture(weights: dict[str, float], **lengths: int) -> Mixture:
+    return Mixture({name: part(n, seed=n) for name, n in lengths.items()}, weights)
+
+
+def owners(mixture: Mixture, samples: np.ndarray) -> np.ndarray:
+    return np.searchsorted(mixture.firsts, samples, side="right") - 1
+
+
+@pytest.mark.parametrize(
+    "weights", [{"a": 1, "b": 1}, {"a": 0.7, "b": 0.2, "c": 0.1}, {"a": 3, "b": 97, "c": 0.01}]
+)
+def test_shares_hold_in_any_window_of_a_thousand(weights):
+    mixed = mixture(weights, **dict.fromkeys(weights, 40_000))
+    order, total = mixed.order(seed=7), sum(weights.values())
+    of_parts = owners(mixed, order.index(0, np.arange(2 * 2**15)))  # a cycle and its begin anew
+    for number, weight in enumerate(weights.values()):
+        done = np.cumsum([0, *(of_parts == number)])
+        shares = (done[1000:] - done[:-1000]) / 1000
+        assert abs(shares - weight / total).max() <= 0.01
+
+
+def test_each_part_goes_through_epochs_of_its_own():
+    mixed = mixture({"a": 3, "b": 1}, a=30, b=50)
+    order = mixed.order(seed=7)
+    samples = np.concatenate([order.index(epoch, np.arange(80)) for epoch in range(5)])
+    assert order.count(400).tolist() == [300, 100]
+    assert order.count(400).tolist() == np.bincount(owners(mixed, samples)).tolist()
+    a, b = samples[samples < 30], samples[samples >= 30]
+    for own, n_samples in ((a, 30), (b, 50)):
+        epochs = own.reshape(-1, n_samples)  # 10 and 2 of them
+        assert all(Counter(Counter(epoch).values()) == {1: n_samples} for epoch in epochs.tolist())
+        assert epochs[0].tolist() != epochs[1].tolist()
+    assert mixed.about(400).count("10 epochs") == mixed.about(400).count(" 2 epochs") == 1
+
+
+def test_the_order_follows_from_the_seed_and_the_position_alone():
+    mixed = mixture({"a": 1, "b": 2}, a=30, b=50)
+    both = [TrainBatches(mixed.order(1), 8 // ranks, 1, 0, ranks) for ranks in (1, 2)]
+    for step in range(25):
+        one, two = (batches.step_samples(step) for batches in both)
+        assert one.ravel().tolist() == two.ravel().tolist()
+    others = TrainBatches(mixed.order(2), 8)
+    assert others.step_samples(0).tolist() != both[0].step_samples(0).tolist()
+
+
+def test_a_batch_has_the_samples_of_its_parts():
+    mixed = mixture({"a": 1, "b": 1}, a=30, b=50)
+    tokens, targets = mixed.__getitems__([79, 0, 30, 29])
+    for row, (name, index) in enumerate([("b", 49), ("a", 0), ("b", 0), ("a", 29)]):
+        expected = mixed.parts[name][index]
+        assert tokens[row].equal(expected[0]) and targets[row].equal(expected[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_batch_that_is_evaluated_is_of_one_part_and_every_sample_is_read_once(world_size):
+    ranks = [EvalBatches(37, 4, rank, world_size, [5, 12, 20]) for rank in range(world_size)]
+    read = [list(batches) for batches in ranks]
+    assert len({len(own) for own in read}) == 1
+    bounds = [0, 5, 17, 37]
+    for batches, own in zip(ranks, read, strict=True):
+        for number, batch in enumerate(own):
+            place = batches.part_of(number)
+            assert all(bounds[place] <= i < bounds[place + 1] for i in batch if i >= 0)
+    assert sorted(i for own in read for batch in own for i in batch if i >= 0) == list(range(37))
+
+
+def test_parts_that_do_not_fit_are_named():
+    with pytest.raises(DataError, match="part b: samples of 8 positions, not 9"):
+        Mixture({"a": part(5, 10), "b": part(5, 9)}, {"a": 1, "b": 1})
+    with pytest.raises(DataError, match="no parts"):
+        Mixture({}, {})
