@@ -1,7 +1,6 @@
 """The chunked loss equals torch's cross entropy and never holds the logits."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptrain.loss import (
     chunked_next_token_loss,
-    compiled_cross_entropy,
-    cross_entropy_to_compile,
     logits_in_chunks,
     next_token_loss,
 )
@@ -135,44 +132,6 @@ def test_under_bf16_autocast_it_is_as_close_to_the_exact_loss_as_the_plain_one()
     for truth, ours, theirs in zip(exact, chunked_grads, plain_grads, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - truth).norm() <= 1.1 * (theirs - truth).norm()
-
-
-def test_compiled_it_computes_the_same_also_in_a_short_last_chunk(monkeypatch):
-    """Without the last step, which is torch's own and takes ten seconds: code for this CPU."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    compiled_cross_entropy.cache_clear()
-    hidden, weight, targets = problem(torch.float32)
-
-    def results(compiles: bool):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = chunked_next_token_loss(
-                hidden, weight, targets, chunk_tokens=12, compiles=compiles
-            )
-        return loss, *torch.autograd.grad(loss, (hidden, weight))
-
-    torch.testing.assert_close(results(True), results(False), rtol=2**-8, atol=2**-12)  # bf16's
-
-
-@pytest.mark.parametrize("label_smoothing, z_loss", [(0.0, 0.0), (0.1, 1e-2)])
-def test_what_is_compiled_equals_torchs_and_leaves_out_columns_beyond_the_vocabulary(
-    label_smoothing, z_loss
-):
-    _, _, targets = problem()
-    logits = torch.randn(B * T, V + 11, dtype=torch.float64, requires_grad=True)
-    expected = torchs_loss(
-        logits[None, :, :V],
-        torch.eye(V, dtype=torch.float64),
-        targets.view(1, -1),
-        "sum",
-        label_smoothing,
-        z_loss,
-    )
-    losses, gradient = cross_entropy_to_compile(
-        logits.detach(), targets.flatten(), V, True, label_smoothing, z_loss
-    )
-    torch.testing.assert_close(losses.sum(), expected.detach())
-    assert not losses[targets.flatten() == -100].any()
-    torch.testing.assert_close(gradient, *torch.autograd.grad(expected, logits))
 
 
 def test_in_fp16_no_gradient_vanishes_for_the_number_of_tokens():

@@ -3,7 +3,7 @@
 # N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab, W V in whole WIDTHs
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -113,37 +113,6 @@ def cross_entropy_in_place(
     return losses, given.copy_(exact)
 
 
-def cross_entropy_to_compile(
-    logits: Tensor,
-    targets: Tensor,
-    n_columns: int,
-    wants_gradient: bool,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Losses (C,), and the gradient as that of cross_entropy_in_place, in memory of its own.
-
-    Written to be compiled on a GPU, where time is bytes: two readings and one writing of 16-bit
-    logits, 6 bytes each; cross_entropy_in_place, with its copies to and from fp32, moves 44. By
-    count: neither has been timed on a GPU yet.
-    """
-
-    def total(logits: Tensor) -> tuple[Tensor, Tensor]:
-        losses = losses_of_rows(logits[:, :n_columns], targets, label_smoothing, z_loss)
-        return losses.sum(), losses
-
-    if not wants_gradient:
-        return total(logits)[1], None
-    gradient, (_, losses) = torch.func.grad_and_value(total, has_aux=True)(logits)
-    return losses, gradient
-
-
-@cache
-def compiled_cross_entropy() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """cross_entropy_to_compile, compiled at its first call for each shape."""
-    return torch.compile(cross_entropy_to_compile, dynamic=False)
-
-
 def chunked_next_token_loss(
     hidden: Tensor,
     head_weight: Tensor,
@@ -154,7 +123,6 @@ def chunked_next_token_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     cross_entropy: Callable[..., tuple[Tensor, Tensor | None]] = cross_entropy_in_place,
-    compiles: bool = False,
 ) -> Tensor:
     """next_token_loss(hidden @ head_weight.T, targets), without the (N, V) logits.
 
@@ -170,7 +138,6 @@ def chunked_next_token_loss(
             on a GPU is what it costs; a smaller one saves memory. None: what suits the device.
         reduction, label_smoothing, z_loss: as in next_token_loss.
         cross_entropy: of one chunk; another where logits (C, V) are this rank's part of them.
-        compiles: take compiled_cross_entropy instead. For GPUs: 3 times slower on a CPU.
 
     Forward and backward, 508 x 512 x 50257 in fp32, one thread of an AMD EPYC (AVX2, shared),
     torch 2.13.0, November 2026, median ratio of processor time of 7 interleaved runs, and peak
@@ -183,7 +150,6 @@ def chunked_next_token_loss(
     of which the head's gradient is 103 MB. So this one is used wherever the net allows it.
     """
     chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden.device.type, MANY_TOKENS)
-    cross_entropy = compiled_cross_entropy() if compiles else cross_entropy
     cross_entropy = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     hidden = hidden.flatten(0, -2)  # (N, D)
     targets = targets.flatten()  # (N,)

@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -142,12 +141,11 @@ class OurGPT(nn.Module):
         super().__init__()
         from gptrain.loss import chunked_next_token_loss
         from gptrain.models import SimpleGPT
-        from gptrain.parallel.activation import apply_compile, compiles_loss
+        from gptrain.parallel.activation import apply_compile
 
         self.net = SimpleGPT(**spec["model"])
         apply_compile(self.net, spec["compile"])
-        compiles = compiles_loss(spec["compile"], spec["device"])
-        self.loss = partial(chunked_next_token_loss, compiles=compiles)
+        self.loss = chunked_next_token_loss
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.net.hidden(tokens), self.net.head.weight, targets)

@@ -168,7 +168,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):
-        module = build_module(cfg, net, lengths, machine.accelerator, val)
+        module = build_module(cfg, net, lengths, val)
         trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
     _built.add(module)
     datamodule = TextDataModule(

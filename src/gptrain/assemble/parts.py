@@ -35,7 +35,6 @@ from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization, named_beside_net
 from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
-from gptrain.parallel.activation import compiles_loss
 from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
 from gptrain.problems import BAD_DATA, ConfigError
@@ -166,7 +165,7 @@ def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
 
 
 def build_module(
-    cfg: DictConfig, net: nn.Module, lengths: Lengths, accelerator: str, val: Dataset
+    cfg: DictConfig, net: nn.Module, lengths: Lengths, val: Dataset
 ) -> pl.LightningModule:
     """The module group's class around the net.
 
@@ -178,12 +177,11 @@ def build_module(
     options = {key: value for key, value in node.items() if key not in MODULE_KEYS}
     if issubclass(made, LanguageModel):
         token_bytes = getattr(val, "token_bytes", None)
-        compiles = compiles_loss(cfg.model.compile, accelerator)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
             "make_schedule": partial(build_schedule, cfg, lengths),
-            "loss": LossOptions(**node.get("loss") or {}, compiles=compiles),
+            "loss": LossOptions(**node.get("loss") or {}),
             "metrics": {name: build_metric(cfg, name) for name in node.get("metrics") or {}},
             "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }

@@ -6,7 +6,7 @@ holds the logits of a whole batch (`gptrain.loss`).
 
 # B batch, T time, D d_model, V vocab
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -20,22 +20,18 @@ class LossOptions:
     Attributes:
         label_smoothing: fraction of the target that is spread over the vocabulary.
         z_loss: factor on the mean of logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
-        compiles: compile the softmax of the chunked loss.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    compiles: bool = False
 
     @property
     def added(self) -> dict[str, float]:
         """What is added to the cross entropy."""
         return {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
 
-    @property
-    def plain(self) -> "LossOptions":
-        """Those of val/loss: the cross entropy alone."""
-        return replace(self, label_smoothing=0.0, z_loss=0.0)
+
+PLAIN = LossOptions()  # of val/loss: the cross entropy alone
 
 
 def has_chunks(net: nn.Module) -> bool:
@@ -48,14 +44,8 @@ def head_loss(head: nn.Linear, hidden: Tensor, targets: Tensor, options: LossOpt
     """Sum of the losses of hidden states (..., D); in chunks where the head has no bias."""
     if head.bias is not None:
         return next_token_loss(head(hidden), targets, reduction="sum", **options.added)
-    return chunked_next_token_loss(
-        hidden,
-        head.weight,
-        targets,
-        reduction="sum",
-        compiles=options.compiles,
-        **options.added,
-    )
+    weight = head.weight
+    return chunked_next_token_loss(hidden, weight, targets, reduction="sum", **options.added)
 
 
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

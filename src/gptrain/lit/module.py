@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from gptrain.lit.losses import LossOptions
+from gptrain.lit.losses import PLAIN, LossOptions
 from gptrain.lit.strategies.base import NetStrategy
 from gptrain.loss import IGNORED
 from gptrain.parallel.state import WHOLE, named_parameters
@@ -102,7 +102,7 @@ class LanguageModel(pl.LightningModule):
             part: of a mixture, whose loss is logged by itself, too.
         """
         strategy, counted = self._strategy(), targets != IGNORED  # (B, T)
-        nats = strategy.loss(self.net, tokens, targets, self.loss_options.plain)
+        nats = strategy.loss(self.net, tokens, targets, PLAIN)
         sums = [nats, counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())

@@ -35,11 +35,6 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def compiles_loss(mode: str, device: str) -> bool:
-    """Whether the loss's softmax is compiled with the net: on GPUs only, see gptrain.loss."""
-    return mode != "none" and device == "cuda"
-
-
 def apply_compile(net: nn.Module, mode: str) -> None:
     """Compile net's forward passes in place, at their first call.
 
