@@ -94,6 +94,7 @@ ONE_LINE = {
     "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["does not scale losses"],
     "strategy=fsdp model.compile=model trainer.devices=2": ["model.compile=blocks"],
     "strategy.backend=nccl trainer.accelerator=cpu": ["nccl needs GPUs"],
+    "strategy.backend=mpi": ["strategy.backend=mpi", "torch here was built without it", "gloo"],
     "data.global_batch_size=64 trainer.accumulate_grad_batches=2": ["derives", "_batches=2"],
     "trainer.max_time=00:01:00:00": ["scheduler.total_steps", "scheduler=warmup_constant"],
     "data.seq_len=514": ["data.seq_len=514"],

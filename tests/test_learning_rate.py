@@ -70,6 +70,23 @@ def test_going_on_to_another_end_says_where_it_bends_the_schedule(train, length,
     assert (said in again.out + again.err) == bends
 
 
+def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(train):
+    """And the run is, bit for bit, one of the longer length with that warm-up written out."""
+    options = ("scheduler=warmup_cosine", "logger=csv", "trainer.log_every_n_steps=1")
+    run = train("trainer.max_steps=20", "trainer.val_check_interval=1", *options)
+    assert run.code == 0, run.err  # a tenth: 2 steps
+    run.cut_back(1)
+    again = train("trainer.max_steps=40", "ckpt_path=last", *options)
+    assert again.code == 0, again.err
+    said = "warm-up of 2 steps, as the run began; a fresh run of 40 steps has 4"
+    assert said in again.out + again.err
+    whole = train("trainer.max_steps=40", "scheduler.warmup_steps=2", *options, name="whole")
+    states = [finished.state(40)["state_dict"] for finished in (again, whole)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    once_more = train("trainer.max_steps=60", "ckpt_path=last", *options)
+    assert once_more.code == 0 and "of 60 steps has 6" in once_more.out + once_more.err
+
+
 def tensors_of(state) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
@@ -99,8 +116,6 @@ def test_phases_in_tokens_are_those_in_steps(train):
         ("scheduler.warmup_tokens=9 scheduler.total_tokens=8",
          "scheduler.warmup_tokens=9: must be <= scheduler.total_tokens=8"),
         ("scheduler.warmup_tokens=9", "scheduler.warmup_tokens=9: less than the 64 tokens of"),
-        ("scheduler=decay_from_here",
-         "scheduler=decay_from_here: the cool-down of an existing run; try: from_run=<run folder>"),
     ],
 )  # fmt: skip
 def test_lengths_that_do_not_go_together_are_one_line(train, words, said):
@@ -117,9 +132,10 @@ def test_a_cool_down_of_a_run_is_bit_for_bit_the_run_that_was_to_decay_there(tra
                   *options, name="whole")  # fmt: skip
     stable = train("scheduler=warmup_constant", "trainer.max_steps=5", *options, name="stable")
     assert stable.code == 0, stable.err
-    here = (f"from_run={stable.folder}", "scheduler=decay_from_here", "scheduler.decay_steps=3",
-            "logger=csv")  # fmt: skip
-    run = train(*here, "trainer.val_check_interval=1", tiny=False)
+    here = (f"from_run={stable.folder}", "scheduler=warmup_stable_decay", "trainer.max_steps=8",
+            "scheduler.decay_steps=3", "allow_changes=[scheduler]", "logger=csv")  # fmt: skip
+    start = f"ckpt_path={stable.folder}"
+    run = train(*here, start, "trainer.val_check_interval=1", tiny=False)
     assert run.code == 0, run.err
     run.cut_back(6)
     again = train(*here, "ckpt_path=last", tiny=False)

@@ -13,7 +13,6 @@ from gptrain.models import SimpleGPT
 from gptrain.optim import (
     Muon,
     constant,
-    decay_from_here,
     decay_groups,
     muon_groups,
     scaled_lr,
@@ -156,10 +155,6 @@ def test_stable_decay_falls_over_its_fraction_of_the_run():
     assert factors[99] == pytest.approx(0.2)
     half = {**run, "decay_steps": 50}
     assert warmup_stable_decay(49, **half) == 1.0 > warmup_stable_decay(50, **half)
-    here = {"from_step": 80, "total_steps": 100, "min_factor": 0.2}
-    assert [decay_from_here(step, **here) for step in range(80, 101)] == [
-        warmup_stable_decay(step, **run) for step in range(80, 101)
-    ]
 
 
 @pytest.mark.parametrize("schedule", [warmup_cosine, warmup_linear, STABLE_DECAY])

@@ -256,7 +256,7 @@ def test_room_is_asked_for_two_saves_with_the_states_of_the_optimizer(
 def test_no_room_for_two_saves_ends_a_run_before_its_first_step(train, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     run = train("logger=csv")
-    assert run.code == 73 and "1000 bytes are free" in run.err
+    assert run.code == 74 and "1000 bytes are free" in run.err
     assert not (run.folder / "metrics.csv").exists()
 
 

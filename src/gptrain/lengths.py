@@ -44,6 +44,7 @@ class Lengths:
         validate_every: optimizer steps between two validations, at most n_steps.
         limit: what n_steps comes from, as one would type it.
         limit_kind: what the run has done when it comes to its end.
+        warmup_steps: of the run's first start, where a resume keeps it; else None.
     """
 
     batch: BatchPlan
@@ -53,6 +54,7 @@ class Lengths:
     validate_every: int
     limit: str = ""
     limit_kind: Literal["steps", "epochs", "tokens"] = "steps"
+    warmup_steps: int | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -147,19 +149,7 @@ def phase_steps(asked: float, total_steps: int | None) -> int:
     return round(asked * total_steps)
 
 
-DECAY_FROM_HERE = "gptrain.optim.decay_from_here"
 DEFAULT_DECAY = 0.2  # of the run: arXiv:2405.18392
-
-
-def cooled_down_steps(from_step: int, asked: float) -> int:
-    """Steps of a run whose learning rate falls from from_step on, for `asked` as in phase_steps.
-
-    As a fraction it is one of the whole run, as if that had been planned from its beginning.
-    """
-    total = from_step / (1 - asked) if 0 < asked < 1 else from_step + asked
-    return max(from_step + 1, round(total))
-
-
 DEFAULT_MAX_EPOCHS = 3
 
 

@@ -50,7 +50,7 @@ SCENARIOS = (
              reference=FSDP, full=30),
     Scenario("F10", "a limit of file sizes", ("limit_files",), **REFUSED | {"operation": (0, 0)},
              rank=0, full=20),
-    Scenario("F11", "no room before the start", ("no_room",), ("setup",), rank=0, codes=(73,),
+    Scenario("F11", "no room before the start", ("no_room",), ("setup",), rank=0, codes=(74,),
              cause="disk", says="saving needs", redo=0, full=3),
     Scenario("F12", "no TMPDIR, SIGKILL in a save", KILL, LOG, **SAVE, first=("TMPDIR=/proc",)),
     Scenario("F13", "the newest is truncated", harm=trial.truncate, **DAMAGED, quick=1),

@@ -87,6 +87,20 @@ def test_a_name_that_is_never_logged_is_told_once_with_those_that_are(fit):
     assert line.startswith("warning: ") and "val/loss" in line and "train/loss" in line
 
 
+def test_an_objective_is_told_where_it_is_known_what_is_logged_and_else_once(fit, refused):
+    line = refused("objective=val/los")
+    assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
+    run = fit("objective=val/nowhere", "module._target_=tests.lit.own.modules.Logs")
+    (line,) = [line for line in run.out.splitlines() if "val/nowhere" in line]
+    assert line.startswith("warning: objective=val/nowhere: not logged in the first validation")
+
+
+@pytest.mark.parametrize("name", ["loss", "perplexity", "bits_per_byte"])
+def test_a_metric_named_as_a_value_of_ours_is_refused(refused, name):
+    line = refused(f"+module.metrics.{name}={{_target_: torchmetrics.text.Perplexity}}")
+    assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
+
+
 def test_an_unknown_metric_is_one_line(refused):
     assert "nothing of that name" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
 

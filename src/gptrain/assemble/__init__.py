@@ -27,12 +27,13 @@ from gptrain.assemble.parts import (
     build_datasets,
     build_module,
     build_optimizer,
+    check_names,
     check_sample,
     first_batches,
     module_class,
     plan_lengths,
 )
-from gptrain.assemble.resume import check_data, find_checkpoint, set_from_step
+from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.config.schema import KNOWN, NETS
 from gptrain.data.tokenizers import Tokenizer
@@ -106,6 +107,7 @@ def check(cfg: DictConfig) -> None:
     by_block = model.compile == "blocks" or model.activation_checkpointing != "none"
     with as_config_errors(cfg):
         made = module_class(cfg, name)
+        check_names(cfg, made)
         check_callbacks(cfg, name)
         is_read = model._target_ in KNOWN.keys() - NETS.keys()  # its sizes are in a folder, say
         is_plain = name in ANY_NET and cfg.optimizer._target_ == "torch.optim.AdamW"
@@ -146,12 +148,12 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
     checkpoint = None if start is None else Path(start)
-    if checkpoint is not None:
-        set_from_step(cfg, read_manifest(checkpoint))
     sample = train[0]
     check_shared_memory(sample, cfg.data.batch_size, cfg.data.num_workers, machine.n_local)
     lengths = plan_lengths(cfg, len(train), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
+    if checkpoint is not None and cfg.task == "fit":
+        lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):
         net, strategy = build_strategy(

@@ -18,11 +18,9 @@ from torch.utils.data import Dataset, Subset
 from torchmetrics import Metric
 
 from gptrain.lengths import (
-    DECAY_FROM_HERE,
     DEFAULT_DECAY,
     BatchPlan,
     Lengths,
-    cooled_down_steps,
     effective_max_epochs,
     phase_steps,
     plan_batch,
@@ -39,6 +37,8 @@ from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
 from gptrain.problems import BAD_DATA, ConfigError
 
+OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # of an evaluation, see LanguageModel
+LOGGING = ("gptrain.", "lightning.")  # classes of which it is known what they log
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
 MODULE_KEYS = {"_target_", "loss", "metrics"}
 OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
@@ -123,10 +123,6 @@ def plan_lengths(
     step_tokens, kind = batch.global_batch_size * sample_tokens, "steps"
     if trainer.fast_dev_run:
         n_steps, limit = int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
-    elif cfg.scheduler._target_ == DECAY_FROM_HERE:
-        asked = asked_steps(cfg, "decay", step_tokens) or DEFAULT_DECAY
-        n_steps = cooled_down_steps(cfg.scheduler.from_step, asked)
-        limit = "scheduler=decay_from_here"
     elif cfg.max_tokens is not None:
         with as_config_errors(cfg, "max_tokens"):
             n_steps = token_steps(cfg.max_tokens, step_tokens)
@@ -193,6 +189,31 @@ def build_module(
     return module
 
 
+def check_names(cfg: DictConfig, module: type[pl.LightningModule]) -> None:
+    """Raises: ConfigError for a metric named as a value of ours, or an objective never logged.
+
+    The objective is judged where all that logs is ours or Lightning's; else the first validation
+    says it.
+    """
+    if not issubclass(module, LanguageModel):
+        return
+    metrics = {*(cfg.module.get("metrics") or {})}
+    for name in sorted(OWN_VALUES & metrics):
+        wrong, key = "the module itself logs a value of this name", f"module.metrics.{name}"
+        attempt = f"module.metrics.my_{name}"
+        raise ConfigError.of(key, cfg.module.metrics[name]._target_, wrong, attempt=attempt)
+    targets = (node._target_ for node in cfg.callbacks.values() if node)
+    is_known = module is LanguageModel and all(name.startswith(LOGGING) for name in targets)
+    if cfg.task != "fit" or not is_known or cfg.objective.startswith("perf/"):
+        return
+    parts = {f"{part}/loss" for part in cfg.data.get("parts") or {}}
+    names = {f"val/{name}" for name in OWN_VALUES | metrics | parts}
+    names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
+    if cfg.objective not in names:
+        wrong, allowed = "no value of this name is logged", ", ".join(sorted(names))
+        raise ConfigError.of("objective", cfg.objective, wrong, allowed=allowed)
+
+
 def build_metric(cfg: DictConfig, name: str) -> Metric:
     """A metric of the module group.   Raises: ConfigError for arguments that it does not take."""
     with as_config_errors(cfg, f"module.metrics.{name}"):
@@ -253,6 +274,15 @@ def asked_steps(cfg: DictConfig, phase: str, step_tokens: int) -> float | None:
         return token_steps(tokens, step_tokens)
 
 
+def warmup_of(cfg: DictConfig, lengths: Lengths) -> int:
+    """Steps of the run's warm-up: of its first start, where a resume keeps it, or as asked."""
+    if lengths.warmup_steps is not None:
+        return lengths.warmup_steps
+    asked, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("warmup", "total"))
+    with as_config_errors(cfg, "scheduler.warmup_steps"):
+        return warmup_steps(asked, total or lengths.n_steps)
+
+
 def build_schedule(
     cfg: DictConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
@@ -263,10 +293,9 @@ def build_schedule(
     """
     options = OmegaConf.to_container(cfg.scheduler, resolve=True)
     schedule = get_method(options.pop("_target_"))
-    warmup, decay, total = (asked_steps(cfg, phase, lengths.step_tokens) for phase in PHASES)
+    decay, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("decay", "total"))
     options["total_steps"] = total_steps = total or lengths.n_steps
-    with as_config_errors(cfg, "scheduler.warmup_steps"):
-        options["warmup_steps"] = warmup_steps(warmup, total_steps)
+    options["warmup_steps"] = warmup_of(cfg, lengths)
     named = inspect.signature(schedule).parameters
     if "decay_steps" in named:
         with as_config_errors(cfg, "scheduler.decay_steps"):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.assemble.parts import batch_of
-from gptrain.lengths import DECAY_FROM_HERE
+from gptrain.assemble.parts import batch_of, warmup_of
+from gptrain.lengths import Lengths
 from gptrain.nets.weights import find_weights, named_source
 from gptrain.parallel.dims import parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
+from gptrain.ranks.process import this_process
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror
@@ -24,6 +26,7 @@ from gptrain.small_files import flatten
 
 log = logging.getLogger(__name__)
 
+SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 # Groups of which every key decides what is computed, and the few that do not.
 DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
 INDIFFERENT = {
@@ -34,6 +37,8 @@ INDIFFERENT = {
     "model.compile",
     "model.activation_checkpointing",
 }
+# What a manifest keeps besides, see check_data and keep_warmup.
+OF_THE_START = ("data", "warmup_steps")
 # Of a mixture: what data.parts says.
 OF_PARTS = tuple(
     f"data.{split}.{key}." for split in ("train", "val") for key in ("parts", "weights")
@@ -67,7 +72,6 @@ def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | N
     if isinstance(found, Path):
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
-    set_from_step(cfg, found.manifest)
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
     if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
         raise ConfigError(problems)
@@ -78,7 +82,7 @@ def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | N
 
 def _find_start(cfg: DictConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
     """What a training goes on from; None where it begins."""
-    asked, cools_down = cfg.ckpt_path, cfg.scheduler._target_ == DECAY_FROM_HERE
+    asked = cfg.ckpt_path
     if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
         wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
         attempt = "ckpt_path=last to go on with it, or another run_dir"
@@ -97,20 +101,9 @@ def _find_start(cfg: DictConfig, store: CheckpointStore, lock: RunLock) -> Check
                 raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
         elif asked:
             found = find_weights(asked, "last")
-    if found is None and cools_down:
-        key = "from_run" if cfg.from_run else "run_dir"
-        with named_source(key, cfg[key]):
-            return find_weights(cfg[key], "last")
     if found is None and asked:
         log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
     return found
-
-
-def set_from_step(cfg: DictConfig, manifest: Mapping[str, Any]) -> None:
-    """Where the cool-down that goes on from this checkpoint began; of another schedule nothing."""
-    if cfg.task == "fit" and cfg.scheduler._target_ == DECAY_FROM_HERE:
-        begun = manifest["config"].get("scheduler.from_step")
-        cfg.scheduler.from_step = manifest["step"] if begun is None else begun
 
 
 def find_trained(cfg: DictConfig) -> Checkpoint | Path:
@@ -138,7 +131,13 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
     Args:
         global_batch_size: sequences per optimizer step, however they are divided.
     """
-    facts = {"seed": cfg.seed, "data.global_batch_size": global_batch_size}
+    precision = str(cfg.trainer.precision)
+    facts = {
+        "seed": cfg.seed,
+        "data.global_batch_size": global_batch_size,
+        "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
+        "trainer.precision": SPELT_OUT.get(precision, precision),
+    }
     for group in DECISIVE:
         node = OmegaConf.to_container(cfg[group], resolve=True)
         facts |= {
@@ -157,16 +156,14 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
     """
     now = identity(cfg, global_batch_size)
     part, typed = "" if cfg.task == "fit" else "model.", _typed_keys()
-    begins_decay = cfg.scheduler._target_ == DECAY_FROM_HERE and "scheduler.from_step" not in saved
-    allowed = [*cfg.allow_changes, "scheduler"] if begins_decay else cfg.allow_changes
     return [
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(saved.keys() | now.keys())
         if key.startswith(part)
-        and key != "data"  # see check_data
+        and key not in OF_THE_START
         and saved.get(key) != now.get(key)
         and (key in saved or covers(typed, key))
-        and not covers(allowed, key)
+        and not covers(cfg.allow_changes, key)
     ]
 
 
@@ -177,6 +174,25 @@ def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None
     saved = read_manifest(checkpoint)["config"].get("data")
     if saved != fingerprint:
         raise ConfigError([_changed("data", saved, fingerprint)])
+
+
+def keep_warmup(cfg: DictConfig, lengths: Lengths, saved: Mapping[str, Any]) -> Lengths:
+    """The lengths with the warm-up of the run's first start, as long as the same is asked for.
+
+    One that follows from the run's length would be another in a run that goes on to another end.
+
+    Args:
+        saved: what the manifest keeps of the run.
+    """
+    asked, first = cfg.scheduler.get("warmup_steps"), saved.get("warmup_steps")
+    if first is None or asked != saved.get("scheduler.warmup_steps"):
+        return lengths
+    if cfg.scheduler.get("warmup_tokens") is not None:
+        return lengths
+    if (fresh := warmup_of(cfg, lengths)) != first and this_process().rank == 0:
+        text = "warm-up of %d steps, as the run began; a fresh run of %s steps has %d"
+        log.warning(text, first, lengths.n_steps, fresh)
+    return replace(lengths, warmup_steps=first)
 
 
 def changed_options(cfg: DictConfig) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import as_config_errors, peak_lr
-from gptrain.assemble.resume import changed_options, identity
+from gptrain.assemble.parts import as_config_errors, peak_lr, warmup_of
+from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
@@ -51,7 +51,6 @@ from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
 
-SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 # Callbacks of Lightning's that a run cannot have: class -> strategies that can, and why not.
 REFUSED = {
     GradientAccumulationScheduler: (
@@ -186,10 +185,12 @@ def build_checkpoints(
     )
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
+    facts["warmup_steps"] = warmup_of(cfg, lengths)
     optimizer = cfg.optimizer
     states = states_per_weight(optimizer._target_, optimizer.get("momentum") or 0.0)
     bytes_of_each = FP32_BYTES * (1 + states)
-    return Checkpoints(store, facts, cfg.checkpoint, bytes_of_each, changed_options(cfg))
+    changed, objective = changed_options(cfg), cfg.objective
+    return Checkpoints(store, facts, cfg.checkpoint, bytes_of_each, changed, objective)
 
 
 def build_report(

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.compose import plain
 from gptrain.config.schema import DATA, DUMMY, NETS, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
-from gptrain.lengths import DECAY_FROM_HERE, effective_max_epochs, plan_batch, run_steps
+from gptrain.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.parallel.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
 from gptrain.ranks.process import count_devices, count_nodes, this_process
@@ -189,10 +189,6 @@ def check_cpu(run: Config) -> Iterator[Problem]:
 
 def check_start(run: Config) -> Iterator[Problem]:
     """Where the run starts from."""
-    is_cool_down = run.get("scheduler._target_") == DECAY_FROM_HERE
-    if is_cool_down and run.schema is Run and not run.get("ckpt_path") and not run.get("from_run"):
-        wrong = "the cool-down of an existing run"
-        yield Problem("scheduler", "decay_from_here", wrong, attempt="from_run=<run folder>")
     if run.get("ckpt_path") and run.get("init_from"):
         wrong = "excludes ckpt_path: fresh weights or an exact resume, not both"
         yield run.error("init_from", wrong)

@@ -70,6 +70,7 @@ def check_place(run: Config, folder: str) -> Iterator[Problem]:
 def check_machine(run: Config) -> Iterator[Problem]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
     from torch.cuda import device_count as count_gpus
+    from torch.distributed import is_backend_available
 
     from gptrain.ranks.devices import accelerator_of, count_local
 
@@ -83,6 +84,9 @@ def check_machine(run: Config) -> Iterator[Problem]:
     n_local = count_local(run.get("trainer.devices"), kind)
     if kind == "cpu":
         yield from check_cpu(run)
+    if (backend := run.get("strategy.backend")) and not is_backend_available(backend):
+        built = ", ".join(filter(is_backend_available, ("nccl", "gloo", "mpi")))
+        yield run.error("strategy.backend", "torch here was built without it", allowed=built)
     if kind == "cuda":
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield from check_visible(run, count_gpus(), shown, this_process().is_rank)

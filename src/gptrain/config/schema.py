@@ -35,7 +35,6 @@ from gptrain.config.kinds import (
     integer,
     number,
 )
-from gptrain.lengths import DECAY_FROM_HERE
 from gptrain.parallel.dims import STRATEGIES as STRATEGY_NAMES
 
 DUMMY = "gptrain.data.DummyTextDataset"
@@ -140,10 +139,6 @@ class StableDecay(Schedule):
     decay_tokens: TokenCount | None
 
 
-class DecayFromHere(StableDecay):
-    from_step: Count | None
-
-
 class SampleText(Closed):
     prompt: Name
     n_tokens: Count
@@ -209,7 +204,6 @@ KNOWN: dict[str, type[BaseModel]] = {
     **{f"gptrain.optim.warmup_{name}": Schedule for name in ("constant", "cosine", "linear")},
     "gptrain.optim.constant": Schedule,
     "gptrain.optim.warmup_stable_decay": StableDecay,
-    DECAY_FROM_HERE: DecayFromHere,
     "gptrain.lit.callbacks.SampleText": SampleText,
     "lightning.pytorch.Trainer": LightningTrainer,
 }

@@ -9,7 +9,6 @@ from gptrain.optim.groups import decay_groups, muon_groups, scaled_lr
 from gptrain.optim.muon import Muon
 from gptrain.optim.schedules import (
     constant,
-    decay_from_here,
     warmup_constant,
     warmup_cosine,
     warmup_linear,
@@ -19,7 +18,6 @@ from gptrain.optim.schedules import (
 __all__ = [
     "Muon",
     "constant",
-    "decay_from_here",
     "decay_groups",
     "muon_groups",
     "scaled_lr",

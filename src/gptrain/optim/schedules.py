@@ -51,11 +51,6 @@ def warmup_stable_decay(
     return 1 - (1 - min_factor) * _fraction_done(step, decay_start, total_steps - 1)
 
 
-def decay_from_here(step: int, *, from_step: int, total_steps: int, min_factor: float) -> float:
-    """The decay of warmup_stable_decay alone, of a run that has taken from_step steps."""
-    return 1 - (1 - min_factor) * _fraction_done(step, from_step - 1, total_steps - 1)
-
-
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
     """Warm-up, then 1 for ever."""
     return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0

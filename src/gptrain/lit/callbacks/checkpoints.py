@@ -39,6 +39,7 @@ class Checkpoints(Checkpoint):
             in memory stops the training.
         parameter_bytes: what a save holds of each parameter: it, and its optimizer's states.
         changed: options of the optimizer that a resume is allowed to change, and does.
+        objective: the logged name that a sweep reads.
 
     Attributes:
         stopping: the ranks have agreed to leave; set by `Steps`.
@@ -53,9 +54,10 @@ class Checkpoints(Checkpoint):
         options: Any,
         parameter_bytes: int,
         changed: tuple[str, ...] = (),
+        objective: str = "val/loss",
     ):
         self.store, self.identity, self.options = store, identity, options
-        self.parameter_bytes = parameter_bytes
+        self.parameter_bytes, self.objective = parameter_bytes, objective
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
@@ -208,10 +210,17 @@ class Checkpoints(Checkpoint):
         return trainer.global_step % trainer.datamodule.epoch_steps == 0
 
     def _check_monitor(self, metrics: dict[str, float]) -> None:
-        """Says once that no checkpoint can be the best by a name that is never logged."""
-        self._monitor_checked = True
-        if self.options.monitor not in metrics:
-            wrong = "not logged in the first validation; the newest checkpoint counts as the best"
-            names = ", ".join(name for name in sorted(metrics) if name != "step")
-            problem = Problem("checkpoint.monitor", self.options.monitor, wrong, names, code=DONE)
-            log.warning("%s", problem.line)
+        """Says once which name is never logged, so that no checkpoint or trial is the best by it.
+
+        Of what is measured in time it is not known.
+        """
+        self._monitor_checked, wrong = True, "not logged in the first validation"
+        names = ", ".join(name for name in sorted(metrics) if name != "step")
+        asked = {
+            "checkpoint.monitor": (self.options.monitor, "the newest checkpoint is the best"),
+            "objective": (self.objective, "a sweep finds no best run"),
+        }
+        for key, (name, effect) in asked.items():
+            if name not in metrics and not name.startswith("perf/"):
+                problem = Problem(key, name, f"{wrong}; {effect}", names, code=DONE)
+                log.warning("%s", problem.line)
