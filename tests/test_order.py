@@ -328,3 +328,20 @@ def test_both_kinds_of_data_set_go_through_one_loader():
         batches = list(DataLoader(dataset, batch_sampler=[[1, 0], [4]], collate_fn=collate))
         assert torch.equal(batches[0][0], torch.stack([dataset[1][0], dataset[0][0]]))
         assert torch.equal(batches[1][1], dataset[4][1][None])
+
+
+def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():
+    before = TrainBatches(SampleOrder(97, seed=1), 4, accumulate=2)
+    after = TrainBatches(SampleOrder(97, seed=1), 3, 2, rank=1, world_size=2, position=lambda: 10)
+    after.begin = (5, *before.place(5)[:2])
+    read = [before.step_samples(step) for step in range(5)]
+    read += [after.step_samples(step) for step in range(5, 9)]  # (97 - 40) // 12
+    of_permutation = np.concatenate([samples.ravel() for samples in read]).tolist()
+    assert of_permutation == SampleOrder(97, seed=1).index(0, np.arange(88)).tolist()
+    assert after.place(8)[:2] == (0, 76) and after.place(9)[:2] == (1, 0)
+    mine = [
+        list(map(int, samples))
+        for step in range(5, 9)
+        for samples in after.step_samples(step)[:, 1]
+    ]
+    assert list(after) == mine[:6]  # to the end of the epoch of 8 steps

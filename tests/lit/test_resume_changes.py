@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.lit.conftest import differences
@@ -76,3 +78,21 @@ def test_a_stage_that_has_fewer_groups_than_the_net_resumes(fit):
     assert again.column("train/loss") == full.column("train/loss")
     alone = fit(*words, "ckpt_path=last", name=full.copy_until(2, "alone").name)
     assert alone.column("train/loss") == pytest.approx(full.column("train/loss"), rel=1e-4)
+
+
+def test_another_batch_goes_on_at_the_next_sample_and_adds_to_the_tokens(fit):
+    words = (*SAVED, "scheduler=constant", "data.num_samples=40")
+    fit(*words, "trainer.max_steps=3")  # steps of 4 samples of 16 tokens
+    again = ("ckpt_path=last", "data.batch_size=6", "trainer.max_steps=8")
+    assert "data.global_batch_size" in fit(*words, *again, code=2).errors[0]
+    run = fit(*words, *again, "allow_changes=[data.global_batch_size]")
+    tokens = [64, 128, 192, 288, 384, 480, 576, 672]
+    assert run.column("tokens") == tokens
+    assert json.loads((run.folder / "result.json").read_text())["tokens"] == tokens[-1]
+    assert run.state(8)["TextDataModule"]["tokens"] == tokens[-1]
+    assert run.state(3)["TextDataModule"]["position"] == 3 * 4
+    # 12 samples of 40 were seen: four steps of 6 fit into what is left, the last one is anew.
+    assert [run.state(step)["TextDataModule"]["position"] for step in (4, 6, 8)] == [18, 30, 6]
+    assert run.state(8)["TextDataModule"]["permutation"] == 1
+    more = fit(*words, *again[:2], "trainer.max_steps=9")  # this batch is the run's own
+    assert more.column("tokens")[-1] == 768

@@ -237,7 +237,7 @@ def build_report(
         except ValueError:
             pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
-    return Report(lines, lengths.step_tokens, options, facts, planned)
+    return Report(lines, options, facts, planned)
 
 
 def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,9 @@ class TrainBatches:
         order: the permutations.   accumulate: micro-batches per optimizer step, A.
         epoch_steps: optimizer steps of one epoch; None: N // G, one permutation.
         position: how many micro-batches of the whole run are done, asked as an iterator is made.
+    Attributes:
+        begin: step, permutation and position in it from where steps are of this size; a run that
+            goes on with steps of another size sets it to the `place` where it stood.
     Raises: DataError if one step needs more samples than there are.
     """
 
@@ -91,6 +94,7 @@ class TrainBatches:
         self.epoch_steps = epoch_steps or self.permutation_steps
         self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
         self.rank, self.world_size, self.position = rank, world_size, position
+        self.begin = (0, 0, 0)
 
     def __len__(self) -> int:
         """Micro-batches of an epoch, equal on all ranks."""
@@ -102,13 +106,13 @@ class TrainBatches:
         return self._batches(done, (done // len(self) + 1) * len(self))
 
     def _batches(self, done: int, end: int) -> Iterator[list[int]]:
-        per_permutation = self.accumulate * self.permutation_steps
         per_block = max(1, _BLOCK // self.batch_size)
         while done < end:
-            permutation, first = divmod(done, per_permutation)
-            n_batches = min(per_block, per_permutation - first, end - done)
+            step, first = divmod(done, self.accumulate)
+            permutation, start, n_steps = self.place(step)
+            n_batches = min(per_block, n_steps * self.accumulate - first, end - done)
             micro_steps = np.arange(first, first + n_batches)
-            positions = self._positions(micro_steps * self.world_size + self.rank)
+            positions = start + self._positions(micro_steps * self.world_size + self.rank)
             yield from self.order.index(permutation, positions).tolist()
             done += n_batches
 
@@ -117,10 +121,19 @@ class TrainBatches:
 
         `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
         """
-        permutation, step = divmod(step, self.permutation_steps)
+        permutation, start, _ = self.place(step)
         slots = np.arange(self.accumulate * self.world_size).reshape(self.accumulate, -1)
-        positions = self._positions(step * slots.size + slots)
-        return self.order.index(permutation, positions)
+        return self.order.index(permutation, start + self._positions(slots))
+
+    def place(self, step: int) -> tuple[int, int, int]:
+        """The permutation and the position in it where a step begins, and its steps from there."""
+        begun, permutation, start = self.begin
+        n_steps = max(0, self.order.n_samples - start) // self.global_batch_size
+        done = step - begun
+        if done >= n_steps:  # beyond the permutation in which this batch began
+            further, done = divmod(done - n_steps, self.permutation_steps)
+            permutation, start, n_steps = permutation + 1 + further, 0, self.permutation_steps
+        return permutation, start + done * self.global_batch_size, n_steps - done
 
     def _positions(self, slots: np.ndarray) -> np.ndarray:
         """The B positions of each slot, slot = micro_step * W + rank: (..., B)."""

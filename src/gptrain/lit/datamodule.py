@@ -69,7 +69,27 @@ class TextDataModule(pl.LightningDataModule):
             epoch_steps=lengths.epoch_steps,
             position=lambda: self.trainer.global_step * accumulate,
         )
+        self.step_tokens, self._tokens_at = lengths.step_tokens, (0, 0)  # a step, and tokens by it
         self.train_loader: Loader | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the run has trained on, over all ranks, in steps of whatever size."""
+        step, tokens = self._tokens_at
+        return tokens + (self.trainer.global_step - step) * self.step_tokens
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run stands, for one that goes on with steps of another size."""
+        step = self.trainer.global_step
+        permutation, start, _ = self.batches.place(step)
+        found = {"step": step, "permutation": permutation, "position": start}
+        return {**found, "tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on from there; an evaluation does not."""
+        if self.trainer.state.fn == "fit":
+            self.batches.begin = (state["step"], state["permutation"], state["position"])
+            self._tokens_at = (state["step"], state["tokens"])
 
     @property
     def waited_s(self) -> float:

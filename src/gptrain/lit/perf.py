@@ -42,7 +42,7 @@ class Speed:
         steps, seconds, waited_s = (now - then for now, then in zip(self._last, last, strict=True))
         step_s, step_tokens = seconds / max(1, steps), self.lengths.step_tokens
         metrics = {
-            "tokens": float(self.trainer.global_step * step_tokens),
+            "tokens": float(self.trainer.datamodule.tokens),
             "perf/tokens_per_s": step_tokens / step_s,
             "perf/step_s": step_s,
             "perf/data_wait_s": waited_s / max(1, steps),

@@ -22,7 +22,6 @@ class Report:
 
     Args:
         lines: label -> what the start says of it, in the order of printing.
-        step_tokens: tokens per optimizer step over all ranks.
         hyper_parameters: the whole config, for the loggers, and `typed`: option -> value, of those
             that were typed and tell this run from another.
         facts: what else result.json keeps, of what the run was made by.
@@ -32,14 +31,13 @@ class Report:
     def __init__(
         self,
         lines: dict[str, str],
-        step_tokens: int,
         hyper_parameters: dict[str, Any],
         facts: dict[str, Any],
         planned: Planned | None = None,
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
         self.facts, self.planned = facts, planned
-        self.step_tokens, self.hyper_parameters = step_tokens, hyper_parameters
+        self.hyper_parameters = hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
         """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
@@ -75,7 +73,7 @@ class Report:
                 path,
                 metrics,
                 steps=steps,
-                tokens=steps * self.step_tokens,
+                tokens=trainer.datamodule.tokens,
                 seconds=seconds,
                 checkpoint=best,
                 ended=ended,

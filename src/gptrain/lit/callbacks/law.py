@@ -41,7 +41,7 @@ class LawWatch(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         loss, step = trainer.callback_metrics.get(self.objective), trainer.global_step
-        tokens = step * self.lengths.step_tokens
+        tokens = trainer.datamodule.tokens
         if trainer.sanity_checking or loss is None or tokens < self.least_tokens:
             return
         group = trainer.optimizers[0].param_groups[0]
