@@ -1,7 +1,9 @@
-"""Ready token files, raw and with llm.c's header, are read as they are or refused by name."""
+"""Ready token files, raw, with llm.c's header or Megatron's index, are read or refused by name."""
 
 import os
 import pickle
+import resource
+import struct
 
 import numpy as np
 import pytest
@@ -216,3 +218,66 @@ def test_a_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
     assert fingerprint("moved/train.bin", tokens) == before
     assert fingerprint("longer.bin", [*tokens, 1]) != before
     assert fingerprint("other.bin", [*tokens[:-1], 1]) != before
+
+
+# ---- shards and Megatron's files
+
+
+def write_megatron(path, sequences, dtype=np.uint16, code=8):
+    """As Megatron's IndexedDatasetBuilder: path.bin of tokens, path.idx of what they are."""
+    tokens = [np.array(sequence, dtype=dtype) for sequence in sequences]
+    lengths = [len(one) for one in tokens]
+    path.with_suffix(".bin").write_bytes(b"".join(one.tobytes() for one in tokens))
+    places = np.cumsum([0, *lengths[:-1]]) * np.dtype(dtype).itemsize
+    path.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1)
+        + np.int32(lengths).tobytes() + places.astype(np.int64).tobytes()
+        + np.arange(len(lengths) + 1, dtype=np.int64).tobytes()
+    )  # fmt: skip
+    return path.with_suffix(".bin")
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
+def test_megatrons_files_are_read_by_their_index(tmp_path, dtype, code):
+    path = write_megatron(tmp_path / "web_text", [[1, 2, 3], [4], [5, 6]], dtype, code)
+    assert open_token_file(path).map().tolist() == [1, 2, 3, 4, 5, 6]
+    assert find_token_files(tmp_path) == find_token_files(str(tmp_path / "web*")) == [path]
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda index: index[:20], r"web\.idx: truncated, 20 bytes"),
+        (lambda index: index[:-30], r"web\.idx: truncated, or without a sequence"),
+        (lambda index: b"X" + index[1:], r"web\.idx: no Megatron index of version 1"),
+        (lambda index: index[:17] + b"\5" + index[18:], r"web\.idx: tokens of type 5"),
+        (lambda index: index[:38] + b"\7" + index[39:], r"web\.bin: its header counts 10 tokens"),
+    ],
+)
+def test_what_is_wrong_with_an_index_is_said_with_its_name(tmp_path, harm, message):
+    index = write_megatron(tmp_path / "web", [[1, 2, 3], [4, 5]]).with_suffix(".idx")
+    index.write_bytes(harm(index.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        open_token_file(tmp_path / "web.bin")
+
+
+def test_of_a_folder_of_shards_each_split_has_its_own(tmp_path):
+    for name in ("fineweb_val_000000", "fineweb_train_000002", "fineweb_train_000001"):
+        write_headed(tmp_path / f"{name}.bin", range(10))
+    names = [path.name[8:-4] for path in find_token_files(tmp_path, "train")]
+    assert names == ["train_000001", "train_000002"]
+    assert len(TokenDataset(tmp_path, 3, split="val", keep_tail=True)) == 3
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        find_token_files(tmp_path / "nothing", "val")
+
+
+def test_shards_of_a_terabyte_are_not_read_at_the_start(tmp_path):
+    for number in range(64):  # holes: no block of the disk is behind them
+        with open(tmp_path / f"{number:02}.bin", "wb") as file:
+            file.truncate(2**34)
+    read_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = TokenDataset(tmp_path, 1024, vocab_size=100)
+    assert data.about().startswith(f"{2**39:,} tokens")
+    assert data[len(data) - 1][0].shape == (1024,) and data.fingerprint
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - read_before
+    assert grown_kib < 64 * 1024
