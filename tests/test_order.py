@@ -242,7 +242,7 @@ def test_fewer_samples_than_one_step_are_an_error():
 
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
 def test_evaluation_takes_every_sample_once_in_equal_batches(n_samples, batch_size, world_size):
-    ranks = [EvalBatches(n_samples, batch_size, rank, world_size) for rank in range(world_size)]
+    ranks = [EvalBatches([n_samples], batch_size, rank, world_size) for rank in range(world_size)]
     batches = [batch for rank in ranks for batch in rank]
     assert len({len(rank) for rank in ranks}) == 1
     assert sum(len(rank) for rank in ranks) == len(batches)
@@ -265,7 +265,7 @@ class Squares(Dataset):
 @pytest.mark.parametrize("dataset", [Squares(), DummyTextDataset(5, seq_len=5)])
 def test_padding_counts_for_nothing(dataset):
     loader = DataLoader(
-        PaddedDataset(dataset), batch_sampler=EvalBatches(5, 2, rank=0, world_size=2),
+        PaddedDataset(dataset), batch_sampler=EvalBatches([5], 2, rank=0, world_size=2),
         collate_fn=collate,
     )  # fmt: skip
     (first, first_targets), (last, last_targets) = loader
@@ -299,7 +299,7 @@ class Samples(Dataset):
 )
 def test_integer_targets_of_dicts_and_pairs_are_padded_with_what_no_loss_counts(sample, targets):
     loader = DataLoader(
-        PaddedDataset(Samples(sample)), batch_sampler=EvalBatches(5, 3), collate_fn=collate
+        PaddedDataset(Samples(sample)), batch_sampler=EvalBatches([5], 3), collate_fn=collate
     )
     full, last = map(targets, loader)
     assert (full != -100).all()
@@ -317,7 +317,9 @@ def test_integer_targets_of_dicts_and_pairs_are_padded_with_what_no_loss_counts(
 )
 def test_samples_of_another_form_are_repeated_as_torchs_distributed_sampler_does(sample):
     dataset = Samples(sample)
-    loader = DataLoader(PaddedDataset(dataset), batch_sampler=EvalBatches(5, 3), collate_fn=collate)
+    loader = DataLoader(
+        PaddedDataset(dataset), batch_sampler=EvalBatches([5], 3), collate_fn=collate
+    )
     _, last = loader
     expected = collate([dataset[3], dataset[4], dataset[0]])
     assert str(last) == str(expected)

@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gptrain import home
@@ -63,10 +63,8 @@ def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
     found = {}
     for name, part in parts.items():
         part = copy.copy(part)
-        part._set_parent(parts)
         if seq_len is not None and "seq_len" in part:
-            with open_dict(part):
-                part.seq_len = seq_len
+            part.seq_len = seq_len
         node = part.get(key, 1)
         found[name] = OmegaConf.to_container(node, resolve=True) if key != "weight" else node
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gptrain.data.order import SampleOrder
-from gptrain.data.samples import BatchDataset, collate
+from gptrain.data.samples import BatchDataset, PaddedDataset
 from gptrain.small_files import DataError
 
 _CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
@@ -61,8 +61,8 @@ class Mixture(BatchDataset):
     @cached_property
     def fingerprint(self) -> str:
         """One hash of the parts' names, lengths and fingerprints."""
-        facts = [(name, len(part), getattr(part, "fingerprint", None))
-                 for name, part in self.parts.items()]  # fmt: skip
+        parts = self.parts.items()
+        facts = [(name, len(part), getattr(part, "fingerprint", None)) for name, part in parts]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -75,7 +75,8 @@ class Mixture(BatchDataset):
         batch: tuple[Tensor, Tensor] | None = None
         for number in np.unique(owners).tolist():
             rows = np.flatnonzero(owners == number)
-            of_part = self._read(number, (samples[rows] - self.firsts[number]).tolist())
+            part = PaddedDataset(list(self.parts.values())[number])  # whatever it can read at once
+            of_part = part.__getitems__((samples[rows] - self.firsts[number]).tolist())
             batch = batch or tuple(one.new_empty(len(samples), one.shape[1]) for one in of_part)
             for whole, own in zip(batch, of_part, strict=True):
                 whole[torch.from_numpy(rows)] = own
@@ -95,12 +96,6 @@ class Mixture(BatchDataset):
             of_part = part.about(count) if hasattr(part, "about") else epochs
             words.append(f"{name} {self.weights[name]:.3g}: {of_part}")
         return " | ".join(words)
-
-    def _read(self, number: int, indices: list[int]) -> tuple[Tensor, Tensor]:
-        part = list(self.parts.values())[number]
-        if hasattr(part, "__getitems__"):
-            return collate(part.__getitems__(indices))
-        return collate([part[index] for index in indices])
 
 
 class MixtureOrder:

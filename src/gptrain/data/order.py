@@ -152,15 +152,9 @@ class EvalBatches:
     """
 
     def __init__(
-        self,
-        n_samples: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        lengths: Sequence[int] = (),
+        self, lengths: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1
     ) -> None:
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        lengths = lengths or [n_samples]
         self._bounds = np.cumsum([0, *lengths]).tolist()
         n_batches = [-(-n // (batch_size * world_size)) for n in lengths]
         self._batches = sorted((i, part) for part, n in enumerate(n_batches) for i in range(n))

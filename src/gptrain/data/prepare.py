@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,14 +32,6 @@ LENGTHS_TYPE = "<i8"
 _BATCH_BYTES = 2**20  # of text that are tokenized at once
 _POOL_BYTES = 2**22  # of a corpus for which processes are not worth their start
 _LOCK = "lock"
-
-
-class Tokens(NamedTuple):
-    """Of one split: tokens (n,), and the number of tokens up to each place where a document, or a
-    part of one, ends (d,)."""
-
-    tokens: np.ndarray
-    ends: np.ndarray
 
 
 def write_tokens(
@@ -83,8 +74,9 @@ def write_tokens(
 
 def encode_pieces(
     tokenizer: Tokenizer, end_id: int | None, dtype: str, pieces: list[Piece]
-) -> tuple[int, list[Tokens]]:
-    """Bytes read for these pieces, and their tokens for train and val."""
+) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
+    """Bytes read for these pieces, and for train and val: tokens (n,), and how many of them there
+    are up to each place where a document, or a part of one, ends (d,)."""
     ids = tokenizer.encode_batch([piece.text for piece in pieces])
     splits = []
     for is_val in (False, True):
@@ -97,7 +89,7 @@ def encode_pieces(
                 n_tokens += len(own) + (piece.is_end and end_id is not None)
                 ends += [n_tokens] if piece.is_last else []
         joined = np.concatenate([[], *tokens], dtype=dtype, casting="unsafe")
-        splits.append(Tokens(joined, np.array(ends, LENGTHS_TYPE)))
+        splits.append((joined, np.array(ends, LENGTHS_TYPE)))
     return sum(piece.n_read for piece in pieces), splits
 
 
@@ -187,7 +179,7 @@ def _begin_worker(encode: Callable, parent_pid: int) -> None:
     threading.Thread(target=_leave_with, args=(parent_pid,), daemon=True).start()
 
 
-def _work(batch: list[Piece]) -> tuple[int, list[Tokens]]:
+def _work(batch: list[Piece]) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
     return _encode(batch)
 
 

@@ -82,8 +82,7 @@ class TextDataModule(pl.LightningDataModule):
         """Where the run stands, for one that goes on with steps of another size."""
         step = self.trainer.global_step
         permutation, start, _ = self.batches.place(step)
-        found = {"step": step, "permutation": permutation, "position": start}
-        return {**found, "tokens": self.tokens}
+        return {"step": step, "permutation": permutation, "position": start, "tokens": self.tokens}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on from there; an evaluation does not."""
@@ -120,9 +119,8 @@ class TextDataModule(pl.LightningDataModule):
 
     def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
-        lengths = [len(part) for part in parts.values()]
-        place = (self.batch_size, self.rank, self.world_size)
-        self.eval_batches, self.eval_parts = EvalBatches(len(dataset), *place, lengths), list(parts)
+        lengths, self.eval_parts = list(map(len, parts.values())) or [len(dataset)], list(parts)
+        self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size)
         return self._loader(PaddedDataset(dataset), self.eval_batches)
 
     def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> "Loader":
