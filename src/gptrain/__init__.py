@@ -1,15 +1,22 @@
 """Multi-GPU training of GPT language models with PyTorch Lightning and Hydra."""
 
+from importlib import import_module
 from typing import Any
+
+_PLACES = {  # imported when asked for: torch is not, by `import gptrain`
+    "fit": "gptrain.fitting",
+    "load": "gptrain.nets.load",
+    "Run": "gptrain.fitting",
+    "RunFailed": "gptrain.fitting",
+    "ConfigError": "gptrain.problems",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load":  # here and not above: it imports torch, and every `import gptrain` would
-        from gptrain.nets.load import load
-
-        return load
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), "load"]  # for a notebook's completion
+    return [*globals(), *_PLACES]  # for a notebook's completion

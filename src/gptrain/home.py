@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 VARIABLE = "GPTRAIN_CONF"
+FOLDER_VARIABLE = "GPTRAIN_TELL_FOLDER"  # a file, into which gptrain.fit has its run write
 LIBRARY = Path(__file__).parent  # of which this file is a part, wherever it is installed
 
 

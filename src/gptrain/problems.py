@@ -111,6 +111,11 @@ class ConfigError(Exception):
         codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
 
+    @property
+    def lines(self) -> list[str]:
+        """What is printed of it, a line for each problem."""
+        return [problem.line for problem in self.problems]
+
     @classmethod
     def of(cls, key: str, value: object, wrong: str, **more: object) -> ConfigError:
         """With one Problem."""

@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "optim": set(),
     "lengths": set(),
     "law": {"small_files"},
+    "fitting": {"home", "resilience", "small_files", "nets", "data", "problems"},
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},
     "progress": set(),

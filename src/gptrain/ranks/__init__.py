@@ -8,6 +8,8 @@ rank        what surrounds the training function in each of them
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +18,12 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain import home
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.ranks.process import this_process
 from gptrain.resilience import fileops
 from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock, UnsafeFolder
-from gptrain.resilience.signals import StopFlag
+from gptrain.resilience.signals import StopFlag, die_with_parent
 
 __all__ = ["run", "settle"]
 
@@ -47,6 +50,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
 
         machine, again = find_machine(cfg), is_restart()
         if process.rank > 0:  # rank 0 holds the folder, and says where to start
+            tell_folder(cfg.run_dir)
             return run_rank(train, cfg, stop)
         with _held_folder(cfg, again) as lock:
             start_log()
@@ -54,6 +58,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
             prepare_start(cfg, find, again)
             forget_old_starts(cfg.run_dir)
             keep_config(cfg)
+            tell_folder(cfg.run_dir)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
                 return run_rank(train, cfg, stop)
             return supervise(train, cfg, machine.n_local, find, stop)
@@ -70,6 +75,16 @@ def settle(cfg: DictConfig) -> DictConfig:
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     OmegaConf.set_struct(cfg, True)
     return cfg
+
+
+def tell_folder(run_dir: str) -> None:
+    """Tells gptrain.fit, where that has started this process, the folder of the run that begins.
+
+    When its process ends before the run does, the run is asked to save and stop.
+    """
+    if path := os.environ.pop(home.FOLDER_VARIABLE, None):
+        die_with_parent(os.getppid(), signal.SIGTERM)
+        Path(path).write_text(run_dir)
 
 
 def keep_config(cfg: DictConfig) -> None:

@@ -90,14 +90,17 @@ def hold_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
     """Ends this process when its parent dies, however that dies (Linux; elsewhere see Watchdog).
 
     Call it first of all in a started process, with the number the parent had when it started it.
     The kernel means the *thread* that started the process: it must live as long as the child.
+
+    Args:
+        by: the signal that ends it.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # it died before we asked
         os._exit(FAILED)
 

@@ -1,0 +1,91 @@
+"""gptrain.fit: the run of the command line from Python, which leaves nothing behind there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from processes import wait_until
+
+import gptrain
+from tests.conftest import ROOT, TINY
+
+WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
+
+
+def test_two_runs_inside_ones_own_hydra_app_are_those_of_the_command_line(train, tmp_path, capfd):
+    by_hand = train("logger=none", "callbacks=none", "data.global_batch_size=8")
+    (tmp_path / "app.yaml").write_text("mine: 1")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        mine, before = GlobalHydra.instance().hydra, dict(os.environ)
+        first = gptrain.fit([*WORDS, f"run_dir={tmp_path / 'first'}"])
+        second = gptrain.fit((*WORDS, "trainer.devices=2", f"run_dir='{tmp_path / 'a b'}'"))
+        assert GlobalHydra.instance().hydra is mine and compose("app").mine == 1
+        assert dict(os.environ) == before
+    assert first.folder == tmp_path / "first" and second.folder == tmp_path / "a b"
+    assert first.metrics["val/loss"] == by_hand.metrics["val/loss"]
+    assert second.metrics["train/loss"] == pytest.approx(first.metrics["train/loss"], rel=1e-5)
+    assert "strategy  ddp · 2 x cpu" in capfd.readouterr().out
+    assert first.net is first.net and not first.net.training and first.tokenizer is None
+
+
+def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_path, capfd):
+    with pytest.raises(gptrain.ConfigError) as refused:
+        gptrain.fit(["data.batch_size=0", "optimizer.lr=fast", f"output_dir={tmp_path}"])
+    assert refused.value.code == 2
+    assert [line.split(": ")[1] for line in refused.value.lines] == [
+        "data.batch_size=0", "optimizer.lr=fast",
+    ]  # fmt: skip
+    assert not list(tmp_path.iterdir())
+    for wrong in ("-m", "--help", "seed"):
+        with pytest.raises(gptrain.ConfigError, match=f"error: {wrong}: not key=value"):
+            gptrain.fit([wrong])
+    with pytest.raises(gptrain.ConfigError, match="no project here"):
+        gptrain.fit(conf=tmp_path / "conf")
+
+
+def test_a_run_that_fails_is_an_exception_with_its_code_and_folder(tmp_path):
+    words = (*WORDS, "optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'run'}")
+    with pytest.raises(gptrain.RunFailed, match="error: ") as failed:
+        gptrain.fit(words)
+    assert (failed.value.code, failed.value.folder) == (79, tmp_path / "run")
+
+
+SCRIPT = """
+import sys
+import gptrain
+try:
+    run = gptrain.fit(sys.argv[2:], conf=sys.argv[1])
+    print(run.folder, file=sys.stderr)
+except KeyboardInterrupt:
+    print("stopped here", file=sys.stderr)
+"""
+
+
+def started(tmp_path, *words: str) -> subprocess.Popen:
+    """A script without `if __name__`, in a folder of no project."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = (*WORDS, f"run_dir={tmp_path / 'run'}", *words)
+    command = [sys.executable, "script.py", str(ROOT / "conf"), *words]
+    return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_script_without_a_guard_may_ask_for_two_ranks(tmp_path):
+    script = started(tmp_path, "trainer.devices=2")
+    assert script.communicate(timeout=200)[1].splitlines()[-1] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_stops_the_script_lets_the_run_save(by, tmp_path):
+    words = ("trainer.max_steps=100000", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5")
+    script, checkpoints = started(tmp_path, *words), tmp_path / "run" / "checkpoints"
+    wait_until(lambda: list(checkpoints.glob("step-*")) or script.poll() is not None, 200)
+    script.send_signal(by)
+    assert ("stopped here" in script.communicate(timeout=60)[1]) == (by == signal.SIGINT)
+    status = tmp_path / "run" / "status.json"
+    wait_until(lambda: status.exists() and '"preempted"' in status.read_text(), 30)
