@@ -101,3 +101,13 @@ def test_a_run_goes_on_without_a_word_of_its_options_typed_again(train):
     again = train(f"from_run='{run.folder}'", "ckpt_path=last", tiny=False)
     assert again.code == 0, again.err
     assert again.losses() == whole and len(whole) == 4
+
+
+def test_what_a_terminal_would_obey_is_shown_as_its_escape(train, old_run):
+    escapes = "x\x1b]0;PWNED\x07\x1b[31m"
+    run = train(old_run(f"name='{escapes}'", "model.max_seq_len=16"))
+    assert run.code == 0, run.err
+    log = (run.folder / "train.log").read_text()
+    assert "\x1b" not in run.out + run.err + log and "\x07" not in run.out + run.err + log
+    again = train(old_run("data=text", f"data.path='{escapes}'", name="lost"), tiny=False)
+    assert again.code == 66 and "\x1b" not in again.err and r"\x1b" in again.err

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
+
+from gptrain.problems import printable
 
 
 class Stream:
@@ -36,6 +39,13 @@ class Stream:
             if not isinstance(error, BrokenPipeError) and self.error is None:
                 self.error = error
                 print(f"warning: {self.name}: {error.strerror}, discarded", file=sys.stderr)
+
+
+class Lines(logging.Formatter):
+    """Of a log: what a terminal would obey, in somebody else's name say, is shown as its escape."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
 
 
 def bear_lost_streams() -> None:

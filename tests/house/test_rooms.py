@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},
     "progress": set(),
-    "streams": set(),
+    "streams": {"problems"},
     "data": {"small_files", "progress"},
     "resilience": {"small_files", "problems", "progress"},
     "runs": {"home", "streams", "resilience", "small_files", "problems"},

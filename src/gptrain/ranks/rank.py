@@ -220,7 +220,8 @@ def report_ending(
     if ending.trace:
         print(ending.trace, file=sys.stderr)
     if ending.code != problems.PREEMPTED:
-        print(ending.line, file=sys.stderr, flush=True)
+        lines = map(problems.printable, ending.line.split("\n"))
+        print("\n".join(lines), file=sys.stderr, flush=True)
         return
     for label, words in (("stopped", ending.line), ("next", resume_command(cfg))):
         if log.isEnabledFor(logging.INFO):

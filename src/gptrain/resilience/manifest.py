@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from gptrain.problems import printable
 from gptrain.progress import progress_bar
 from gptrain.resilience.status import to_json
 from gptrain.small_files import UnreadableFile, open_regular, parse_json, read_bytes
@@ -45,7 +46,7 @@ class DamagedCheckpoint(Exception):
         self.path, self.reason = Path(path), reason
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+        return printable(f"{self.path}: {self.reason}")
 
 
 class NoGoodCheckpoint(Exception):
