@@ -24,7 +24,7 @@ from gptrain.config.cli import run_command
 from gptrain.config.compose import compose_config
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, as_typed, generate
-from gptrain.generate.text import Numbers, characters, until
+from gptrain.texts import Numbers, characters, until
 
 BYTES = ByteTokenizer()
 CORPUS = "naïve café, 數據 and def f(x): return x\n" * 40

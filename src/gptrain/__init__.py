@@ -5,7 +5,9 @@ from typing import Any
 
 _PLACES = {  # imported when asked for: torch is not, by `import gptrain`
     "fit": "gptrain.fitting",
+    "generate": "gptrain.texts",
     "load": "gptrain.nets.load",
+    "score": "gptrain.scoring",
     "Run": "gptrain.fitting",
     "RunFailed": "gptrain.fitting",
     "ConfigError": "gptrain.problems",

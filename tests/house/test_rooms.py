@@ -40,6 +40,8 @@ MAY_IMPORT = {
     "optim": set(),
     "lengths": set(),
     "law": {"small_files"},
+    "texts": {"data", "sampling", "problems"},
+    "scoring": {"data", "loss"},
     "fitting": {"home", "resilience", "small_files", "nets", "data", "problems"},
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},

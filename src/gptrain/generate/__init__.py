@@ -12,3 +12,18 @@
 
 A run's tokenizer lies in its folder; where there is none (data=tokens), a text is token ids.
 """
+
+import sys
+from types import ModuleType
+
+
+class _Command(ModuleType):
+    """`gptrain.generate(...)` from Python, also where this package of the same name is imported."""
+
+    def __call__(self, *args: object, **options: object) -> list[str]:
+        from gptrain.texts import generate  # torch
+
+        return generate(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Command

@@ -66,10 +66,10 @@ def generate(cfg: DictConfig) -> None:
     Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.
     """
     check_effects()
-    from gptrain.generate.text import Writer  # here, so that a wrong option is answered without
     from gptrain.nets.load import load
     from gptrain.nets.weights import named_source
     from gptrain.ranks.devices import accelerator_of, set_threads  # torch
+    from gptrain.texts import Writer  # here, so that a wrong option is answered without
 
     if (device := accelerator_of(asked := cfg.trainer.accelerator)) is None:
         raise ConfigError.of("trainer.accelerator", asked, "not on this machine")

@@ -1,4 +1,4 @@
-"""Tokens that come one by one, shown at once as text."""
+"""What a net writes, as text: whole, or shown as it is made."""
 
 from __future__ import annotations
 
@@ -11,11 +11,48 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from gptrain import sampling
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.problems import ConfigError
-from gptrain.sampling import Sampling, generate, printable
+from gptrain.sampling import Sampling, printable
 
 OPEN = "\N{REPLACEMENT CHARACTER}"  # what decodes to it may be the beginning of a character
+
+
+def generate(
+    net: nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    n_tokens: int = 256,
+    *,
+    temperature: float = 0.7,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+) -> list[str]:
+    """The text that follows each prompt, without it, by the net on its device.
+
+    Args:
+        prompts: of at least one token each.   n_tokens: after each, at most.
+        temperature: 0: the likeliest token.   top_k, top_p, min_p: see gptrain.sampling.
+        stop: texts before the first of which a text ends.
+        seed: of one series of random numbers for all prompts.
+
+    Raises: ValueError for a prompt of no token.
+    """
+    device = next(net.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    how, texts = (Sampling(temperature, top_k, top_p, min_p), generator, True), []
+    for prompt in prompts:
+        tokens = [int(token) for token in tokenizer.encode(prompt)]
+        if not tokens:
+            raise ValueError(f"prompt {prompt!r}: not one or more tokens")
+        pieces = characters(tokenizer, tokens, sampling.generate(net, tokens, n_tokens, *how))
+        next(pieces)  # the prompt
+        texts.append("".join(until(stop, pieces)))
+    return texts
 
 
 class Writer:
@@ -35,7 +72,7 @@ class Writer:
             wrong = f"not one or more tokens of the net, which has 0 to {size - 1}"
             raise ConfigError.of("prompt", prompt, wrong)
         options = (self.sampling, self.generator, self.cfg.cache)
-        made = generate(self.net, tokens, self.cfg.n_tokens, *options)
+        made = sampling.generate(self.net, tokens, self.cfg.n_tokens, *options)
         pieces = characters(self.tokenizer, tokens, made)
         for piece in chain([next(pieces)], until(self.stop, pieces)):  # no stop is in the prompt
             print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)

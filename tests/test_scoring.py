@@ -1,0 +1,71 @@
+"""Scores of texts, against one look at the net for each token; text from Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import gptrain
+from gptrain.data import ByteTokenizer
+from gptrain.models import SimpleGPT
+
+BYTES, LIMIT = ByteTokenizer(), 8
+TEXT = "für naïve 數據, and more"
+
+
+@pytest.fixture
+def net() -> SimpleGPT:
+    return SimpleGPT(256, d_model=16, n_heads=2, n_layers=1, max_seq_len=LIMIT, dropout=0.5)
+
+
+def look(net, tokens: torch.Tensor, n: int) -> float:
+    """Log-probability of the n-th token after as many as the net can see."""
+    with torch.no_grad():
+        logits = net.eval()(tokens[None, max(0, n - LIMIT) : n])[0, -1]
+    return logits.log_softmax(-1)[tokens[n]].item()
+
+
+def test_every_token_is_scored_after_all_that_the_net_can_see(net):
+    tokens = torch.as_tensor(BYTES.encode(TEXT))
+    truth = [look(net, tokens, n) for n in range(1, len(tokens))]
+    net.train()
+    (score,) = gptrain.score(net, BYTES, [TEXT], context=LIMIT)
+    assert net.training
+    assert score.log_probs.tolist() == pytest.approx(truth, abs=1e-5)
+    nats, n = -sum(truth), len(truth)
+    assert score.nats == pytest.approx(nats, rel=1e-5)
+    assert score.perplexity == pytest.approx(math.exp(nats / n), rel=1e-5)
+    assert score.bits_per_byte == pytest.approx(nats / math.log(2) / n, rel=1e-5)
+
+
+@pytest.mark.parametrize("context", [1, 3, None])
+def test_a_token_is_scored_once_in_windows_that_give_it_its_context(net, context, monkeypatch):
+    tokens, seen = torch.as_tensor(BYTES.encode(TEXT)), []
+    net.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    (score,) = gptrain.score(net, BYTES, [TEXT], context=context)
+    assert len(score.log_probs) == len(tokens) - 1 and max(seen) == LIMIT
+    step = LIMIT + 1 - (context or LIMIT // 2)
+    assert len(seen) == 1 + math.ceil((len(tokens) - 1 - LIMIT) / step)
+    assert score.log_probs[:LIMIT].tolist() == pytest.approx(
+        [look(net, tokens, n) for n in range(1, LIMIT + 1)], abs=1e-5
+    )
+
+
+def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):
+    for score in gptrain.score(net, BYTES, ["", "a"]):
+        assert score.nats == 0 and math.isnan(score.perplexity) and math.isnan(score.bits_per_byte)
+    with pytest.raises(ValueError, match=f"context=9: not from 1 to max_seq_len={LIMIT}"):
+        gptrain.score(net, BYTES, [TEXT], context=9)
+
+
+def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net):
+    first = gptrain.generate(net, BYTES, ["a", "b"], 20, seed=1)
+    assert first == gptrain.generate(net, BYTES, ["a", "b"], 20, seed=1)
+    assert first != gptrain.generate(net, BYTES, ["a", "b"], 20, seed=2)
+    (one,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0)
+    (cut,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0, stop=[one[2]])
+    assert cut == one[: one.index(one[2])]
+    with pytest.raises(ValueError, match="prompt '': not one or more tokens"):
+        gptrain.generate(net, BYTES, [""])
