@@ -1,5 +1,6 @@
 """Text is split, tokenized and cached such that no byte is lost, counted twice or half written."""
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -21,6 +22,7 @@ from gptrain.data import (
     load_tokenizer,
     train_bpe,
 )
+from gptrain.data import prepare as prepare_module
 from gptrain.data.corpus import cut_at, find_sources, read_pieces, split
 from gptrain.data.prepare import fresh_folder
 
@@ -493,6 +495,34 @@ def test_a_draft_is_removed_by_the_next_run_once_its_maker_is_dead(corpus, tmp_p
     maker.join(30)
     prepare(corpus, "bytes", tmp_path, val_fraction=0.3)
     assert sum(name.startswith(".") for name in folders(tmp_path)) == 0
+
+
+def prepare_and_stop(corpus, cache, begun):
+    """Stands still once the first tokens are written."""
+
+    def one_batch(pieces):
+        yield from itertools.islice(read(pieces), 1)
+        begun.set()
+        time.sleep(60)
+
+    read, prepare_module.batches = prepare_module.batches, one_batch
+    prepare(corpus, "bytes", cache)
+
+
+def test_what_a_killed_process_has_half_made_is_not_taken_up(corpus, tmp_path):
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    maker = context.Process(target=prepare_and_stop, args=(corpus, tmp_path / "a", begun))
+    maker.start()
+    assert begun.wait(30)
+    maker.kill()
+    maker.join(30)
+    (draft,) = (name for name in os.listdir(tmp_path / "a") if name.startswith("."))
+    assert (tmp_path / "a" / draft / "train.bin").exists()
+    whole, again = (prepare(corpus, "bytes", tmp_path / name) for name in "ba")
+    for name in ("train.bin", "train.ends", "val.bin", "val.ends"):
+        assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    assert draft not in os.listdir(tmp_path / "a")
 
 
 def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
