@@ -46,6 +46,20 @@ def test_a_new_weight_decay_is_used_and_saved(fit):
     assert run.column("train/loss")[4:] != full.column("train/loss")[4:]
 
 
+def test_a_learning_rate_of_one_group_is_scaled_with_the_batch_and_may_change(fit):
+    words = (*SAVED, "scheduler=constant", "optimizer=muon", "optimizer.vector_lr=5e-4",
+             "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=1")  # fmt: skip
+    first = fit(*words, "optimizer.embedding_lr=2e-3", "trainer.max_steps=3")
+    before = [group["lr"] for group in groups(first, 3)]
+    assert {0.008, 0.002} < {round(lr, 9) for lr in before}  # of batches of four
+    again = ("optimizer.embedding_lr=1e-3", "ckpt_path=last")
+    fit(*words, *again, code=2)
+    run = fit(*words, *again, "allow_changes=[optimizer.embedding_lr]")
+    after = [group["lr"] for group in groups(run, 6)]
+    changed = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    assert changed == [pytest.approx((0.008, 0.004))]
+
+
 def test_nothing_is_changed_that_was_not_typed(fit):
     words = (*SAVED, "scheduler=constant")
     full = fit(*words, name="full")
