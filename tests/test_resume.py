@@ -90,7 +90,13 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
 
 @pytest.mark.parametrize(
     "changed",
-    ["data.num_workers=3", "trainer.max_steps=99", "model.compile=blocks", "trainer.devices=2"],
+    [
+        "data.num_workers=3",
+        "trainer.max_steps=99",
+        "model.compile=blocks",
+        "trainer.devices=2",
+        "trainer.precision=32",
+    ],
 )
 def test_what_does_not_change_the_run_may_change(compose, changed):
     save(compose(), 5)
