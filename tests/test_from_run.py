@@ -109,5 +109,7 @@ def test_what_a_terminal_would_obey_is_shown_as_its_escape(train, old_run):
     assert run.code == 0, run.err
     log = (run.folder / "train.log").read_text()
     assert "\x1b" not in run.out + run.err + log and "\x07" not in run.out + run.err + log
-    again = train(old_run("data=text", f"data.path='{escapes}'", name="lost"), name="again", tiny=False)
+    again = train(
+        old_run("data=text", f"data.path='{escapes}'", name="lost"), name="again", tiny=False
+    )
     assert again.code == 66 and "\x1b" not in again.err and r"\x1b" in again.err

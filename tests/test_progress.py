@@ -9,11 +9,8 @@ import pty
 import struct
 import sys
 import termios
-from collections.abc import Callable
-from types import ModuleType
 
 import pytest
-import torch
 
 from gptrain.progress import progress_bar
 from gptrain.resilience import manifest
@@ -65,28 +62,10 @@ class Count:
         pass
 
 
-@pytest.fixture
-def bars(monkeypatch) -> Callable[[ModuleType], list[Count]]:
-    """The bars that a module makes."""
-
-    def of(module: ModuleType) -> list[Count]:
-        made = []
-        monkeypatch.setattr(module, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
-        return made
-
-    return of
-
-
-def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, bars):
-    store, made = CheckpointStore(tmp_path, "run"), bars(manifest)
+def test_verifying_a_checkpoint_counts_its_bytes(tmp_path, monkeypatch):
+    store, made = CheckpointStore(tmp_path, "run"), []
+    monkeypatch.setattr(manifest, "progress_bar", lambda *of: made.append(Count(*of)) or made[-1])
     with store.writing(1) as draft, draft.open("state.ckpt") as file:
         file.write(b"x" * 3_000_000)
     store.newest_good()
     assert [(bar.what, bar.n, bar.total) for bar in made] == [("verifying", 3_000_000, 3_000_000)]
-
-
-def test_exporting_a_net_counts_its_bytes(tmp_path, bars):
-    files = pytest.importorskip("gptrain.export.files")
-    made = bars(files)
-    files.write_net(torch.nn.Linear(20, 30), tmp_path, "safetensors", "bf16")
-    assert [(bar.what, bar.n, bar.total) for bar in made] == [("exporting", 1260, 1260)]

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
+from gptrain.optim import muon
 
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
@@ -264,7 +265,9 @@ class HangAt(pl.Callback):
 class MuonInFp32(pl.Callback):
     """Muon's products in fp32 whatever the CPU has: in bf16 a last bit of fp32 may be one of 8."""
 
-    def __init__(self):
-        from gptrain.optim import muon
-
+    def setup(self, trainer, module, stage):
+        self.native = muon.native_dtype
         muon.native_dtype = lambda device: torch.float32
+
+    def teardown(self, trainer, module, stage):
+        muon.native_dtype = self.native

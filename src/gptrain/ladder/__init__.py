@@ -1,6 +1,7 @@
 """The loss of a size that was never trained, from smaller ones: outputs/ladder/ladder.json, .png.
 
-    python -m gptrain.ladder experiment=quickstart hardware=h100_sxm max_tokens=2e7
+    python -m gptrain.ladder experiment=quickstart trainer.max_steps=-1 max_tokens=2e7 \\
+        model.n_layers=8 hardware=h100_sxm "ladder.sizes=[0.25,0.375,0.5]"
 
 All that train.py takes describes the target; its length is max_tokens, or the most of
 ladder.tokens_per_parameter. What all of it takes is printed first; with --plan that is all. Typed

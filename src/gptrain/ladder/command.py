@@ -78,7 +78,7 @@ def ladder(cfg: DictConfig, typed: list[str], only_plan: bool) -> None:
         raise ConfigError.of(
             "", None, f"{script}: missing, its runs are this script's", code=INPUT_NOT_FOUND
         )
-    if find_spec("scipy") is None:
+    if not only_plan and find_spec("scipy") is None:
         attempt = "pip install scipy matplotlib"
         raise ConfigError.of("", None, "the law is fitted by scipy: not installed", attempt=attempt)
     target, sizes = find_sizes(cfg, typed)
