@@ -58,7 +58,7 @@ def test_every_strategy_has_its_bytes_time_and_traffic(plan):
     assert found["parameters"] == 124_439_808
     rows = found["strategies"]
     assert rows.keys() == {"single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel",
-                           "pipeline", "ddp_pipeline"}  # fmt: skip
+                           "pipeline", "ddp_pipeline", "diloco"}  # fmt: skip
     for name, row in rows.items():
         held = row["bytes_per_device"]
         states = held["weights"] + held["gradients"] + held["optimizer"]
@@ -66,6 +66,8 @@ def test_every_strategy_has_its_bytes_time_and_traffic(plan):
         assert row["step_s"] > 0 and 0 < row["mfu"] < 1 and 0 < row["scaling_efficiency"] <= 1
         assert 0 <= row["overlapped_s"] <= row["communication_s"]
         assert (row["wire_bytes_per_step"] > 0) == (name != "single")
+    share = rows["diloco"]["wire_bytes_per_step"] / rows["ddp"]["wire_bytes_per_step"]
+    assert share == pytest.approx(1 / 32)
     assert rows["ddp"]["wire_bytes_per_step"] == pytest.approx(1.5 * 4 * 124_439_808, abs=1)
 
 

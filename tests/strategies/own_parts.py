@@ -271,3 +271,46 @@ class MuonInFp32(pl.Callback):
 
     def teardown(self, trainer, module, stage):
         muon.native_dtype = self.native
+
+
+class NoteWeights(pl.Callback):
+    """Writes the weights after each step, in each rank: `weights-<rank>.pt`."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.seen.append(nn.utils.parameters_to_vector(module.net.parameters()).detach())
+
+    def on_train_end(self, trainer, module):
+        path = Path(trainer.default_root_dir) / f"weights-{trainer.global_rank}.pt"
+        torch.save(self.seen, path)
+
+
+class InfiniteAt(pl.Callback):
+    """Rank 1's gradients of one step are no numbers."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_after_backward(self, trainer, module):
+        if (trainer.global_step, trainer.global_rank) == (self.step, 1):
+            next(module.parameters()).grad.fill_(torch.nan)
+
+
+class Plain(pl.LightningModule):
+    """A LightningModule that knows nothing of ours."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        tokens, targets = batch
+        loss = nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)

@@ -2,9 +2,10 @@
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from count_bytes import CountBytes
-from kinds import ACCUMULATE, BATCH, D, Piped, Replicated, Sharded, T, V, training_bytes
+from kinds import ACCUMULATE, BATCH, D, OneProcess, Piped, Replicated, Sharded, T, V, training_bytes
 from ranks import on_ranks
 
 from gptrain.costs.communication import find_traffic
@@ -13,6 +14,7 @@ from gptrain.costs.shape import gpt_shape
 from gptrain.costs.work import Work
 from gptrain.parallel.activation import apply_activation_checkpointing
 from gptrain.parallel.dims import ParallelDims
+from gptrain.parallel.outer import OuterStep
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
@@ -66,6 +68,22 @@ def test_bytes_sent_are_those_of_the_plan():
     interleaved = Piped("interleaved_1f1b")
     check_sent("pipeline", interleaved, stages, rank=rank, schedule="interleaved_1f1b")
     check_sent("ddp", Replicated(), data)
+
+
+@on_ranks(2)
+def test_replicas_send_what_they_moved_in_the_plans_share_of_a_step():
+    """In fp32 and bf16, every fourth step."""
+    net = OneProcess().net
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        parameters = dict(net.named_parameters())
+        world, alone = dist.group.WORLD, dist.new_subgroups(1)[0]
+        outer = OuterStep(parameters, world, alone, lr=0.7, momentum=0.9, dtype=dtype)
+        with CountBytes() as counted:
+            outer.sync()
+        options = {"sync_every": 4, "outer_dtype": name}
+        (expected,) = find_traffic(make_work("diloco", ParallelDims(data=2), **options))
+        assert abs(counted.total / 4 / expected.n_bytes - 1) < 0.01
+        assert counted.calls["allreduce"] / 4 == expected.calls
 
 
 @on_ranks(2)

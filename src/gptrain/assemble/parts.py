@@ -148,7 +148,7 @@ def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
         raise Unfit(
             "module._target_",
             f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
-            "computes itself; strategies that work: single, ddp; or a subclass of "
+            "computes itself; strategies that work: single, ddp, diloco; or a subclass of "
             "gptrain.lit.LanguageModel",
         )
     if "pipeline" in strategy and made.loss is not LanguageModel.loss:

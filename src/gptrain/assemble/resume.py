@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.assemble.parts import batch_of, warmup_of
 from gptrain.lengths import Lengths
 from gptrain.nets.weights import find_weights, named_source
-from gptrain.parallel.dims import parallel_dims
+from gptrain.parallel.dims import STRATEGIES, parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
 from gptrain.ranks.process import this_process
 from gptrain.resilience.lock import RunLock
@@ -33,6 +33,8 @@ INDIFFERENT = {
     "data.num_workers",
     "data.batch_size",  # may change where data.global_batch_size stays
     "data.global_batch_size",  # the number that comes out counts, not how it was asked for
+    "strategy.timeout_s",
+    "strategy.backend",
     "data.val.seed",  # follows from seed
     "model.compile",
     "model.activation_checkpointing",
@@ -138,7 +140,8 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
         "trainer.precision": SPELT_OUT.get(precision, precision),
     }
-    for group in DECISIVE:
+    row = STRATEGIES.get(cfg.strategy.name)  # of "auto" none
+    for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):
         node = OmegaConf.to_container(cfg[group], resolve=True)
         facts |= {
             key: value

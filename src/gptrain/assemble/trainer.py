@@ -39,7 +39,6 @@ from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
 from gptrain.nets.load import build_net, build_target
-from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.ranks.devices import Machine, native_precision
@@ -64,8 +63,9 @@ REFUSED = {
         "try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
     ),
     WeightAveraging: (
-        ANY_NET,
-        "copies a whole net, and strategy={} partitions it; strategies that work: single, ddp",
+        ("single", "ddp"),
+        "averages the one whole net of each step, which no rank has under strategy={}; strategies "
+        "that work: single, ddp",
     ),
 }
 FP32_BYTES = 4

@@ -164,12 +164,12 @@ def check_strategy(run: Config) -> Iterator[Problem]:
     name, precision = run.get("strategy.name"), run.get("trainer.precision")
     if run.get("trainer.accelerator") == "cpu":
         yield from check_cpu(run)
-    if name not in STRATEGIES or name in ("auto", *ANY_NET):
+    if name not in STRATEGIES or name in ("auto", "single", "ddp"):
         return
     if precision in FP16:
         wrong = f"strategy={name} does not scale losses"
         yield run.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")
-    if run.get("model.compile") == "model":
+    if name not in ANY_NET and run.get("model.compile") == "model":
         wrong = f"under strategy={name} collectives and hooks lie between the blocks"
         yield run.error("model.compile", wrong, "model.compile=blocks")
     recomputes = run.get("model.activation_checkpointing", "none") != "none"

@@ -289,6 +289,14 @@ class DDP(Strategy):
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"]
 
 
+class DiLoCo(Strategy):
+    replicas: Count | None
+    sync_every: Count
+    outer_lr: PositiveFloat
+    outer_momentum: number(ge=0, lt=1)
+    outer_dtype: Literal["fp32", "bf16"]
+
+
 class Sharded(Strategy):
     reshard_after_forward: bool
     accumulate_shards: bool
@@ -322,6 +330,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "pipeline": Pipeline,
     "fsdp_tensor_parallel": FSDPTensorParallel,
     "ddp_pipeline": Pipeline,
+    "diloco": DiLoCo,
 }
 
 

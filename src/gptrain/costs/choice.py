@@ -45,7 +45,8 @@ def compare(
             group, _, leaf = key.partition(".")
             changed[group] = changed[group] | {leaf: value}
         tried = estimates(changed, sample_tokens, machine, n_nodes).items()
-        speeds = {k: row["tokens_per_s"] for k, row in tried if row["fits"] and k in allowed}
+        exact = {name for name in allowed if STRATEGIES[name].is_exact}
+        speeds = {k: row["tokens_per_s"] for k, row in tried if row["fits"] and k in exact}
         for name, speed in speeds.items():
             if speed >= EQUAL * max(speeds.values()):
                 mine = {"strategy": name} | ({"trainer.devices": 1} if name == "single" else {})

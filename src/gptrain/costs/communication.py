@@ -47,7 +47,8 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
 def find_traffic(work: Work) -> list[Traffic]:
     """What work.rank sends in a step; nothing on one device."""
     data = _fsdp if "fsdp" in work.strategy else _ddp
-    found = (*_tensor_parallel(work), *_pipeline(work), *data(work), *_muon(work))
+    alone = _diloco(work) if work.strategy == "diloco" else ()
+    found = (*_tensor_parallel(work), *_pipeline(work), *data(work), *_muon(work), *alone)
     return [traffic for traffic in found if traffic.n_bytes]
 
 
@@ -57,7 +58,7 @@ def _ddp(work: Work) -> Iterator[Traffic]:
     A bucket waits for its last gradient, and that of a tied table is the last of all. Pipelines
     average when all is computed. PowerSGD sends gradients whole for its first 1000 steps.
     """
-    n, held = work.dims.data, sum(work.held)
+    n, held = work.step_ranks, sum(work.held)
     each = 2 if work.options.get("comm_hook") in ("bf16", "fp16") else work.weight_bytes
     bucket = work.options.get("bucket_cap_mb", 25.0) * 2**20 / work.weight_bytes  # parameters
     last = max(bucket, work.shape.is_tied * work.shape.table)
@@ -65,6 +66,21 @@ def _ddp(work: Work) -> Iterator[Traffic]:
     sent, n_buckets = all_reduce_bytes(held * each, n), -(-held // bucket)
     room = 2 / 3 / work.accumulate
     yield Traffic("gradients", DATA, sent, n_buckets, 2 * (n - 1), exposed, room)
+
+
+def _diloco(work: Work) -> Iterator[Traffic]:
+    """What the replicas have moved, all-reduced every so many steps, when nothing is computed.
+
+    Each of a replica's ranks does so with a part of it, which it then broadcasts to the others.
+    """
+    n, held, parts = work.dims.data // work.step_ranks, sum(work.held), work.step_ranks
+    share = 1 / work.options.get("sync_every", 32)
+    each = 2 if work.options.get("outer_dtype") == "bf16" else work.weight_bytes
+    calls = share * (work.shape.n_layers * len(work.shape.matrices) + 3)  # each matrix; the rest
+    sent = share * all_reduce_bytes(held * each, n) / parts
+    yield Traffic("what replicas moved", DATA, sent, calls / parts, 2 * (n - 1))
+    sent = share * gather_bytes(held * work.weight_bytes, parts)
+    yield Traffic("what all moved", DATA, sent, calls, parts - 1)
 
 
 def _fsdp(work: Work) -> Iterator[Traffic]:
@@ -131,7 +147,7 @@ def _muon(work: Work) -> Iterator[Traffic]:
     """
     dims, is_sharded = work.dims, "fsdp" in work.strategy or work.dims.tensor > 1
     n = dims.tensor * (dims.data // dims.replicas if "fsdp" in work.strategy else 1)
-    n = n if is_sharded else dims.data
+    n = n if is_sharded else work.step_ranks
     each = 2 if work.has_bf16 else 4
     matrices = work.is_muon * each * work.part[0] * work.shape.block_matrices
     times = 1 + is_sharded

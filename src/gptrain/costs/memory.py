@@ -22,6 +22,8 @@ def estimate_states(work: Work) -> dict[str, float]:
     states = held * states_per_weight(work.optimizer, work.momentum)
     if work.is_muon:  # one of hidden matrices, AdamW's two of the rest
         states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
+    if work.strategy == "diloco":  # where all were when they last met, and the outer momentum
+        states += held * (1 + bool(work.options.get("outer_momentum", 0.9)))
     sizes = {"weights": held, "gradients": held, "optimizer": states}
     return {key: n * work.weight_bytes / shards for key, n in sizes.items()}
 

@@ -69,6 +69,12 @@ class Work:
         return self.tokens * self.accumulate * self.dims.data
 
     @property
+    def step_ranks(self) -> int:
+        """Data ranks that take a step together: all, but of diloco one replica's."""
+        n_replicas = self.options.get("replicas") or self.dims.data
+        return self.dims.data // n_replicas if self.strategy == "diloco" else self.dims.data
+
+    @property
     def stages_per_rank(self) -> int:
         return dims.STAGES_PER_RANK.get(self.options.get("schedule", ""), 1)
 
@@ -113,6 +119,10 @@ def find_work(
     if (shape := find_shape(model)) is None or sample_tokens is None:
         return None
     options = config["strategy"] | {"name": name}
+    if name == "diloco":
+        nodes = trainer["num_nodes"]
+        nodes = nodes if isinstance(nodes, int) else 1
+        options["replicas"] = dims.count_replicas(options.get("replicas"), nodes, world_size)
     ranks = dims.parallel_dims(options, world_size)
     accumulate, total = trainer["accumulate_grad_batches"], data["global_batch_size"]
     batch = plan_batch(data["batch_size"], total, accumulate, ranks.data)

@@ -18,12 +18,14 @@ class Strategy:
         needs: attributes that a net must have (`gptrain.models`).
         builder: `module:function` that makes this rank's net and Lightning's strategy.
         check: `module:function` that raises Unfit for (net, options, dims) that do not go together.
+        is_exact: it trains what one process trains, to rounding.
     """
 
     axes: tuple[str, ...]
     needs: tuple[str, ...]
     builder: str
     check: str = ""
+    is_exact: bool = True
 
 
 _LIT = "gptrain.lit.strategies"
@@ -41,6 +43,7 @@ STRATEGIES = {
     "fsdp_tensor_parallel": Strategy((DATA, TENSOR), ("blocks", *_HEADS), _SHARDED, _SPLITS),
     "pipeline": Strategy((PIPELINE,), _STAGES, *_PIPELINE),
     "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, *_PIPELINE),
+    "diloco": Strategy((DATA,), (), f"{_LIT}.diloco:build_diloco", is_exact=False),
 }
 ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
 # Stages of a pipeline that one rank holds, by `strategy.schedule`.
@@ -92,7 +95,7 @@ def parallel_dims(options: Mapping[str, Any], world_size: int) -> ParallelDims:
         for axis in (TENSOR, PIPELINE)
     )
     n_data = max(1, world_size // (tensor * pipeline)) if DATA in axes else 1
-    dims = ParallelDims(n_data, tensor, pipeline, options.get("replicas", 1))
+    dims = ParallelDims(n_data, tensor, pipeline, options.get("replicas") or 1)
     if dims.world_size != world_size:
         equation = f"data {n_data} x tensor {tensor} x pipeline {pipeline} = {dims.world_size}"
         raise ValueError(
@@ -100,6 +103,11 @@ def parallel_dims(options: Mapping[str, Any], world_size: int) -> ParallelDims:
             f"{_advice(axes, world_size)}"
         )
     return dims
+
+
+def count_replicas(given: int | None, n_nodes: int, world_size: int) -> int:
+    """Replicas of diloco: as given, or one per node where there are several, or one per rank."""
+    return given or (n_nodes if n_nodes > 1 else world_size)
 
 
 def count_microbatches(given: int | None, n_ranks: int) -> int:

@@ -10,12 +10,18 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def sum_gradients(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, divisor: int = 1
+    parameters: Iterable[nn.Parameter],
+    group: dist.ProcessGroup,
+    divisor: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Replace each gradient by the group's sum, divided by divisor; all vectors in one message.
 
     Called once per optimizer step, after the last micro-step: sums commute with accumulation.
     All ranks of the group must pass the same parameters in the same order.
+
+    Args:
+        dtype: in which they are sent; None: their own.
     """
     if group.size() == 1:
         return
@@ -24,7 +30,7 @@ def sum_gradients(
     messages = [vectors] if vectors else []
     messages += [[_local(gradient)] for gradient in given if gradient.ndim >= 2]
     for message in messages:
-        flat = torch.cat([part.flatten() for part in message]).to(_wire(given))
+        flat = torch.cat([part.flatten() for part in message]).to(_wire(given), dtype)
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor

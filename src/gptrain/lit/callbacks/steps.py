@@ -123,14 +123,15 @@ class Steps(Callback):
         strategy = trainer.strategy
         if trainer.precision == "16-mixed" or math.isfinite(strategy.grad_norm):
             return
-        losses = gather([float(loss) for loss in strategy.micro_losses])  # (ranks, micro-steps)
-        guilty = (rank for rank, own in enumerate(losses) if not all(map(math.isfinite, own)))
+        mine = trainer.global_rank, [float(loss) for loss in strategy.micro_losses]
+        theirs = gather(mine, strategy.step_group)  # rank, micro-steps
+        guilty = (rank for rank, losses in theirs if not all(map(math.isfinite, losses)))
         step, rank = trainer.global_step, next(guilty, None)
         error = NonFinite(step, rank, trainer.datamodule.step_samples(step, rank))
         if self.on_nonfinite == "stop":
             raise error
-        if trainer.is_global_zero:
-            log.warning("warning: %s; the step is skipped", error)
+        if trainer.global_rank == theirs[0][0]:
+            log.error("warning: %s; the step is skipped", error)  # no rank but 0 logs less
         optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
 
     def on_train_batch_end(

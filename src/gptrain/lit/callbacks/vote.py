@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 
 
-def gather(value: Any) -> list[Any]:
-    """One value of each rank, on all ranks."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """One value of each rank, on all ranks; of all there are, or of a group."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -70,7 +70,8 @@ class NetStrategy:
         correction: what the gradients of this step were multiplied by: 1 but where training_step
             gave its loss other targets than the batch has.
         replicas: ranks that hold the same weights and gradients, and divide Muon's work.
-        data_group: ranks that see different samples; None: there is one.
+        data_group: ranks that see different samples and take a step together; None: there is one.
+        step_group: ranks that take a step together; None: all.
     """
 
     info: StrategyInfo
@@ -78,7 +79,8 @@ class NetStrategy:
     check_finite: Callable[[pl.Trainer, Optimizer], None] | None = None
     grad_norm: Tensor | None = None
     replicas: DeviceMesh | None = None
-    data_group: dist.ProcessGroup | None = None  # ranks that see different samples
+    data_group: dist.ProcessGroup | None = None
+    step_group: dist.ProcessGroup | None = None
     correction: Tensor | float = 1.0
     _step_mean: StepMean | None = None
     _in_training_step = False

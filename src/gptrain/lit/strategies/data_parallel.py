@@ -14,7 +14,7 @@ from gptrain.lit.strategies.states import NamedStates
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import make_net_on
 
-_SYNC_BUFFERS = (  # renamed in torch 2.13
+SYNC_BUFFERS = (  # renamed in torch 2.13
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
@@ -82,7 +82,7 @@ def build_ddp(args: BuildArgs) -> tuple[nn.Module, Strategy]:
     options = args.options
     strategy = DDP(
         comm_hook(options.comm_hook),
-        **{_SYNC_BUFFERS: False},  # ours are constants
+        **{SYNC_BUFFERS: False},  # ours are constants
         bucket_cap_mb=options.bucket_cap_mb,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
