@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gptrain.parallel.dims import DATA, PIPELINE, TENSOR, ParallelDims
@@ -27,7 +28,8 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     Every rank must call it, after the process group exists.
     """
     sizes = tuple(getattr(dims, axis) for axis in AXES)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    with unset_fake_temporarily():  # a plan traces without numbers, but ranks are counted by some
+        return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
@@ -39,7 +41,8 @@ def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     if dims.replicas == 1:
         return mesh["data"]
     sizes = (dims.replicas, dims.data // dims.replicas)
-    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+    with unset_fake_temporarily():
+        return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def start_group(

@@ -9,6 +9,8 @@
     topology         a file with what `nvidia-smi topo -m` prints, or - for a pipe
     --json           everything, for programs
     --doctor         what is wrong with this machine for such a run, each line with its fix
+    --trace          one step of the real code under the config's strategy, on tensors without
+                     numbers, in place of the formulas; of any other net than ours that is the plan
     --measure        time and bandwidth of the collectives between trainer.devices (2) ranks here,
                      up to max_bytes (16 MiB), and what a CPU computes; kept in machine.json of
                      output_dir, by which this machine is planned. Under torchrun, too
@@ -23,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gptrain import config
 from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
@@ -38,7 +40,7 @@ from gptrain.plan.doctor import doctor
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.ranks.process import count_devices
 
-FLAGS = ("--json", "--doctor", "--measure")
+FLAGS = ("--json", "--doctor", "--trace", "--measure")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
 CHOSEN = ("strategy", "trainer.devices")  # what is best among those that fit
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
@@ -89,9 +91,10 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
         return
     machine, topology = find_machine(values)
     found = compare(values, sample_tokens(values["data"]), machine, trainer["num_nodes"])
-    if not found["strategies"]:
-        wrong = "its sizes are not known; only those of SimpleGPT and Llama are, on tokens"
-        raise ConfigError.of("model._target_", values["model"]["_target_"], wrong)
+    if "--trace" in flags or not found["strategies"]:
+        found = traced(cfg, values, machine)
+        print(json.dumps(found, indent=1) if "--json" in flags else traced_lines(found), flush=True)
+        return
     changes = found.pop("changes")
     typed = [word for word in words if not word.startswith(("hardware", "topology"))]
     found["command"] = changes and command_line(typed, changes)
@@ -100,6 +103,36 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
         found["topology"] = topology.to_json()
     as_json = "--json" in flags
     print(json.dumps(found, indent=1) if as_json else table(found, changes, topology), flush=True)
+
+
+def traced(cfg: DictConfig, values: dict[str, Any], machine: Machine) -> dict[str, Any]:
+    """The traced step of any net, as `compare` gives estimates.   Raises: ConfigError."""
+    from gptrain.plan.trace import trace  # here: it imports torch and Lightning
+
+    cfg = OmegaConf.merge(cfg, {"trainer": {"precision": values["trainer"]["precision"]}})
+    world_size = machine.n_local * values["trainer"]["num_nodes"]
+    found = trace(cfg, world_size, sample_tokens(values["data"]))
+    row = found["row"]
+    total = row["bytes_per_device"]["total"] * machine.n_local**machine.is_cpu
+    row["fits"] = total <= machine.memory_bytes
+    return {
+        "parameters": found["parameters"],
+        "strategies": {found["strategy"]: row},
+        "machine": {"name": machine.name, "source": machine.source},
+        "traced": True,
+    }
+
+
+def traced_lines(found: dict[str, Any]) -> str:
+    """For people: what a device holds, computes and sends."""
+    lines = held_lines(found)
+    for row in found["strategies"].values():
+        sent = ", ".join(
+            f"{what} {n_bytes / 2**20:,.1f} MiB" for what, n_bytes in row["wire"].items()
+        )
+        computed = f"a step    {row['flops'] / 1e12:,.4g} TFLOP of a device, traced"
+        lines.append(f"{computed}; sent: {sent or 'nothing'}")
+    return "\n".join(lines)
 
 
 def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
@@ -149,15 +182,7 @@ def _find(key: str, value: str | None, find: Callable[[str | None], Any]) -> Any
 
 def table(found: dict[str, Any], changes: dict[str, Any] | None, topology: Topology | None) -> str:
     """For people: what a device holds, and what a step takes."""
-    machine, rows = found["machine"], found["strategies"]
-    held = [row["bytes_per_device"] for row in rows.values()]
-    unit, size = unit_of(max(one["total"] for one in held))
-    lines = [f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"]
-    lines[0] += f" ({machine['source']})"
-    lines.append(f"{f'{unit} of a device':22}{'  '.join(PARTS)}  fits")
-    for (name, row), one in zip(rows.items(), held, strict=True):
-        numbers = "  ".join(f"{one[part] / size:{len(part)}.2f}" for part in PARTS)
-        lines.append(f"{name:22}{numbers}  {'yes' if row['fits'] else 'no'}")
+    rows, lines = found["strategies"], held_lines(found)
     if all(row["step_s"] is not None for row in rows.values()):
         lines += step_lines(rows)
     if topology and topology.gpus:
@@ -169,6 +194,20 @@ def table(found: dict[str, Any], changes: dict[str, Any] | None, topology: Topol
     with_what = f"; nothing fits as typed, but with {' '.join(needed)}" if needed else ""
     lines += [f"best      {found['best']}{with_what}", f"command   {found['command']}"]
     return "\n".join(lines)
+
+
+def held_lines(found: dict[str, Any]) -> list[str]:
+    """What a device holds."""
+    machine, rows = found["machine"], found["strategies"]
+    held = [row["bytes_per_device"] for row in rows.values()]
+    unit, size = unit_of(max(one["total"] for one in held))
+    lines = [f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"]
+    lines[0] += f" ({machine['source']})"
+    lines.append(f"{f'{unit} of a device':22}{'  '.join(PARTS)}  fits")
+    for (name, row), one in zip(rows.items(), held, strict=True):
+        numbers = "  ".join(f"{one[part] / size:{len(part)}.2f}" for part in PARTS)
+        lines.append(f"{name:22}{numbers}  {'yes' if row['fits'] else 'no'}")
+    return lines
 
 
 def step_lines(rows: dict[str, Any]) -> list[str]:

@@ -1,0 +1,343 @@
+"""What one step of the real code holds, computes and sends, of any net: traced without its memory.
+
+The net, its module, optimizer and strategy are made as train.py makes them, on tensors that have
+shapes and no numbers (torch's FakeTensorMode), as rank 0 of a process group that sends nothing.
+Two steps run: in the first FLOPs and collectives are counted and the optimizer makes its states, of
+the second the peak is kept. Kernels are those of a CPU; torch.compile is left out.
+"""
+
+# B batch, T time
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from gptrain.assemble.parts import as_config_errors, build_module, module_class, plan_lengths
+from gptrain.lit.strategies import build_strategy
+from gptrain.nets.load import build_net, build_target
+from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
+from gptrain.parallel.fit import check_fit, tied_names
+from gptrain.parallel.slices import make_to_look_at
+from gptrain.parallel.step_mean import StepMean
+from gptrain.problems import ConfigError
+
+TRACED = ("single", "ddp", "fsdp", "tensor_parallel")  # DTensor's mixes read numbers
+MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+CPU = torch.device("cpu")
+N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
+
+
+def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
+    """The traced step of rank 0, under the config's own strategy.
+
+    Args:
+        cfg: checked; trainer.precision is not `auto`.
+        sample_tokens: positions of a sample; None: the first sample of data.train is read.
+
+    Returns: {"strategy", "parameters", "row": {"bytes_per_device", "flops",
+        "wire_bytes_per_step", "wire"}}; flops with what is recomputed.
+    Raises: ConfigError.
+    """
+    name = strategy_name(cfg.strategy.name, world_size)
+    if name not in TRACED:
+        wrong = f"not traced; traced: {', '.join(TRACED)}"
+        raise ConfigError.of("strategy.name", name, wrong)
+    with as_config_errors(cfg, "trainer.devices"):
+        dims = parallel_dims(cfg.strategy, world_size)
+    if dist.is_initialized():
+        raise RuntimeError("a plan is traced in a process of its own, without a process group")
+    sample = sample_of(cfg, sample_tokens)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return Step(cfg, name, dims, sample).trace()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        wrong = f"its step reads the numbers of tensors ({error}), which a traced one has not"
+        raise ConfigError.of("model._target_", cfg.model._target_, wrong) from error
+    finally:
+        dist.destroy_process_group()
+        gc.collect()  # FSDP's hooks hold the net in cycles
+
+
+def sample_of(cfg: DictConfig, sample_tokens: int | None) -> Any:
+    """A sample as the data give it: pairs of (T,), or what the user's own set has first."""
+    if sample_tokens is None:
+        return build_target(cfg.data.train)[0]
+    return (torch.zeros(sample_tokens, dtype=torch.int64),) * 2
+
+
+class Step:
+    """A step of rank 0. Inside of a FakeTensorMode.
+
+    Args:
+        name: of the strategy.   sample: of which batches are made.
+    """
+
+    def __init__(self, cfg: DictConfig, name: str, dims: ParallelDims, sample: Any) -> None:
+        self.cfg, self.name, self.dims = cfg, name, dims
+        self.precision = str(cfg.trainer.precision)
+        with as_config_errors(cfg):
+            module_class(cfg, name)
+            with unset_fake_temporarily():
+                net = make_to_look_at(partial(build_net, cfg))
+            mode = cfg.model.activation_checkpointing
+            check_fit(net, cfg.strategy, dims, compile="none", activation_checkpointing=mode)
+            self.n_parameters = sum(p.numel() for p in net.parameters())
+            net, self.strategy = build_strategy(
+                self.make_net,
+                cfg.strategy,
+                dims,
+                CPU,
+                activation_checkpointing=mode,
+                precision=self.precision,
+            )
+            sizes = [leaf for leaf in _leaves(sample) if leaf.ndim and not leaf.is_floating_point()]
+            lengths = plan_lengths(cfg, N_SAMPLES, len(sizes[0]) if sizes else 1, dims.data)
+            self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
+            with unset_fake_temporarily():  # metrics copy themselves, which takes numbers
+                self.module = build_module(cfg, net, lengths, None)
+        self.empty_beside(net)
+        self.batch = tree_map(lambda one: _repeated(one, size), sample)
+        self.optimizer = self.attach(lengths.n_steps)
+        self.is_last = True  # the micro-step after which gradients are reduced
+        if name == "ddp":
+            self.reduce_as_ddp()
+
+    def make_net(self) -> nn.Module:
+        """On the meta device where a strategy fills it by itself; else without numbers here."""
+        with unset_fake_temporarily():
+            net = make_to_look_at(partial(build_net, self.cfg))
+            net.to(WHOLE.get(self.precision))
+        if hasattr(net, "init_parameter") and not any(True for _ in net.buffers()):
+            return net
+        ties = tied_names(net)
+        net.to_empty(device=CPU)  # makes a parameter of each name, also of a tied one
+        for second, first in ties.items():
+            owner, _, leaf = second.rpartition(".")
+            setattr(net.get_submodule(owner), leaf, net.get_parameter(first))
+        net.to = lambda *_, **__: net  # it is there, and tensors without numbers are not swapped
+        return net
+
+    def empty_beside(self, net: nn.Module) -> None:
+        """Takes the numbers from what the module has beside the net."""
+        for child in self.module.children():
+            if child is not net and any(True for _ in child.parameters()):
+                child.to_empty(device=CPU)
+        for name, parameter in [*self.module.named_parameters(recurse=False)]:
+            setattr(self.module, name, nn.Parameter(torch.empty_like(parameter)))
+
+    def attach(self, n_steps: int | None) -> torch.optim.Optimizer:
+        """The module's optimizer, once module and strategy know each other as in a Trainer."""
+        module, strategy = self.module, self.strategy
+        module.trainer = SimpleNamespace(
+            strategy=strategy,
+            accumulate_grad_batches=self.accumulate,
+            estimated_stepping_batches=n_steps,
+            global_step=0,
+            current_epoch=0,
+            global_rank=0,
+            world_size=self.dims.world_size,
+            training=True,
+            datamodule=None,
+        )
+        module.log = module.log_dict = lambda *_, **__: None
+        strategy.connect(module)
+        strategy._step_mean = StepMean(strategy.data_group, CPU)
+        strategy._in_training_step = True
+        made = module.configure_optimizers()
+        while not isinstance(made, torch.optim.Optimizer):  # Lightning's forms with a schedule
+            made = made["optimizer"] if isinstance(made, dict) else made[0]
+        if hasattr(made, "replicas"):
+            made.replicas = strategy.replicas
+        return made
+
+    def reduce_as_ddp(self) -> None:
+        """DDP's collectives, and its buckets, in which gradients stay between steps.
+
+        DDP's own reducer, in C++, reads the numbers of tensors, which these have not.
+        """
+        options = self.cfg.strategy
+        half = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(
+            options.get("comm_hook"), "float32"))  # fmt: skip
+
+        def reduce(parameter: nn.Parameter) -> None:
+            if self.is_last:
+                sent = parameter.grad.to(half) if half != torch.float32 else parameter.grad
+                dist.all_reduce(sent)
+
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(reduce)
+
+    def trace(self) -> dict[str, Any]:
+        """See `gptrain.plan.trace.trace`."""
+        flops, sent = self.count()
+        held = self.held_bytes()
+        tracker = MemTracker()
+        self.zero_grad()
+        tracker.track_external(self.module, self.optimizer)
+        with tracker:
+            for index in range(min(self.accumulate, 2)):
+                tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
+                self.micro_step(is_last=index == min(self.accumulate, 2) - 1)
+            self.update()
+        peak = tracker.get_tracker_snapshot("peak")[CPU]
+        total = max(peak["Total"], sum(held.values()))
+        parts = {ref.value: n_bytes for ref, n_bytes in peak.items() if ref != "Total"}
+        held |= {"activations": parts["Activation"], "logits": 0}
+        # Gathered weights, and what the backward pass of a layer forms for a moment.
+        held["buffers"] = max(0, parts["Parameter"] - held["weights"])
+        held["buffers"] += parts["Temp"] + parts["Buffer"] + parts["Other"]
+        row = {
+            "bytes_per_device": held | {"total": total},
+            "flops": round(flops),
+            "wire_bytes_per_step": round(sum(sent.values())),
+            "wire": {what: round(n_bytes) for what, n_bytes in sent.items() if n_bytes},
+        }
+        return {"strategy": self.name, "parameters": self.n_parameters, "row": row}
+
+    def count(self) -> tuple[float, Counter[str]]:
+        """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
+        flops, sent = 0.0, Counter()
+        runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
+        if self.accumulate > 1:
+            runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
+        self.zero_grad()
+        for run, times in runs:
+            with Sent() as comm, FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
+                run()
+            flops += times * counter.get_total_flops()
+            sent.update({what: times * n_bytes for what, n_bytes in comm.n_bytes.items()})
+        return flops, sent
+
+    def zero_grad(self) -> None:
+        keeps = self.name == "ddp" and self.cfg.strategy.get("gradient_as_bucket_view", True)
+        if not keeps:
+            self.optimizer.zero_grad()
+            return
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def micro_step(self, *, is_last: bool) -> None:
+        """Forward and backward."""
+        self.is_last = is_last
+        waits = not is_last and hasattr(self.strategy, "block_backward_sync")
+        dtype = MIXED.get(self.precision)
+        with self.strategy.block_backward_sync() if waits else nullcontext():
+            with torch.autocast("cpu", dtype) if dtype else nullcontext():
+                found = self.module.training_step(self.batch, 0)
+            loss = found["loss"] if isinstance(found, dict) else found
+            (loss / self.accumulate).backward()
+
+    def update(self) -> None:
+        """What follows the last backward pass."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.strategy.finish_gradients()
+        self.strategy.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
+        self.optimizer.step()
+
+    def held_bytes(self) -> dict[str, float]:
+        """Bytes of this rank's weights, gradients and optimizer states, each once."""
+        weights = [_local(p) for p in self.module.parameters()]
+        gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        states = [t for one in self.optimizer.state.values() for t in one.values()]
+        states = [_local(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
+        parts = {"weights": weights, "gradients": gradients, "optimizer": states}
+        return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
+
+
+class Sent(TorchDispatchMode):
+    """Inside the block, `n_bytes` grows by what each kind of collective sends, taken as a ring's.
+
+    Of b bytes that n ranks hold or will hold whole a rank sends (n-1)/n b in an all-gather or a
+    reduce-scatter, twice that in an all-reduce (Patarasuk & Yuan 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # its own dispatch calls the collectives
+        out = op(*args, **(kwargs or {}))
+        if op.namespace in ("c10d", "_c10d_functional"):
+            name = op._opname.strip("_").replace("_", "")
+            for kind in ("allreduce", "allgather", "reducescatter"):
+                if name.startswith(kind):
+                    self.n_bytes[kind] += _ring_bytes(kind, args, out)
+        return out
+
+
+def _ring_bytes(kind: str, args: Any, out: Any) -> float:
+    """What a rank sends: of a collective that changes its arguments, or returns its result."""
+    if kind != "allreduce":
+        here, there = args[:2] if isinstance(args[1], Tensor) else (args[0], out)
+        return abs(here.nbytes - there.nbytes)  # one is a part of the other
+    tensors = args[0] if isinstance(args[0], list) else [args[0]]
+    if isinstance(args[1], str):  # the operation, and then the group's name
+        size = dist.distributed_c10d._resolve_process_group(args[2]).size()
+    else:
+        size = dist.ProcessGroup.unbox(args[1]).size()
+    return 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) / size
+
+
+def _product(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return 2 * sdpa_flop_count(q, k, v)  # without what the kernel computes again
+
+
+# What torch's counter does not know: the chunked loss adds products in place; the CPU's attention.
+FLOPS = {
+    torch.ops.aten.addmm_: _product,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _leaves(sample: Any) -> Iterator[Tensor]:
+    leaves: list[Tensor] = []
+    tree_map(lambda one: leaves.append(one) if isinstance(one, Tensor) else None, sample)
+    return iter(leaves)
+
+
+def _repeated(leaf: Any, size: int) -> Tensor:
+    leaf = torch.as_tensor(leaf)
+    return torch.zeros((size, *leaf.shape), dtype=leaf.dtype)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
