@@ -133,15 +133,22 @@ def held_bytes(module: Any, optimizer: Any) -> dict[str, float]:
 
 
 def highest(profiled: profile) -> float:
-    """Bytes that were allocated at most beyond what there was at the beginning."""
+    """Bytes that were allocated at most beyond what there was at the beginning.
+
+    What is freed that was not allocated within is not of this step, but somebody's garbage.
+    """
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiled.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    found = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
-    now = most = 0
-    for _, n_bytes in found:
-        now += n_bytes
-        most = max(most, now)
+    found = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+    there, most = {}, 0  # address -> bytes
+    for event in found:
+        address, n_bytes = event["args"]["Addr"], event["args"]["Bytes"]
+        if n_bytes > 0:
+            there[address] = n_bytes
+        else:
+            there.pop(address, None)
+        most = max(most, sum(there.values()))
     return most
 
 

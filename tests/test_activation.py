@@ -94,7 +94,7 @@ def test_a_net_without_blocks_is_told_what_it_lacks():
         named = dict(zip(("activation_checkpointing", "compile"), modes, strict=True))
         with pytest.raises(Unfit, match="needs `blocks`"):
             check_fit(net, single, one, **named)
-    with pytest.raises(Unfit, match=r"needs blocks of Linear .*: single, ddp$"):
+    with pytest.raises(Unfit, match=r"needs blocks of Linear .*: single, ddp, diloco$"):
         check_fit(
             net, {"name": "fsdp"}, ParallelDims(2), compile="none", activation_checkpointing="none"
         )
