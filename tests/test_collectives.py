@@ -63,6 +63,7 @@ def test_each_rank_gets_what_the_collective_says(run, n_ranks, tmp_path):
     assert not list((tmp_path / f"run #{n_ranks}%41" / ".beats").iterdir())  # where they met
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_alone_speaks(command, tmp_path):
     words = ["-m", "gptrain.collectives", "--explain", "trainer.accelerator=cpu"]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
@@ -84,6 +85,7 @@ def test_the_ring_sends_the_same_from_every_rank_and_the_center_grows_with_them(
 FACTORS = {"broadcast": 1, "reduce": 1, "all_reduce": 1.5, "all_to_all": 0.75, "gather": 0.75}
 
 
+@pytest.mark.slow
 def test_bus_bandwidth_is_that_of_nccl_tests_and_the_result_is_kept(run, tmp_path):
     for n_ranks in (2, 4):
         text = run(n_ranks, f"output_dir={tmp_path}", job=measure)

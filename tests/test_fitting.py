@@ -18,6 +18,7 @@ from tests.conftest import ROOT, TINY
 WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
 
 
+@pytest.mark.slow
 def test_two_runs_inside_ones_own_hydra_app_are_those_of_the_command_line(train, tmp_path, capfd):
     by_hand = train("logger=none", "callbacks=none", "data.global_batch_size=8")
     (tmp_path / "app.yaml").write_text("mine: 1")
@@ -75,6 +76,7 @@ def started(tmp_path, *words: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_may_ask_for_two_ranks(tmp_path):
     script = started(tmp_path, "trainer.devices=2")
     assert script.communicate(timeout=200)[1].splitlines()[-1] == str(tmp_path / "run")

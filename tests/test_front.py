@@ -89,6 +89,7 @@ def test_the_composed_config_is_shown(capsys):
     assert line.startswith("error: modell.d_model=1")
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_problem_is_told_once_and_no_rank_writes(command, outputs):
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     done = command(*launcher, "train.py", "trainer.devices=2", "optimizer.lr=-1")

@@ -1,17 +1,12 @@
-"""torchrun on two nodes, as the README gives it: network namespaces with addresses of their own.
-
-As on many a Debian machine a node's own name is 127.0.1.1 in its hosts file. Needs root, iproute2.
-"""
+"""torchrun on two nodes, as the README gives it: see tests/nodes.py."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,10 +15,9 @@ from processes import wait_until
 
 import gptrain
 from gptrain.problems import FOLDER_UNUSABLE
+from tests.nodes import two_nodes
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
-PORT = 29400
 WORDS = (
     "trainer.devices=1", "trainer.num_nodes=auto", "trainer.accelerator=cpu",
     "trainer.enable_progress_bar=false", "trainer.limit_val_batches=2", "trainer.max_steps=40",
@@ -35,77 +29,17 @@ WORDS = (
 DROPOUT = ("model.dropout=0.1",)
 
 
-class Node:
-    """A network namespace with an address, a host name and a hosts file of its own."""
-
-    def __init__(self, name: str, hosts: str):
-        self.name, self.namespace = name, f"gptrain-{os.getpid()}-{name}"
-        run("ip", "netns", "add", self.namespace)
-        self.etc = Path("/etc/netns") / self.namespace
-        self.etc.mkdir(parents=True)
-        (self.etc / "hosts").write_text(hosts)
-
-    def start(
-        self, log: Path, *words: str, nodes: str = "2", restarts: int = 3, before: str = ""
-    ) -> subprocess.Popen:
-        """An agent of torchrun on this node. `before` is a command of a shell run first."""
-        command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
-            "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
-            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", "--rdzv-conf=last_call_timeout=2",
-            "train.py", *words,
-        ]  # fmt: skip
-        script = f'hostname "$0" && {before or "true"} && exec "$@"'
-        inside = ["ip", "netns", "exec", self.namespace, "unshare", "-u", "sh", "-c", script]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        environment.pop("GLOO_SOCKET_IFNAME", None)
-        with open(log, "ab") as file:
-            return subprocess.Popen(
-                [*inside, self.name, *command],
-                cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    def kill(self) -> None:
-        """All that runs here, at once, as in a power cut."""
-        for pid in run("ip", "netns", "pids", self.namespace).split():
-            os.kill(int(pid), signal.SIGKILL)
-
-    def remove(self) -> None:
-        self.kill()
-        run("ip", "netns", "del", self.namespace)
-        shutil.rmtree(self.etc)
-        with suppress(OSError):  # others use it
-            self.etc.parent.rmdir()
-
-
-def run(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture(scope="module")
 def nodes():
     """Two nodes, a and b, joined by a cable."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
         pytest.skip("needs root, ip and unshare")
-    made = []
-    try:
-        own = "127.0.0.1 localhost\n127.0.1.1 {}\n10.79.0.{} {}\n"
-        made = [Node("a", own.format("a", 2, "b"))]
-        made.append(Node("b", own.format("b", 1, "a")))
-        a, b = (node.namespace for node in made)
-        run("ip", "link", "add", "cable", "netns", a, "type", "veth", "peer", "cable", "netns", b)
-        for number, namespace in enumerate((a, b), 1):
-            run("ip", "-n", namespace, "addr", "add", f"10.79.0.{number}/24", "dev", "cable")
-            run("ip", "-n", namespace, "link", "set", "lo", "up")
-            run("ip", "-n", namespace, "link", "set", "cable", "up")
-    except (subprocess.CalledProcessError, OSError) as error:
-        for node in made:
-            node.remove()
-        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
-    yield made
-    for node in made:
-        node.remove()
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(two_nodes())
+        except (subprocess.CalledProcessError, OSError) as error:
+            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +113,21 @@ def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(nodes, tmp_path):
     said = log.read_text()
     assert "4 x 2 ranks x 1 accumulated = 8 sequences" in said
     assert "4 x 1 ranks x 2 accumulated = 8 sequences" in said
+    assert json.loads((folder / "result.json").read_text())["steps"] == 40
+
+
+def test_replicas_that_meet_now_and_then_go_on_with_the_node_that_is_left(nodes, tmp_path):
+    """strategy=diloco: a replica is a node; what is left goes on from what the last save holds."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    given = [word for word in words(folder) if word not in DROPOUT]
+    given += ["strategy=diloco", "strategy.sync_every=5"]
+    agents = [node.start(log, *given, nodes="1:2") for node in nodes]
+    until_saved(folder, 10)
+    nodes[1].kill()
+    finish(agents[:1], log)
+    said = log.read_text()
+    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in said
+    assert "all replicas go on with the first one's weights and optimizer" in said
     assert json.loads((folder / "result.json").read_text())["steps"] == 40
 
 

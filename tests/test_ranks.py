@@ -32,6 +32,7 @@ def test_two_ranks_take_the_same_steps_as_one(train):
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
 
 
+@pytest.mark.slow
 def test_torchrun_makes_one_folder_and_one_set_of_lines_from_any_folder(command, tmp_path):
     (tmp_path / "anywhere").mkdir()
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]

@@ -41,6 +41,7 @@ def start(tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 def test_two_ranks_listen_on_loopback_alone_and_leave_saved_when_their_parent_is_told(
     start, tmp_path
 ):

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from gptrain.plan.__main__ import main
 from tests.conftest import ROOT
@@ -15,6 +16,8 @@ QWEN += ",num_attention_heads:4,num_key_value_heads:4"
 @pytest.fixture
 def plan(monkeypatch, capfd, tmp_path):
     """Runs the command in this process: exit code, stdout, stderr."""
+    if dist.is_initialized():
+        dist.destroy_process_group()  # of an earlier test's run of one rank
 
     def run(*words):
         argv = ["gptrain.plan", f"output_dir={tmp_path}", "trainer.accelerator=cpu", *words]

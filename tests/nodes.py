@@ -1,0 +1,95 @@
+"""Nodes on this machine: network namespaces with addresses and names of their own, and a cable.
+
+As on many a Debian machine a node's own name is 127.0.1.1 in its hosts file. Needs root, iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PORT = 29400
+HOSTS = "127.0.0.1 localhost\n127.0.1.1 {}\n10.79.0.{} {}\n"
+
+
+class Node:
+    """A network namespace with an address, a host name and a hosts file of its own."""
+
+    def __init__(self, name: str, hosts: str):
+        self.name, self.namespace = name, f"gptrain-{os.getpid()}-{name}"
+        run("ip", "netns", "add", self.namespace)
+        self.etc = Path("/etc/netns") / self.namespace
+        self.etc.mkdir(parents=True)
+        (self.etc / "hosts").write_text(hosts)
+
+    def start(
+        self, log: Path, *words: str, nodes: str = "2", restarts: int = 3, before: str = ""
+    ) -> subprocess.Popen:
+        """An agent of torchrun on this node. `before` is a command of a shell run first."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
+            "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
+            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", "--rdzv-conf=last_call_timeout=2",
+            "train.py", *words,
+        ]  # fmt: skip
+        script = f'hostname "$0" && {before or "true"} && exec "$@"'
+        inside = ["ip", "netns", "exec", self.namespace, "unshare", "-u", "sh", "-c", script]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        environment.pop("GLOO_SOCKET_IFNAME", None)
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                [*inside, self.name, *command],
+                cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill(self) -> None:
+        """All that runs here, at once, as in a power cut."""
+        for pid in run("ip", "netns", "pids", self.namespace).split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def remove(self) -> None:
+        self.kill()
+        run("ip", "netns", "del", self.namespace)
+        shutil.rmtree(self.etc)
+        with suppress(OSError):  # others use it
+            self.etc.parent.rmdir()
+
+    def sent_bytes(self) -> int:
+        """What has left this node."""
+        path = "/sys/class/net/cable/statistics/tx_bytes"
+        return int(run("ip", "netns", "exec", self.namespace, "cat", path))
+
+
+@contextmanager
+def two_nodes(mbit_per_s: float | None = None) -> Generator[list[Node]]:
+    """Nodes a and b, joined by a cable that carries so much in each direction; None: any amount.
+
+    Raises: CalledProcessError, OSError where there are no network namespaces.
+    """
+    with ExitStack() as stack:
+        nodes = []
+        for name, hosts in (("a", HOSTS.format("a", 2, "b")), ("b", HOSTS.format("b", 1, "a"))):
+            nodes.append(Node(name, hosts))
+            stack.callback(nodes[-1].remove)
+        a, b = (node.namespace for node in nodes)
+        run("ip", "link", "add", "cable", "netns", a, "type", "veth", "peer", "cable", "netns", b)
+        for number, namespace in enumerate((a, b), 1):
+            run("ip", "-n", namespace, "addr", "add", f"10.79.0.{number}/24", "dev", "cable")
+            run("ip", "-n", namespace, "link", "set", "lo", "up")
+            run("ip", "-n", namespace, "link", "set", "cable", "up")
+            if mbit_per_s is not None:
+                limit = ("tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "100ms")
+                run("tc", "-n", namespace, "qdisc", "add", "dev", "cable", "root", *limit)
+        yield nodes
+
+
+def run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

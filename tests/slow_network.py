@@ -1,0 +1,85 @@
+"""Two machines on a slow network: DDP, its compressed gradients, and replicas that seldom meet.
+
+python -m tests.slow_network               50 and 200 Mbit/s, all rows: 25 minutes on two cores
+python -m tests.slow_network 50 ddp H=32   one rate, the rows whose name has one of these words
+
+Quickstart's net at twice its tokens, one process on each of two network namespaces whose cable is
+limited by tc. Bytes are those of the cable; times leave out starts and validations. Needs root.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.nodes import two_nodes
+
+TARGET = 1.6  # nats
+STEPS, EVERY = 640, 64
+ROWS = {
+    "ddp": "strategy=ddp",
+    "ddp, bf16 hook": "strategy=ddp strategy.comm_hook=bf16",
+    "ddp, powersgd": "strategy=ddp strategy.comm_hook=powersgd",
+    "diloco, H=8": "strategy=diloco strategy.sync_every=8",
+    "diloco, H=32": "strategy=diloco strategy.sync_every=32",
+    "diloco, H=128": "strategy=diloco strategy.sync_every=128",
+}
+WORDS = (
+    "experiment=quickstart", "trainer.devices=1", "trainer.num_nodes=auto", "data.batch_size=8",
+    f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "logger=csv", "callbacks=none",
+    "checkpoint=none", "trainer.enable_progress_bar=false", "trainer.limit_val_batches=8",
+)  # fmt: skip
+
+
+def race(words: str, mbit_per_s: float, folder: Path) -> dict[str, float]:
+    """One run on both nodes: tokens/s, bytes that a node sends at a step, val/loss, seconds."""
+    log, every = folder / "log", EVERY
+    if "sync_every=128" in words:
+        every = 128  # a validation is a meeting, too
+    words = (*WORDS, *words.split(), f"trainer.val_check_interval={every}")
+    with two_nodes(mbit_per_s) as nodes:
+        agents = [node.start(log, *words, f"run_dir={folder / 'run'}") for node in nodes]
+        if any(agent.wait(3000) for agent in agents):
+            sys.exit(log.read_text()[-3000:])
+        sent = max(node.sent_bytes() for node in nodes)
+    with open(folder / "run" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    seconds, before, reached = 0.0, None, float("inf")
+    for row in rows:
+        seconds += float(row["perf/step_s"] or 0)
+        if row["val/loss"]:
+            now = float(row["val/loss"]), seconds
+            if now[0] <= TARGET and reached == float("inf"):
+                (high, start), (low, end) = before or (now[0], 0.0), now
+                part = (high - TARGET) / (high - low) if high > low else 1
+                reached = start + part * (end - start)
+            before = now
+    result = json.loads((folder / "run" / "result.json").read_text())
+    return {
+        "tokens_per_s": result["tokens"] / seconds, "bytes": sent / STEPS,
+        "loss": result["metrics"]["val/loss"], "seconds": reached,
+    }  # fmt: skip
+
+
+def main() -> None:
+    rates = [int(word) for word in sys.argv[1:] if word.isdigit()] or [50, 200]
+    words = [word for word in sys.argv[1:] if not word.isdigit()]
+    for rate in rates:
+        print(f"{rate} Mbit/s        tokens/s  MB a step  val/loss  s to {TARGET}", flush=True)
+        for name, row in ROWS.items():
+            if words and not any(word in name for word in words):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                one = race(row, rate, Path(folder))
+            print(
+                f"{name:16}{one['tokens_per_s']:10,.0f}{one['bytes'] / 1e6:11.3f}"
+                f"{one['loss']:10.4f}{one['seconds']:10.0f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
