@@ -118,6 +118,7 @@ ONE_LINE = {
     "data.seq_len=${data.seq_len}": ["data.seq_len"],
     "~nothing": ["unknown key"],
     "~trainer": ["trainer: missing"],
+    "experiment=quickstart callbacks=none": ["callbacks.sample._target_", "try: ~callbacks.sample"],
     "~launcher": ["launcher: missing"],
     "--foo": [" --help"],
     "--config-dir=/nope": ["no such folder"],

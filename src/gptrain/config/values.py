@@ -115,7 +115,9 @@ def _judge(
         if kind == "extra_forbidden":
             yield unknown_key(key, given, values)
         elif kind == "missing":
-            yield Problem(key, None, "missing, the run needs it")
+            entry, _, leaf = key.rpartition(".")  # of callbacks, that an experiment adds to, say
+            attempt = f"~{entry}" if leaf == "_target_" and "." in entry else ""
+            yield Problem(key, None, "missing, the run needs it", attempt=attempt)
         elif kind == "literal_error" and len(errors) == 1:
             names = re.findall(r"'([^']*)'", errors[0]["ctx"]["expected"])
             yield unknown_choice(key, show(given), names, key)
