@@ -22,6 +22,10 @@ def jobs(folder):
     }
 
 
+def result(job):
+    return json.loads((job / "result.json").read_text())
+
+
 def test_every_combination_runs_in_its_own_folder(train):
     sweep = train("-m", "optimizer.lr=1e-3,3e-4", "seed=1,2")
     assert sweep.code == 0, sweep.err
@@ -50,6 +54,27 @@ def test_every_combination_runs_in_its_own_folder(train):
         row[:3] for row in rows
     ]
     assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
+
+
+def test_a_point_is_trained_once_and_its_repeat_reads_the_result(train):
+    """A search may ask for it again; at the end is said how the best goes on."""
+    sweep = train("-m", "optimizer.lr=1e-3,3e-4,1e-3", "trainer.max_steps=2")
+    assert sweep.code == 0, sweep.err
+    first, other, again = sorted(sweep.folder.glob("[0-9]*"))
+    mine, theirs = result(again), result(first)
+    assert mine["metrics"] == theirs["metrics"] and mine["seconds"] == theirs["seconds"]
+    assert mine["ended"] == {"reason": "repeats", "detail": first.name}
+    assert not (again / "checkpoints").exists() and (other / "checkpoints").is_dir()
+    assert f"repeats   {first.name}: its result is read" in sweep.out
+    table = (sweep.folder / "results.csv").read_text()
+    assert f"repeats: {first.name}" in table
+    (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
+    best = min((first, other), key=lambda job: result(job)["metrics"]["val/loss"])
+    assert f"from_run={best} run_dir={best} ckpt_path=last" in line
+    words = line.partition("train.py ")[2].replace("<more>", "3").split()
+    more = train(*words, tiny=False)
+    assert more.code == 0, more.err
+    assert result(best)["steps"] == 3
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,14 @@ from gptrain.config.compose import compose_and_explain, compose_config, open_hyd
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
-from gptrain.config.sweep import begin_job, job_options, note_refusal, report_sweep
+from gptrain.config.sweep import (
+    begin_job,
+    find_repeated,
+    job_options,
+    note_refusal,
+    repeat,
+    report_sweep,
+)
 from gptrain.problems import (
     BAD_CONFIG,
     DONE,
@@ -241,7 +248,8 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
                 begin_job(node)
                 take_gpus(cfg.trainer.devices)
                 _tell(check(cfg, schema, folder=node.runtime.output_dir))
-            value = job(cfg)
+            earlier = find_repeated(sweep, node) if sweep else None
+            value = repeat(earlier, node, cfg.objective) if earlier else job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             is_trial = not node.sweeper["_target_"].endswith("BasicSweeper")
             is_elsewhere = not node.launcher["_target_"].endswith("BasicLauncher")
