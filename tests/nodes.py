@@ -36,7 +36,7 @@ class Node:
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
             "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
-            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", "--rdzv-conf=last_call_timeout=2",
+            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", "--rdzv-conf=last_call_timeout=5",
             "train.py", *words,
         ]  # fmt: skip
         script = f'hostname "$0" && {before or "true"} && exec "$@"'
