@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -164,6 +165,6 @@ def test_a_shell_around_each_rank_is_not_its_launcher(launched):
     asked = "from gptrain.ranks.process import *; print(run_stamp(), attempt())"
     launched("openmpi", 0, 2, 0, 2)
     alone = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
-    shell = ["sh", "-c", f"{sys.executable} -c '{asked}'; exit $?"]
+    shell = ["sh", "-c", f"{shlex.quote(sys.executable)} -c '{asked}'; exit $?"]
     inside = subprocess.run(shell, capture_output=True, text=True)
     assert alone.stdout == inside.stdout != ""
