@@ -102,32 +102,27 @@ def test_a_lost_node_that_comes_back_goes_on_bit_for_bit(whole, nodes, tmp_path)
     check_same_weights(folder, whole)
 
 
-def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(nodes, tmp_path):
-    """--nnodes=1:2 at a fixed global batch: the same samples in every step, on one node."""
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ((), "4 x 2 ranks x 1 accumulated = 8 sequences"),
+        (("strategy=diloco", "strategy.sync_every=5"), "all replicas go on with the first one's"),
+    ],
+    ids=["ddp", "diloco"],
+)
+def test_an_elastic_run_goes_on_with_the_nodes_that_are_left(more, line, nodes, tmp_path):
+    """--nnodes=1:2 at a fixed global batch: the same samples in every step, on one node.
+
+    Of diloco's replicas each is a node; the one left goes on from what the last save holds.
+    """
     folder, log = tmp_path / "run", tmp_path / "log"
-    given = [word for word in words(folder) if word not in DROPOUT]
+    given = [*(word for word in words(folder) if word not in DROPOUT), *more]
     agents = [node.start(log, *given, nodes="1:2") for node in nodes]
     until_saved(folder, 10)
     nodes[1].kill()
     finish(agents[:1], log)
     said = log.read_text()
-    assert "4 x 2 ranks x 1 accumulated = 8 sequences" in said
-    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in said
-    assert json.loads((folder / "result.json").read_text())["steps"] == 40
-
-
-def test_replicas_that_meet_now_and_then_go_on_with_the_node_that_is_left(nodes, tmp_path):
-    """strategy=diloco: a replica is a node; what is left goes on from what the last save holds."""
-    folder, log = tmp_path / "run", tmp_path / "log"
-    given = [word for word in words(folder) if word not in DROPOUT]
-    given += ["strategy=diloco", "strategy.sync_every=5"]
-    agents = [node.start(log, *given, nodes="1:2") for node in nodes]
-    until_saved(folder, 10)
-    nodes[1].kill()
-    finish(agents[:1], log)
-    said = log.read_text()
-    assert "4 x 1 ranks x 2 accumulated = 8 sequences" in said
-    assert "all replicas go on with the first one's weights and optimizer" in said
+    assert line in said and "4 x 1 ranks x 2 accumulated = 8 sequences" in said
     assert json.loads((folder / "result.json").read_text())["steps"] == 40
 
 
