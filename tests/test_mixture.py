@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gptrain.data import DataError, DummyTextDataset, EvalBatches, Mixture, TrainBatches
+from gptrain.data.tokenizers import ByteTokenizer
 
 
 def part(n_samples: int, seq_len: int = 9, seed: int = 0) -> DummyTextDataset:
@@ -85,3 +86,9 @@ def test_parts_that_do_not_fit_are_named():
         Mixture({"a": part(5, 10), "b": part(5, 9)}, {"a": 1, "b": 1})
     with pytest.raises(DataError, match="no parts"):
         Mixture({}, {})
+    a, b = part(5), part(5)
+    a.tokenizer, b.tokenizer = ByteTokenizer(), ByteTokenizer()
+    assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).tokenizer is a.tokenizer
+    b.tokenizer.identity = "another"
+    with pytest.raises(DataError, match="parts a and b have tokenizers of their own"):
+        Mixture({"a": a, "b": b}, {"a": 1, "b": 1})
