@@ -108,19 +108,21 @@ def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):
 
 
 def test_a_failing_job_is_told_and_the_others_run(train):
+    """A point that failed has no result to read: it is tried again."""
     sweep = train(
         "-m",
-        "optimizer.lr=1e-3,1e30,3e-4",
+        "optimizer.lr=1e-3,1e30,3e-4,1e30",
         "trainer.gradient_clip_val=null",
         "trainer.max_steps=20",
     )
     assert sweep.code == 79
-    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0}
-    last = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))[-1]
-    assert last["run"] == "1-lr_1e+30" and last["ended"].startswith(
-        "nonfinite: the loss of rank 0 at step"
-    )
-    assert last["ended"] in sweep.out and sweep.err.count("is not finite") == 1
+    assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79}
+    failed = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))[-2:]
+    assert [one["run"] for one in failed] == ["1-lr_1e+30", "3-lr_1e+30"]
+    for one in failed:
+        assert one["ended"].startswith("nonfinite: the loss of rank 0 at step")
+        assert one["ended"] in sweep.out
+    assert sweep.err.count("is not finite") == 2
 
 
 def test_an_early_stop_stands_in_the_table(train):
