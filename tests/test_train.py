@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import math
@@ -191,6 +192,15 @@ def test_a_sanity_check_leaves_no_trace_in_what_is_saved_and_logged(train):
         assert torch.equal(ours["torch"], plains["torch"])
     assert checked.state(4)["logged"] == plain.state(4)["logged"]
     assert "\n0," not in (checked.folder / "metrics.csv").read_text()
+
+
+def test_the_first_step_of_each_start_and_the_last_are_logged_whatever_the_interval(train):
+    words = ("logger=csv", "trainer.log_every_n_steps=100", "trainer.val_check_interval=6")
+    for steps in (2, 6):
+        run = train(*words, "scheduler=constant", f"trainer.max_steps={steps}", "ckpt_path=last")
+        assert run.code == 0, run.err
+    with open(run.folder / "metrics.csv", newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["1", "2", "3", "6"]
 
 
 def test_a_rank_that_fails_before_it_begins_has_a_code_and_a_status(train, monkeypatch):
