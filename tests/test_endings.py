@@ -7,9 +7,9 @@ import errno
 import pytest
 
 from gptrain.data import DataError
-from gptrain.problems import ConfigError, Problem
+from gptrain.problems import ConfigError, Problem, ending_of
 from gptrain.ranks.process import attempt_folder
-from gptrain.ranks.rank import classify, forget_old_starts
+from gptrain.ranks.rank import forget_old_starts
 from gptrain.ranks.supervisor import note_start
 from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
@@ -53,7 +53,7 @@ def unusable(number):
     ],
 )
 def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
-    ending = classify(error, doing="step 7")
+    ending = ending_of(error, doing="step 7")
     assert (ending.code, ending.cause) == (code, cause)
     assert ending.line and "\n" not in ending.line
     assert bool(ending.trace) == (cause in ("error", "memory"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import re
+import traceback
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,6 +24,14 @@ INTERRUPTED = 130
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value that are shown
+
+# Our own exceptions have a `cause` of their class.
+CODES = {"preempted": PREEMPTED, "nonfinite": NON_FINITE, "data": BAD_DATA}
+
+# Of gloo and nccl, about a rank that is gone.
+PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, on a CPU and on a GPU
+TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
 
 
 @dataclass(frozen=True)
@@ -106,15 +115,15 @@ class ConfigError(Exception):
     """
 
     def __init__(self, problems: list[Problem]):
-        super().__init__("\n".join(problem.line for problem in problems))
         self.problems = problems
+        super().__init__("\n".join(self.lines))
         codes = [problem.code for problem in problems]
         self.code = BAD_CONFIG if BAD_CONFIG in codes else codes[0]
 
     @property
     def lines(self) -> list[str]:
         """What is printed of it, a line for each problem."""
-        return [problem.line for problem in self.problems]
+        return list(dict.fromkeys(problem.line for problem in self.problems))
 
     @classmethod
     def of(cls, key: str, value: object, wrong: str, **more: object) -> ConfigError:
@@ -142,3 +151,59 @@ class JobFailed(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of a command, or of one rank of it.
+
+    Attributes:
+        cause: one word: done, preempted, nonfinite, hang, killed, config, data, disk, interrupted,
+            peer, memory, error.
+        line: for a person; one, but for a config with several problems.
+        trace: the traceback, where only the code can explain it.
+        rank: whose fault it is, where that is known to be another than the one that reports.
+    """
+
+    code: int
+    cause: str
+    line: str
+    trace: str = ""
+    rank: int | None = None
+
+
+def ending_of(error: BaseException, doing: str = "") -> Ending:
+    """The ending that an exception means.
+
+    Args:
+        doing: where the run was, said where nothing else says it.
+    """
+    said, rank = first_line(error), getattr(error, "rank", None)
+    cause = getattr(type(error), "cause", None)
+    if cause in CODES:
+        line = said if cause == "preempted" else f"error: {said}"
+        return Ending(CODES[cause], cause, line, rank=rank)
+    match error:
+        case ConfigError():
+            return Ending(error.code, "config", str(error))
+        case OSError() if cause == "disk" or error.errno in DISK:
+            said = said if cause else f"{type(error).__name__}: {said}"
+            return Ending(code_of(error), "disk", f"error: {said}", rank=rank)
+        case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
+            missing = Problem("", None, said, attempt=way_to_install(error))
+            return Ending(BAD_CONFIG, "config", missing.line)
+        case KeyboardInterrupt():
+            return Ending(INTERRUPTED, "interrupted", "interrupted")
+        case RuntimeError() if _has(TIMED_OUT, error):
+            return Ending(HUNG, "hang", f"error: a collective timed out: {said}")
+        case RuntimeError() if _has(PEER_GONE, error):
+            return Ending(FAILED, "peer", f"error: another rank is gone: {said}")
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
+        return Ending(FAILED, "memory", f"error: out of memory: {said}", trace)
+    line = f"error: {type(error).__name__}: {said}" + (f"; at {doing}" if doing else "")
+    return Ending(FAILED, "error", line, trace)
+
+
+def _has(phrases: tuple[str, ...], error: BaseException) -> bool:
+    return any(phrase in str(error) for phrase in phrases)

@@ -24,6 +24,8 @@ MAX_YAML_BYTES = 2**20  # PyYAML reads about 100 kB/s
 class DataError(ValueError):
     """Data that is empty, damaged or does not fit; the message names the file and both sides."""
 
+    cause = "data"
+
 
 class UnreadableFile(DataError):
     """A small file that is there and cannot be used; the message names it and says why."""

@@ -15,7 +15,7 @@ from gptrain.adopt.check import unknown_in_conf
 from gptrain.adopt.library import IN_PROJECT, VENDORED, put, require, requirement, unpacked
 from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.home import VARIABLE, find_conf, find_project
-from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, code_of
+from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, ending_of
 
 CHECK = ("-m", "gptrain.adopt", "--check")
 
@@ -31,12 +31,10 @@ def main() -> NoReturn:
     which.add_argument("--check", action="store_true", help="what in conf/ this library refuses")
     try:
         code = answer(parser.parse_intermixed_args())
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        code = error.code
-    except OSError as error:
-        print(Problem("", None, str(error)).line, file=sys.stderr)
-        code = code_of(error)
+    except (ConfigError, OSError) as error:
+        ending = ending_of(error)
+        print(ending.line, file=sys.stderr)
+        code = ending.code
     sys.exit(code)
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,10 +45,9 @@ from gptrain.problems import (
     JobFailed,
     Parser,
     Problem,
-    code_of,
+    ending_of,
     first_line,
     quoted,
-    way_to_install,
 )
 from gptrain.ranks.process import calm_threads, count_nodes, take_gpus, this_process
 from gptrain.streams import bear_lost_streams
@@ -122,12 +121,12 @@ def run_command(
                 found.append(Problem("hydra.mode", "MULTIRUN", "no sweep", attempt="-m"))
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-            _tell(check(cfg, schema, found, folder))
+            _print(check(cfg, schema, found, folder))
             if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
                 job(cfg)
                 return DONE
     except (Exception, KeyboardInterrupt) as error:
-        return _ending(error, "debug=true" in argv)[0]
+        return _end(error, "debug=true" in argv)[0]
     if _rank() > 0:
         overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
     return _run(job, overrides, schema, sweep)
@@ -138,8 +137,8 @@ def check(
     schema: type[Run] = Run,
     found: Sequence[Problem] = (),
     folder: str | None = None,
-) -> list[Problem]:
-    """The warnings of a composed config that can run.
+) -> list[str]:
+    """The warnings, a line each, of a composed config that can run.
 
     Args:
         found: what was wrong already.   folder: that of the job; None: its run_dir.
@@ -153,7 +152,7 @@ def check(
     problems = [*found, *run.problems]
     if any(problem.code for problem in problems):
         raise ConfigError(problems)
-    return problems
+    return [problem.line for problem in problems]
 
 
 def check_environment() -> None:
@@ -247,13 +246,13 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
                 home.enter()  # it may be a process of another machine
                 begin_job(node)
                 take_gpus(cfg.trainer.devices)
-                _tell(check(cfg, schema, folder=node.runtime.output_dir))
+                _print(check(cfg, schema, folder=node.runtime.output_dir))
             earlier = find_repeated(sweep, node) if sweep else None
             value = repeat(earlier, node, cfg.objective) if earlier else job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             is_trial = not node.sweeper["_target_"].endswith("BasicSweeper")
             is_elsewhere = not node.launcher["_target_"].endswith("BasicLauncher")
-            code, said = _ending(error, bool(cfg.get("debug")))
+            code, said = _end(error, bool(cfg.get("debug")))
             codes.append(code)
             if isinstance(error, ConfigError) and _rank() == 0:
                 with suppress(OSError):  # somebody's files are there, or others log into it
@@ -273,42 +272,32 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
             (hydra.multirun if sweep else hydra.run)("train", attempt, overrides)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if not any(codes):
-            codes.append(_ending(error)[0])
+            codes.append(_end(error)[0])
             if isinstance(error, JobFailed):  # it was told in another process
-                _tell([Problem("", None, first_line(error))])
+                _print([first_line(error)])
     try:
         if sweep:
             report_sweep(sweep)
     except OSError as error:
-        codes.append(_ending(error)[0])
+        codes.append(_end(error)[0])
     return next(filter(None, codes), DONE)
 
 
-def _ending(error: BaseException, debug: bool = False) -> tuple[int, str]:
-    """Code and reason of what a command or its job raised, told here if nobody has done so."""
-    if debug and not isinstance(error, JobFailed):
+def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
+    """Code and line of what a command or its job raised, printed here if nobody has done so."""
+    if isinstance(error, JobFailed):
+        return error.code, str(error)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
+        return code, f"error: exit code {code}"
+    if debug:
         traceback.print_exception(error)
-    code, said, attempt = FAILED, first_line(error), ""
-    match error:
-        case JobFailed():
-            return error.code, said
-        case KeyboardInterrupt():
-            return INTERRUPTED, "interrupted"
-        case SystemExit():
-            code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
-            return code, f"exit {code}" if code else "done"
-        case ConfigError():
-            _tell(error.problems)
-            return error.code, str(error.problems[0])
-        case HydraException() | OmegaConfBaseException() | YAMLError():
-            code = BAD_CONFIG
-        case ModuleNotFoundError():
-            code, attempt = BAD_CONFIG, way_to_install(error)
-        case _:
-            code = code_of(error) if isinstance(error, OSError) else FAILED
-            said, attempt = f"{type(error).__name__}: {said}", "debug=true"
-    _tell([Problem("", None, said, attempt=attempt)])
-    return code, said
+    if isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
+        error = ConfigError.of("", None, first_line(error))
+    ending = ending_of(error)
+    hint = "; try: debug=true" if ending.trace and not debug else ""
+    _print([ending.line + hint])
+    return ending.code, ending.line
 
 
 def _first_value(one: Override) -> str:
@@ -320,11 +309,11 @@ def _first_value(one: Override) -> str:
     return f"{one.input_line.partition('=')[0]}={first}"
 
 
-def _tell(problems: list[Problem]) -> None:
+def _print(lines: Iterable[object]) -> None:
     """Prints on stderr, once per job and not once per rank."""
-    if problems and _rank() == 0:
-        lines = dict.fromkeys(problem.line for problem in problems)
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    if _rank() == 0:
+        for line in dict.fromkeys(lines):
+            print(line, file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -9,11 +9,10 @@ import runpy
 import shlex
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,83 +22,18 @@ from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import problems
-from gptrain.problems import ConfigError, JobFailed, code_of, first_line
+from gptrain.problems import Ending, JobFailed, ending_of
 from gptrain.ranks.process import attempt_folder, set_rendezvous, this_process
-from gptrain.resilience.draft import NoSpace, SaveFailed
 from gptrain.resilience.fileops import remove_tree
-from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
 from gptrain.resilience.signals import StopFlag, die_with_parent
-from gptrain.resilience.status import CHECKPOINTS_NAME, NonFinite, Preempted, write_status
+from gptrain.resilience.status import CHECKPOINTS_NAME, write_status
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
-from gptrain.small_files import DataError
 from gptrain.streams import bear_lost_streams
 
 log = logging.getLogger(__name__)
 IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
 PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its connections close
-
-# Of gloo and nccl, about a rank that is gone.
-PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, on a CPU and on a GPU
-TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective")  # gloo, nccl
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What became of one rank.
-
-    Attributes:
-        cause: one word: done, preempted, nonfinite, hang, killed, config, data, disk, interrupted,
-            peer, memory, error.
-        line: for a person, one line.
-        trace: the traceback, where only the code can explain it.
-        rank: whose fault it is, where that is known to be another than the one that reports.
-    """
-
-    code: int
-    cause: str
-    line: str
-    trace: str = ""
-    rank: int | None = None
-
-
-def classify(error: BaseException, doing: str = "") -> Ending:
-    """The ending that an exception of the training function means.
-
-    Args:
-        doing: where the run was, said where nothing else says it.
-    """
-    said = first_line(error)
-    match error:
-        case Preempted():
-            return Ending(problems.PREEMPTED, "preempted", said)
-        case NonFinite():
-            return Ending(problems.NON_FINITE, "nonfinite", f"error: {said}", rank=error.rank)
-        case ConfigError():
-            return Ending(error.code, "config", str(error))
-        case DataError() | DamagedCheckpoint() | NoGoodCheckpoint():
-            return Ending(problems.BAD_DATA, "data", f"error: {said}")
-        case NoSpace() | SaveFailed():
-            return Ending(
-                code_of(error), "disk", f"error: {said}", rank=getattr(error, "rank", None)
-            )
-        case OSError() if error.errno in problems.DISK:
-            return Ending(code_of(error), "disk", f"error: {type(error).__name__}: {said}")
-        case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
-            missing = problems.Problem("", None, said, attempt=problems.way_to_install(error))
-            return Ending(problems.BAD_CONFIG, "config", missing.line)
-        case KeyboardInterrupt():
-            return Ending(problems.INTERRUPTED, "interrupted", "interrupted")
-        case RuntimeError() if _has(TIMED_OUT, error):
-            return Ending(problems.HUNG, "hang", f"error: a collective timed out: {said}")
-        case RuntimeError() if _has(PEER_GONE, error):
-            return Ending(problems.FAILED, "peer", f"error: another rank is gone: {said}")
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, MemoryError) or _has(OUT_OF_MEMORY, error):
-        return Ending(problems.FAILED, "memory", f"error: out of memory: {said}", trace)
-    line = f"error: {type(error).__name__}: {said}" + (f"; at {doing}" if doing else "")
-    return Ending(problems.FAILED, "error", line, trace)
 
 
 def run_rank(
@@ -129,7 +63,7 @@ def run_rank(
             set_rendezvous(cfg.run_dir)
             metrics = train(cfg, guard)
     except BaseException as error:  # whatever ends a rank must end the job, with a line about it
-        ending = classify(error, guard.doing if guard else "")
+        ending = ending_of(error, guard.doing if guard else "")
         if ending.cause == "memory":
             ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
         if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
@@ -278,7 +212,3 @@ def forget_old_starts(run_dir: str | Path) -> None:
         if path != mine:
             with suppress(OSError):  # on NFS a rank that hangs still has its heartbeat open
                 remove_tree(path)
-
-
-def _has(phrases: tuple[str, ...], error: BaseException) -> bool:
-    return any(phrase in str(error) for phrase in phrases)

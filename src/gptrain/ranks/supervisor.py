@@ -22,9 +22,9 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, ConfigError, JobFailed
+from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, ConfigError, Ending, JobFailed
 from gptrain.ranks.process import ATTEMPTS_NAME
-from gptrain.ranks.rank import Ending, newest_checkpoint, rank_process, report_ending
+from gptrain.ranks.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back

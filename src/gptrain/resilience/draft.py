@@ -29,6 +29,8 @@ class SaveFailed(OSError):
         rank: whose file operation failed.
     """
 
+    cause = "disk"
+
     def __init__(
         self, number: int, path: str | Path, needed: int | None, free: int | None, rank: int
     ) -> None:
@@ -49,6 +51,8 @@ class SaveFailed(OSError):
 
 class NoSpace(OSError):
     """There is less room than a save needs; found out before anything was written."""
+
+    cause = "disk"
 
     def __init__(self, path: Path, needed: int, free: int) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -41,6 +41,8 @@ _KINDS = {
 class DamagedCheckpoint(Exception):
     """A checkpoint that is not what its manifest says, or cannot be one."""
 
+    cause = "data"
+
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(path, reason)
         self.path, self.reason = Path(path), reason
@@ -51,6 +53,8 @@ class DamagedCheckpoint(Exception):
 
 class NoGoodCheckpoint(Exception):
     """There are checkpoints, and none of them is whole: a person must decide."""
+
+    cause = "data"
 
     def __init__(self, folder: Path, damaged: list[DamagedCheckpoint]) -> None:
         self.folder, self.damaged = folder, damaged

@@ -31,6 +31,8 @@ class Preempted(BaseException):
         step: optimizer steps that are done and saved; None where there was nothing to save.
     """
 
+    cause = "preempted"
+
     def __init__(self, step: int | None = None) -> None:
         what = "there was nothing to save" if step is None else f"saved at step {step}"
         super().__init__(f"asked to stop: {what}")
@@ -45,6 +47,8 @@ class NonFinite(Exception):
         rank: the first rank whose own loss was not finite, None where only gradients were.
         samples: those that the step had read: that rank's, or all.
     """
+
+    cause = "nonfinite"
 
     def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
         where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
