@@ -303,6 +303,16 @@ def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, t
     assert (folder / "config.json").exists() and not (folder / name).exists()
 
 
+def test_an_export_needs_no_word_of_data_that_lie_elsewhere(train, export_run, tmp_path_factory):
+    text = tmp_path_factory.mktemp("elsewhere") / "text.txt"
+    text.write_text("to be or not to be\n" * 400)
+    run = train("data=text", f"data.path={text}", "model.vocab_size=256", "trainer.max_steps=1")
+    assert run.code == 0, run.err
+    assert f"task=test data.path={text}" in run.out  # the command that is shown at the end
+    code, folder, said = export_run(f"from_run={run.folder}")
+    assert code == 0 and (folder / "model.safetensors").exists(), said
+
+
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):
     record = (saved_twice.folder / ".hydra" / "config.yaml").read_bytes()
     own = f"from_run={saved_twice.folder}"

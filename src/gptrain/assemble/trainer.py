@@ -25,7 +25,8 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import as_config_errors, peak_lr, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
-from gptrain.config.from_run import NOT_TAKEN
+from gptrain.config.compose import parse
+from gptrain.config.from_run import NOT_TAKEN, named_outside
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
 from gptrain.law import count_parameters
@@ -237,7 +238,8 @@ def build_report(
         except ValueError:
             pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
-    return Report(lines, options, facts, planned)
+    outside = [one.input_line for one in named_outside(parse(facts["overrides"])[0], cfg.run_dir)]
+    return Report(lines, options, facts, planned, outside)
 
 
 def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:

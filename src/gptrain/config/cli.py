@@ -104,7 +104,10 @@ def run_command(
         if args.config_dir:
             folder = quoted(f"file://{os.path.abspath(args.config_dir)}")
             args.overrides.insert(0, f"hydra.searchpath=[{folder}]")
-        overrides = [*own, *(expand(args.overrides) if schema.expands_run else args.overrides)]
+        overrides = args.overrides
+        if schema.expands_run:
+            overrides = expand(overrides, schema.reads_data)
+        overrides = [*own, *overrides]
         if args.cfg:
             check_sweep(overrides)
             with open_hydra() as hydra:

@@ -55,11 +55,13 @@ LIBRARY_CLASSES = {
 PLAIN = r"[^$]*|[^${]*\$\{\.*\w[\w.]*\}[^${]*"
 
 
-def expand(typed: list[str]) -> list[str]:
+def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     """The overrides of the run that `from_run` names, where it is typed, before those typed.
 
     A typed key replaces an old one; a typed `~key` leaves an old override out.
 
+    Args:
+        reads_data: False for a command that takes the net alone: data may lie anywhere.
     Raises: ConfigError, naming each old override that is refused.
     """
     now, _ = parse(typed)
@@ -75,7 +77,7 @@ def expand(typed: list[str]) -> list[str]:
     typed_keys |= {"init_from"} if "ckpt_path" in typed_keys else set()
     saved = [one for one in read_overrides(folders[-1]) if not _is_left_out(one)]
     kept = [one for one in saved if one.key_or_group not in typed_keys]
-    if problems := list(_find_refused(kept, now, folders[-1])):
+    if problems := list(_find_refused(kept, now, folders[-1], reads_data)):
         raise ConfigError(problems)
     # A `~key` has done its work where it left an old override out; else it is Hydra's to obey.
     added = {one.key_or_group for one in saved if not one.is_delete()}
@@ -180,7 +182,9 @@ def _is_left_out(one: Override) -> bool:
     return any(part[0] in NOT_TAKEN or part[-1] in WRITTEN for part in parts)
 
 
-def _find_refused(kept: list[Override], now: list[Override], run_dir: str) -> Iterator[Problem]:
+def _find_refused(
+    kept: list[Override], now: list[Override], run_dir: str, reads_data: bool
+) -> Iterator[Problem]:
     """What of an old run's overrides today's schema, or the rule about strangers, refuses."""
     undotted = [one for one in kept if "." not in one.key_or_group]
     found = [
@@ -197,20 +201,28 @@ def _find_refused(kept: list[Override], now: list[Override], run_dir: str) -> It
         values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
         places = typed["hydra.searchpath"].value() if "hydra.searchpath" in typed else []
         folders = [*find_folders(), *(place.removeprefix("file://") for place in places)]
-        found = [*check_values(values, cfg.allowed_targets, folders), *_outside(values, run_dir)]
+        found = list(check_values(values, cfg.allowed_targets, folders))
+    if not found:
+        wrong = "outside of this project: type it again to have it read"
+        for one in named_outside(kept, run_dir):
+            key, given = one.key_or_group, one.input_line.partition("=")[2]
+            if reads_data or not key.startswith("data."):
+                found.append(Problem(key, given, wrong, attempt=one.input_line))
     for one in found:
         wrong = f"was started with {one.key}={one.value}: {one.wrong}"
         yield Problem("from_run", run_dir, wrong, attempt=one.attempt or f"'~{one.key}'")
 
 
-def _outside(values: dict[str, Any], run_dir: str) -> Iterator[Problem]:
-    """Files that lie neither in this project nor beside the run: they are read if typed again."""
+def named_outside(typed: Iterable[Override], run_dir: str | Path) -> Iterator[Override]:
+    """Overrides that name files neither in this project nor beside the run."""
     run = Path(run_dir).expanduser().resolve()
     project = home.find_project() or Path.cwd()
-    roots = (Path.cwd(), project, Path(home.default_output_dir()), run.parent)
-    for place, value in (one for key, node in values.items() for one in walk(node, key)):
-        if isinstance(value, str) and (value[:1] in ("/", "~") or os.path.lexists(value)):
-            path = Path(value).expanduser().resolve()
-            if not any(path.is_relative_to(root.resolve()) for root in roots):
-                wrong = "outside of this project: type it again to have it read"
-                yield Problem(place, value, wrong, attempt=f"{place}={value}")
+    roots = [Path.cwd(), project, Path(home.default_output_dir()), run.parent]
+    roots = [root.resolve() for root in roots]
+    for one in typed:
+        for _, value in walk(None if one.is_delete() else one.value(), one.key_or_group):
+            if isinstance(value, str) and (value[:1] in ("/", "~") or os.path.lexists(value)):
+                path = Path(value).expanduser().resolve()
+                if not any(path.is_relative_to(root) for root in roots):
+                    yield one
+                    break

@@ -357,10 +357,12 @@ class Run(Closed):
             only the config itself is checked, not this machine, its folders and files, and the
             command gets the config as it was composed, without a folder made for it.
         expands_run: False for a command that reads the folder of from_run by itself.
+        reads_data: False for one that takes the net alone.
     """
 
     runs_here: ClassVar[bool] = True
     expands_run: ClassVar[bool] = True
+    reads_data: ClassVar[bool] = True
 
     name: RunName
     task: Literal["fit", "validate", "test"]

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 class ExportRun(Run):
     """A run's keys and the command's own."""
 
+    reads_data = False
+
     from_run: LocalPath
     format: Literal["safetensors", "hf"]
     dtype: Literal["fp32", "bf16"]

@@ -3,6 +3,7 @@
 import logging
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Report:
             that were typed and tell this run from another.
         facts: what else result.json keeps, of what the run was made by.
         planned: what the planner says of it.
+        outside: overrides that name files which are read only where they are typed again.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Report:
         hyper_parameters: dict[str, Any],
         facts: dict[str, Any],
         planned: Planned | None = None,
+        outside: Sequence[str] = (),
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.facts, self.planned = facts, planned
+        self.facts, self.planned, self.outside = facts, planned, outside
         self.hyper_parameters = hyper_parameters
 
     def start(self, trainer: pl.Trainer) -> None:
@@ -95,9 +98,9 @@ class Report:
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if trainer.fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
-        folder = shlex.quote(str(self.run_dir))
-        test = f"python train.py from_run={folder} task=test · " if best else ""
-        return f"{test}tensorboard --logdir {folder}"
+        test = ["python", "train.py", f"from_run={self.run_dir}", "task=test", *self.outside]
+        shown = f"tensorboard --logdir {shlex.quote(str(self.run_dir))}"
+        return f"{shlex.join(test)} · {shown}" if best else shown
 
 
 def steps_taken(first: int, last: int, seconds: float) -> str:
