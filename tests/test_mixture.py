@@ -7,7 +7,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from gptrain.data import DataError, DummyTextDataset, EvalBatches, Mixture, TrainBatches
+from gptrain.data import (
+    DataError,
+    DummyTextDataset,
+    EvalBatches,
+    Mixture,
+    SampleOrder,
+    TrainBatches,
+)
 from gptrain.data.tokenizers import ByteTokenizer
 
 
@@ -48,6 +55,19 @@ def test_each_part_goes_through_epochs_of_its_own():
         assert all(Counter(Counter(epoch).values()) == {1: n_samples} for epoch in epochs.tolist())
         assert epochs[0].tolist() != epochs[1].tolist()
     assert mixed.about(400).count("10 epochs") == mixed.about(400).count(" 2 epochs") == 1
+
+
+def test_with_other_weights_each_part_goes_on_at_its_next_sample():
+    lengths = {"a": 30, "b": 50}
+    whole = [SampleOrder(n, 8 + i).index(0, np.arange(n)) for i, n in enumerate(lengths.values())]
+    before, now = (
+        mixture(weights, **lengths).order(7) for weights in ({"a": 2, "b": 1}, {"a": 1, "b": 5})
+    )
+    now.go_on(0, 30, before.taken(0, 30))
+    samples = np.concatenate([before.index(0, np.arange(30)), now.index(0, np.arange(30, 66))])
+    assert samples[samples < 30].tolist() == whole[0][:26].tolist()  # 20 and 6
+    assert (samples[samples >= 30] - 30).tolist() == whole[1][:40].tolist()  # 10 and 30
+    assert now.taken(0, 66) == [26, 40]
 
 
 def test_the_order_follows_from_the_seed_and_the_position_alone():

@@ -43,9 +43,10 @@ def test_two_ranks_read_and_say_what_one_does(mixed, fit):
 
 def test_another_weight_is_refused_on_a_resume_and_may_be_allowed(mixed, fit):
     words = (*mixed, "checkpoint.every_n_steps=1")
-    fit(*words, "trainer.max_steps=2")
+    before = fit(*words, "trainer.max_steps=2").state(2)["TextDataModule"]["taken"]
     again = (*words, "ckpt_path=last", "+data.parts.web.weight=3", "trainer.max_steps=4")
     line = fit(*again, code=2).errors[0]
     assert "data.parts.web.weight" in line and "allow_changes=[data.parts.web.weight]" in line
     run = fit(*again, "allow_changes=[data.parts.web.weight]")
     assert "book 0.5: " in run.out and len(run.column("train/loss")) == 4
+    assert (before, run.state(4)["TextDataModule"]["taken"]) == ([6, 2], [10, 6])

@@ -104,9 +104,9 @@ def test_another_batch_goes_on_at_the_next_sample_and_adds_to_the_tokens(fit):
     assert run.column("tokens") == tokens
     assert json.loads((run.folder / "result.json").read_text())["tokens"] == tokens[-1]
     assert run.state(8)["TextDataModule"]["tokens"] == tokens[-1]
-    assert run.state(3)["TextDataModule"]["position"] == 3 * 4
+    assert run.state(3)["TextDataModule"]["place"] == [0, 3 * 4]
     # 12 samples of 40 were seen: four steps of 6 fit into what is left, the last one is anew.
-    assert [run.state(step)["TextDataModule"]["position"] for step in (4, 6, 8)] == [18, 30, 6]
-    assert run.state(8)["TextDataModule"]["permutation"] == 1
+    places = [run.state(step)["TextDataModule"]["place"] for step in (4, 6, 8)]
+    assert places == [[0, 18], [0, 30], [1, 6]]
     more = fit(*words, *again[:2], "trainer.max_steps=9")  # this batch is the run's own
     assert more.column("tokens")[-1] == 768

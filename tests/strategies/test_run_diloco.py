@@ -3,7 +3,10 @@
 import pytest
 import runs as claims
 import torch
+import torch.distributed as dist
 from test_run_options import ONLY_FORWARD
+
+from gptrain.parallel.outer import OuterStep
 
 TWO = (
     "strategy=diloco",
@@ -19,6 +22,14 @@ SGD = (
 FULL = ("data.num_samples=200",)  # as many targets in each sample
 STOP = ("+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.rank=1")
 SHORT = (*claims.DROPOUT, "trainer.max_steps=6", "trainer.val_check_interval=6")
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def weights(run, rank=0):
@@ -40,6 +51,21 @@ def test_meeting_at_every_step_equals_ddp(runs):
     claims.check_close(run.column("val/loss"), truth.column("val/loss"), 1e-6)
     for mine, theirs in zip(weights(run), weights(truth), strict=True):
         assert (mine - theirs).abs().max() < 1e-6
+
+
+def test_the_outer_step_is_sgd_with_nesterovs_momentum(one_rank):
+    net = torch.nn.Linear(3, 1, bias=False)
+    outer = OuterStep(
+        {"w": net.weight}, one_rank, one_rank, lr=0.7, momentum=0.9, dtype=torch.float32
+    )
+    place, momentum = net.weight.detach().clone(), torch.zeros(1, 3)
+    for number in range(1, 4):
+        moved = torch.full((1, 3), 0.1 * number)
+        net.weight.data.add_(moved)
+        outer.sync()
+        momentum = 0.9 * momentum - moved
+        place = place - 0.7 * (-moved + 0.9 * momentum)
+        torch.testing.assert_close(net.weight.detach(), place)
 
 
 def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(runs):

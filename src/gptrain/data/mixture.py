@@ -124,12 +124,13 @@ class MixtureOrder:
         places = np.argsort(np.concatenate(due), kind="stable")
         self._owners = owners[places]  # (cycle,) the part of each position
         self._ranks = np.concatenate([np.arange(n) for n in self._counts])[places]  # in its part
+        self._ahead = np.zeros_like(self._counts)  # of what these weights would have taken so far
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Samples of the mixture, int64, in the shape of `positions` of an epoch of n_samples."""
         cycles, places = np.divmod(epoch * self.n_samples + np.asarray(positions), _CYCLE)
         owners = self._owners[places]
-        numbers = cycles * self._counts[owners] + self._ranks[places]  # within the part
+        numbers = cycles * self._counts[owners] + self._ranks[places] + self._ahead[owners]
         samples = np.empty(owners.shape, dtype=np.int64)
         for part in np.unique(owners).tolist():
             order, is_mine = self._orders[part], owners == part
@@ -139,6 +140,14 @@ class MixtureOrder:
                 found[epochs == one] = order.index(one, own[epochs == one])
             samples[is_mine] = self._firsts[part] + found
         return samples
+
+    def taken(self, epoch: int, position: int) -> list[int]:
+        """Samples that each part has given before a position."""
+        return (self.count(epoch * self.n_samples + position) + self._ahead).tolist()
+
+    def go_on(self, epoch: int, position: int, taken: Sequence[int]) -> None:
+        """Each part's own epochs go on from there, whatever the weights were before."""
+        self._ahead = np.array(taken) - self.count(epoch * self.n_samples + position)
 
     def count(self, n_samples: int) -> np.ndarray:
         """How many of the first so many positions are of each part, (parts,)."""

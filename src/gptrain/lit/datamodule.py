@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, Mixture, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets
 from gptrain.lengths import Lengths
 from gptrain.problems import IO_ERROR, ConfigError
@@ -78,17 +79,20 @@ class TextDataModule(pl.LightningDataModule):
         step, tokens = self._tokens_at
         return tokens + (self.trainer.global_step - step) * self.step_tokens
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the run stands, for one that goes on with steps of another size."""
-        step = self.trainer.global_step
-        permutation, start, _ = self.batches.place(step)
-        return {"step": step, "permutation": permutation, "position": start, "tokens": self.tokens}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, for one that goes on with another batch or other weights."""
+        step, order = self.trainer.global_step, self.batches.order
+        *place, _ = self.batches.place(step)
+        taken = order.taken(*place) if isinstance(order, MixtureOrder) else None
+        return {"step": step, "place": place, "taken": taken, "tokens": self.tokens}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there; an evaluation does not."""
         if self.trainer.state.fn == "fit":
-            self.batches.begin = (state["step"], state["permutation"], state["position"])
+            self.batches.begin = (state["step"], *state["place"])
             self._tokens_at = (state["step"], state["tokens"])
+            if isinstance(self.batches.order, MixtureOrder):
+                self.batches.order.go_on(*state["place"], state["taken"])
 
     @property
     def waited_s(self) -> float:

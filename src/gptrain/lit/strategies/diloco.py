@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gptrain.lit.lightning import is_validated
 from gptrain.lit.strategies.base import BuildArgs
 from gptrain.lit.strategies.data_parallel import SYNC_BUFFERS, Ranks
 from gptrain.lit.strategies.states import from_saved_name, to_saved_name
@@ -79,13 +78,12 @@ class DiLoCo(Ranks):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         returned = super().optimizer_step(optimizer, *args, **kwargs)
         step = self.trainer.global_step + 1  # Lightning counts it later
-        is_last = step == self.trainer.max_steps
-        if step % self.options.sync_every == 0 or is_last or is_validated(self.trainer, step):
+        if step % self.options.sync_every == 0 or step == self.trainer.max_steps:
             self._sync(step)
         return returned
 
     def on_validation_start(self) -> None:
-        """Where something ends the run, that was not known when the step was taken."""
+        """What is validated, or saved with its loss, is all replicas' in common."""
         trainer, step = self.trainer, self.trainer.global_step
         is_within = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if is_within and self.synced_step != step:
