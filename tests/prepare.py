@@ -1,0 +1,84 @@
+"""Preparing a corpus: ours against `datasets.map` with the same tokenizer, in turns.
+
+python -m tests.prepare          60 MB of JSONL, three turns each; needs `pip install datasets`
+python -m tests.prepare 600 1    so many MB, so many turns
+
+Records are the standard library's files. Either writes one file of tokens, as training reads it,
+on all cores, from nothing cached, in a process of its own whose imports are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from gptrain.data import train_bpe
+
+VOCAB_SIZE = 8192
+OURS = """
+from gptrain.data import TextDataset
+start = time.perf_counter()
+words = "train", 128, source, tokenizer, folder
+made = TextDataset.from_corpus(*words, val_fraction=0.0001, end_of_document=True)
+n_tokens = sum(file.n_tokens for file in made.files)
+"""
+THEIRS = """
+import datasets, numpy, tokenizers
+datasets.disable_progress_bars()
+known = tokenizers.Tokenizer.from_file(tokenizer)
+end = known.token_to_id("<|endoftext|>")
+def encode(batch):
+    return {"ids": [one.ids + [end] for one in known.encode_batch_fast(batch["text"])]}
+start = time.perf_counter()
+texts = datasets.load_dataset("json", data_files=source, split="train", cache_dir=folder)
+made = texts.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=["text"])
+n_tokens = 0
+with open(f"{folder}/tokens.bin", "wb") as file:
+    for first in range(0, len(made), 1000):
+        tokens = numpy.concatenate(made[first : first + 1000]["ids"]).astype(numpy.uint16)
+        tokens.tofile(file)
+        n_tokens += len(tokens)
+"""
+HEAD = "import os, sys, time\nsource, tokenizer, folder = sys.argv[1:]\n"
+TAIL = "print('took', time.perf_counter() - start, sum(os.times()[:4]), n_tokens)\n"
+
+
+def write_records(file: Path, n_bytes: int) -> list[str]:
+    """JSON lines, {"text": ...} each; the first thousand texts."""
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = [one.read_text(errors="replace") for one in sorted(library.rglob("*.py"))]
+    with open(file, "w") as lines:
+        while lines.tell() < n_bytes:
+            lines.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return texts[:1000]
+
+
+def main() -> None:
+    megabytes, n_turns = [*map(int, sys.argv[1:]), 60, 3][:2] if sys.argv[1:] else (60, 3)
+    with tempfile.TemporaryDirectory() as place:
+        source, tokenizer = Path(place) / "records.jsonl", Path(place) / "tokenizer.json"
+        train_bpe(write_records(source, megabytes * 1_000_000), VOCAB_SIZE, tokenizer, True)
+        size, found = source.stat().st_size / 1e6, {"ours": [], "datasets.map": []}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        for turn in range(n_turns):
+            for name, code in (("ours", OURS), ("datasets.map", THEIRS)):
+                with tempfile.TemporaryDirectory(dir=place) as folder:
+                    words = [sys.executable, "-c", HEAD + code + TAIL, source, tokenizer, folder]
+                    made = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True)
+                line = next(one for one in made.stdout.splitlines() if one.startswith("took"))
+                seconds, cpu_s, n_tokens = map(float, line.split()[1:])
+                found[name].append(size / seconds)
+                print(f"{turn} {name:13}{size / seconds:7.2f} MB/s  {cpu_s:6.1f} CPU s  "
+                      f"{n_tokens:,.0f} tokens", flush=True)  # fmt: skip
+        ours, theirs = (statistics.median(rates) for rates in found.values())
+        print(f"median: ours {ours:.2f} MB/s, datasets.map {theirs:.2f} MB/s: {ours / theirs:.2f}")
+
+
+if __name__ == "__main__":
+    main()
