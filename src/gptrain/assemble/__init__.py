@@ -10,18 +10,20 @@ from __future__ import annotations
 import gc
 import socket
 import time
+from collections.abc import Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
-from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import (
+    Datasets,
     as_config_errors,
     batch_of,
     build_datasets,
@@ -44,6 +46,7 @@ from gptrain.lit.datamodule import check_shared_memory
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
+from gptrain.lit.strategies.states import NamedStates
 from gptrain.nets.around import keep_around
 from gptrain.nets.load import build_net
 from gptrain.nets.weights import start_from
@@ -81,7 +84,7 @@ class Run:
     def go(self) -> dict[str, float]:
         """Fits, validates or tests, and returns the final metrics.   Raises: ConfigError."""
         cfg, trainer = self.cfg, self.trainer
-        parts = {"datamodule": self.datamodule, "ckpt_path": self.checkpoint}
+        parts: dict[str, Any] = {"datamodule": self.datamodule, "ckpt_path": self.checkpoint}
         self.report.start(trainer)
         with as_config_errors(cfg), refusals_in_one_line():
             if cfg.task == "fit":
@@ -150,7 +153,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     checkpoint = None if start is None else Path(start)
     sample = train[0]
     check_shared_memory(sample, cfg.data.batch_size, cfg.data.num_workers, machine.n_local)
-    lengths = plan_lengths(cfg, len(train), check_sample(cfg, sample), dims.data)
+    lengths = plan_lengths(cfg, len(cast(Sized, train)), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])
@@ -166,7 +169,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             precision=resolve_precision(cfg, machine),
         )
     if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, net, strategy.stages)
+        start_from(cfg, net, cast(NamedStates, strategy).stages)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):
@@ -216,7 +219,7 @@ def check_shared(run_dir: str, rank: int) -> None:
         raise ConfigError.of("run_dir", run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
-def prepare_data(cfg: DictConfig, rank: int, guard: Guard | None) -> list[Dataset | None]:
+def prepare_data(cfg: DictConfig, rank: int, guard: Guard | None) -> Datasets:
     """Train, validation and test set; rank 0 prepares them, for hours where it must."""
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
     if guard is None:

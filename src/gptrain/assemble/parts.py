@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator, Sized
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
@@ -47,9 +47,11 @@ SCHEDULER_KEYS = {f"{phase}_{unit}" for phase in PHASES for unit in ("steps", "t
 SCHEDULER_KEYS |= {"start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
 
+Datasets: TypeAlias = "tuple[Dataset, Dataset, Dataset | None]"  # the last is for a test
+
 
 @contextmanager
-def as_config_errors(cfg: DictConfig, key: str = "") -> Iterator[None]:
+def as_config_errors(cfg: DictConfig, key: str = "") -> Generator[None, None, None]:
     """Says which option it is that a part does not fit: an Unfit knows it itself.
 
     Args:
@@ -65,10 +67,15 @@ def as_config_errors(cfg: DictConfig, key: str = "") -> Iterator[None]:
         raise ConfigError.of(key, OmegaConf.select(cfg, key), str(error)) from error
 
 
-def build_datasets(cfg: DictConfig) -> list[Dataset | None]:
+def options_of(node: DictConfig) -> dict[str, Any]:
+    """A group, or the whole config, as plain values; of references what they mean."""
+    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
+
+
+def build_datasets(cfg: DictConfig) -> Datasets:
     """Train, validation and test set, prepared where that is needed; None: no test set is given."""
-    parts = ("train", "val", "test")
-    return [build_target(cfg.data[part]) if part in cfg.data else None for part in parts]
+    train, val = build_target(cfg.data.train), build_target(cfg.data.val)
+    return train, val, build_target(cfg.data.test) if "test" in cfg.data else None
 
 
 def check_sample(cfg: DictConfig, sample: Any) -> int:
@@ -95,8 +102,9 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
     """The first `batches` micro-batches (a fraction: of all), a whole step's at least."""
     sequences = batch.batch_size * batch.data_parallel_size  # of a micro-batch over all ranks
-    n_samples = int(batches * len(dataset)) if isinstance(batches, float) else batches * sequences
-    return Subset(dataset, range(min(len(dataset), max(n_samples, batch.global_batch_size))))
+    n_all = len(cast(Sized, dataset))
+    n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences
+    return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))
 
 
 def batch_of(cfg: DictConfig, data_parallel_size: int) -> BatchPlan:
@@ -143,7 +151,7 @@ def plan_lengths(
 
 def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
     """The class of the module group.   Raises: Unfit for one that the strategy cannot train."""
-    made = get_method(cfg.module._target_)
+    made = cast(type[pl.LightningModule], get_method(cfg.module._target_))
     if strategy not in ANY_NET and not issubclass(made, LanguageModel):
         raise Unfit(
             "module._target_",
@@ -151,7 +159,11 @@ def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
             "computes itself; strategies that work: single, ddp, diloco; or a subclass of "
             "gptrain.lit.LanguageModel",
         )
-    if "pipeline" in strategy and made.loss is not LanguageModel.loss:
+    if (
+        "pipeline" in strategy
+        and issubclass(made, LanguageModel)
+        and made.loss is not LanguageModel.loss
+    ):
         raise Unfit(
             "module._target_",
             f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
@@ -161,15 +173,15 @@ def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
 
 
 def build_module(
-    cfg: DictConfig, net: nn.Module, lengths: Lengths, val: Dataset
+    cfg: DictConfig, net: nn.Module, lengths: Lengths, val: Dataset | None
 ) -> pl.LightningModule:
     """The module group's class around the net.
 
     A LanguageModel gets all that ours takes, a plain LightningModule the net where its signature
     names it; both the other keys of the group.
     """
-    made = get_method(cfg.module._target_)
-    node = OmegaConf.to_container(cfg.module, resolve=True)
+    made = cast(type[pl.LightningModule], get_method(cfg.module._target_))
+    node = options_of(cfg.module)
     options = {key: value for key, value in node.items() if key not in MODULE_KEYS}
     if issubclass(made, LanguageModel):
         token_bytes = getattr(val, "token_bytes", None)
@@ -228,7 +240,7 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
 
     Raises: ConfigError where the optimizer cannot take the parameters.
     """
-    node = OmegaConf.to_container(cfg.optimizer, resolve=True)
+    node = options_of(cfg.optimizer)
     options = {k: v for k, v in node.items() if v is not None and k not in OPTIMIZER_KEYS}
     target, lr = options.pop("_target_"), peak_lr(cfg, batch)
     options |= {} if lr is None else {"lr": lr}
@@ -274,13 +286,19 @@ def asked_steps(cfg: DictConfig, phase: str, step_tokens: int) -> float | None:
         return token_steps(tokens, step_tokens)
 
 
+def asked_total(cfg: DictConfig, lengths: Lengths) -> int | None:
+    """Steps to the schedule's end: the run's, where the scheduler group says nothing."""
+    asked = asked_steps(cfg, "total", lengths.step_tokens)
+    return int(asked) if asked else lengths.n_steps
+
+
 def warmup_of(cfg: DictConfig, lengths: Lengths) -> int:
     """Steps of the run's warm-up: of its first start, where a resume keeps it, or as asked."""
     if lengths.warmup_steps is not None:
         return lengths.warmup_steps
-    asked, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("warmup", "total"))
+    asked, total = asked_steps(cfg, "warmup", lengths.step_tokens), asked_total(cfg, lengths)
     with as_config_errors(cfg, "scheduler.warmup_steps"):
-        return warmup_steps(asked, total or lengths.n_steps)
+        return warmup_steps(asked, total)
 
 
 def build_schedule(
@@ -291,10 +309,10 @@ def build_schedule(
     A user's own takes besides its own keys those of our four keywords that it names. One that
     looks at a metric is stepped after each validation, with checkpoint.monitor.
     """
-    options = OmegaConf.to_container(cfg.scheduler, resolve=True)
+    options = options_of(cfg.scheduler)
     schedule = get_method(options.pop("_target_"))
-    decay, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("decay", "total"))
-    options["total_steps"] = total_steps = total or lengths.n_steps
+    decay = asked_steps(cfg, "decay", lengths.step_tokens)
+    options["total_steps"] = total_steps = asked_total(cfg, lengths)
     options["warmup_steps"] = warmup_of(cfg, lengths)
     named = inspect.signature(schedule).parameters
     if "decay_steps" in named:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from gptrain.assemble.parts import batch_of, warmup_of
+from gptrain.assemble.parts import batch_of, options_of, warmup_of
 from gptrain.lengths import Lengths
 from gptrain.nets.weights import find_weights, named_source
 from gptrain.parallel.dims import STRATEGIES, parallel_dims
@@ -142,7 +142,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
     }
     row = STRATEGIES.get(cfg.strategy.name)  # of "auto" none
     for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):
-        node = OmegaConf.to_container(cfg[group], resolve=True)
+        node = options_of(cfg[group])
         facts |= {
             key: value
             for key, value in flatten(node, group).items()

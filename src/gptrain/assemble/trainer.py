@@ -6,7 +6,7 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import as_config_errors, peak_lr, warmup_of
+from gptrain.assemble.parts import as_config_errors, options_of, peak_lr, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
 from gptrain.config.compose import parse
 from gptrain.config.from_run import NOT_TAKEN, named_outside
@@ -39,6 +39,7 @@ from gptrain.lit.callbacks.steps import Steps
 from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
+from gptrain.lit.strategies import NetStrategy
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.slices import make_to_look_at
@@ -82,7 +83,7 @@ def build_trainer(
     train: Dataset,
 ) -> pl.Trainer:
     """Lightning's Trainer over the run's steps, in epochs of whole steps."""
-    options = OmegaConf.to_container(cfg.trainer, resolve=True)
+    options = options_of(cfg.trainer)
     make, fast = get_method(options.pop("_target_")), bool(cfg.trainer.fast_dev_run)
     callbacks = build_callbacks(cfg, lengths, guard, train)
     options |= {
@@ -143,7 +144,6 @@ def build_callbacks(
         counts = count_parameters(net, cfg.model.get("vocab_size"))
         with as_config_errors(cfg, "law"):
             theirs.append(LawWatch(cfg.law, counts, cfg.objective, lengths))
-    model = OmegaConf.to_container(cfg.model, resolve=True)
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
     wants_bar = cfg.trainer.enable_progress_bar and not has_bar
     bar = ProgressBar() if wants_bar else None
@@ -152,7 +152,7 @@ def build_callbacks(
     steps = Steps(
         cfg.trainer.log_every_n_steps,
         lengths,
-        model,
+        options_of(cfg.model),
         on_nonfinite=cfg.on_nonfinite,
         guard=guard,
         checkpoints=checkpoints,
@@ -198,7 +198,7 @@ def build_report(
     cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, train: Dataset
 ) -> Report:
     """The run in six lines: model, strategy, data where it says so, batch, plan, folder."""
-    batch, info = lengths.batch, trainer.strategy.info
+    batch, info = lengths.batch, cast(NetStrategy, trainer.strategy).info
     n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
     sizes = (f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model)
     devices = f"{machine.world_size} x {machine.accelerator}"
@@ -221,11 +221,11 @@ def build_report(
         "model": " · ".join([info.net_name, n_parameters, *sizes]),
         "strategy": " · ".join(strategy),
     }
-    if cfg.task == "fit" and hasattr(train, "about"):
-        lines["data"] = train.about((lengths.n_steps or 0) * batch.global_batch_size)
+    if cfg.task == "fit" and (about := getattr(train, "about", None)):
+        lines["data"] = about((lengths.n_steps or 0) * batch.global_batch_size)
     lines["batch"] = " · ".join(parts)
     facts = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
-    options = OmegaConf.to_container(cfg, resolve=True) | {"typed": typed_options(cfg, facts)}
+    options = options_of(cfg) | {"typed": typed_options(cfg, facts)}
     planned = None
     if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
         precise = options["trainer"] | {"precision": trainer.precision}

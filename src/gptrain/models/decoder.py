@@ -33,6 +33,10 @@ class Decoder(nn.Module):
         "norm": "sequence",
         "head": "vocab_head",
     }
+    token_embedding: nn.Embedding  # like norm and head None on a pipeline's stage without it
+    blocks: nn.ModuleList
+    norm: nn.Module
+    head: nn.Linear
 
     def __init__(
         self,

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gptrain.models.simple_gpt import SimpleGPT
 
 # Ours -> theirs. Of a block: norms, and projections, whose matrices are transposed there.
 _NORMS = {"norm_1": "ln_1", "norm_2": "ln_2"}
@@ -38,7 +41,7 @@ _FIXED = {  # theirs by default
 }
 
 
-def to_gpt2(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_gpt2(net: SimpleGPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the GPT2LMHeadModel that computes what net computes.
 
     The tensors are views where the layout allows; the head is tied and therefore left out.
@@ -58,7 +61,7 @@ def to_gpt2(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def from_gpt2(
-    net: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    net: SimpleGPT, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A state dict for net from the config and tensors of a GPT2LMHeadModel, as views.
 
@@ -97,7 +100,7 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         raise ValueError("; ".join(wrong))
 
 
-def _config(net: nn.Module) -> dict[str, Any]:
+def _config(net: SimpleGPT) -> dict[str, Any]:
     """What decides what a net computes, in their words."""
     return {
         "model_type": "gpt2",
@@ -115,6 +118,7 @@ def _names(n_layers: int) -> Iterator[tuple[list[str], str, bool]]:
     """Our names, theirs, and whether it is transposed there."""
     for ours, theirs in _OUTSIDE.items():
         yield [ours], theirs, False
+    inside: list[tuple[tuple[str, ...], str, bool]]
     inside = [((ours,), theirs, False) for ours, theirs in _NORMS.items()]
     inside += [(ours, theirs, True) for ours, theirs in _PROJECTIONS.items()]
     for block in range(n_layers):

@@ -42,8 +42,9 @@ class HuggingFace(nn.Module):
             from transformers.models.auto import modeling_auto as known
         except ImportError as error:
             raise ValueError(f'{error}; try: pip install -e ".[export]"') from error
-        keys = (_read_config(Path(path)) if path is not None else {}) | (config or {})
-        keys = {"vocab_size": vocab_size} | _without_code(keys)
+        given = _read_config(Path(path)) if path is not None else {}
+        keys: dict[str, Any] = {"vocab_size": vocab_size}
+        keys |= _without_code({**given, **(config or {})})
         kind = str(keys.get("model_type"))
         if kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(f"model_type={kind}: no causal language model of this transformers")

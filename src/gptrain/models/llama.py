@@ -110,13 +110,16 @@ class RotaryAttention(CausalSelfAttention):
         The angle grows with the position, from start on, so that q times k depends on the distance
         alone. Autograd saves the angles only. Source: Su et al. 2021, arXiv:2104.09864.
         """
-        parts = (q, k) if self.norm_q is None else (self.norm_q(q), self.norm_k(k))
+        parts = (q, k)
+        if self.norm_q is not None and self.norm_k is not None:
+            parts = self.norm_q(q), self.norm_k(k)
         # The type is named: under trainer.precision=bf16-true torch's default would be bf16.
         dtype = torch.promote_types(q.dtype, torch.float32)
         positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
         cos, sin = self.angles(positions)
         half = self.d_head // 2
-        return tuple(torch.addcmul(x * cos, x.roll(half, -1), sin).to(q.dtype) for x in parts)
+        q, k = [torch.addcmul(x * cos, x.roll(half, -1), sin).to(q.dtype) for x in parts]
+        return q, k
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine (T, 1, K): of a pair a cos - b sin, and b cos + a sin."""

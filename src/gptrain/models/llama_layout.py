@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptrain.models.gpt2_layout import check_same
+
+if TYPE_CHECKING:
+    from gptrain.models.llama import Llama
 
 LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
 _OUTSIDE = {"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -29,12 +32,12 @@ _NOT_HERE = ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embed
 _ABSENT = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(_NOT_HERE, False)}
 
 
-def to_llama(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_llama(net: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the LlamaForCausalLM or Qwen3ForCausalLM that computes what net does.
 
     The tensors are views where the layout allows; a tied head is left out.
     """
-    config = _config(net) | {
+    config: dict[str, Any] = _config(net) | {
         "architectures": ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"],
         "max_position_embeddings": net.max_seq_len,
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
@@ -50,7 +53,7 @@ def to_llama(net: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def from_llama(
-    net: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    net: Llama, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A state dict for net from the config and tensors of one of the two, as views.
 
@@ -70,9 +73,9 @@ def from_llama(
     return state
 
 
-def _config(net: nn.Module) -> dict[str, Any]:
+def _config(net: Llama) -> dict[str, Any]:
     """What decides what a net computes, in their words."""
-    rope = {"rope_theta": net.rope_base, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": net.rope_base, "rope_type": "default"}
     if net.rope_scaling != 1:
         rope |= {"rope_type": "llama3", "factor": net.rope_scaling}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

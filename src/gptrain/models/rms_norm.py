@@ -33,7 +33,7 @@ class _FewPasses(torch.autograd.Function):
         return (x * scale).mul_(weight)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
         x, weight, scale = ctx.saved_tensors
         u = x * scale
         product = grad * u  # summed over rows the gradient of weight

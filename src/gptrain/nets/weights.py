@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
@@ -65,7 +65,7 @@ def find_weights(
 
 
 @contextmanager
-def named_source(key: str, value: str, misfit: str = "") -> Iterator[None]:
+def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None, None]:
     """Says which key names what is not there (66), or cannot be taken (65).
 
     Args:
@@ -148,7 +148,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     tensors, config = read_safetensors(path), path.parent / "config.json"
     if path.name not in (SAFETENSORS, INDEX) or not config.exists():
         return tensors
-    if not hasattr(net, "from_hugging_face"):
+    if (read := getattr(net, "from_hugging_face", None)) is None:
         raise ValueError(
             f"{config}: a folder in the layout of Hugging Face, and {type(net).__name__} has no "
             f"`from_hugging_face` that reads it (see gptrain.models)"
@@ -156,7 +156,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     content = read_json(config)
     if not isinstance(content, dict):
         raise DamagedCheckpoint(config, "not a mapping")
-    return net.from_hugging_face(content, tensors)
+    return read(content, tensors)
 
 
 def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:

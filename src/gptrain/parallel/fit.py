@@ -1,10 +1,24 @@
 """Whether a net has what an option needs; asked of the net alone, before there are any ranks."""
 
+from collections.abc import Callable
 from pkgutil import resolve_name
 
-from torch import nn
+from torch import Tensor, nn
 
 from gptrain.parallel.dims import STRATEGIES, strategy_name
+
+
+class Net(nn.Module):
+    """For a type checker: attributes that a net may have (gptrain.models), once it was asked."""
+
+    blocks: nn.ModuleList
+    embed: Callable[[Tensor], Tensor]
+    hidden: Callable[..., Tensor]
+    head: nn.Linear
+    norm: nn.Module
+    n_heads: int
+    tensor_plan: dict[str, str]
+    init_parameter: Callable[[str, Tensor], None]
 
 
 class Unfit(ValueError):

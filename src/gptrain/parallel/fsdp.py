@@ -5,6 +5,8 @@ reduce-scattered after. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.0205
 Zhao et al. 2023, arXiv:2304.11277.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +19,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
+
+from gptrain.parallel.fit import Net
 
 
 def apply_fsdp(
@@ -40,7 +44,7 @@ def apply_fsdp(
     """
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
@@ -48,7 +52,7 @@ def apply_fsdp(
         else OffloadPolicy(),
         "shard_placement_fn": lambda parameter: _axis_free_of_tensor(parameter, mesh),
     }
-    for block in net.blocks:
+    for block in cast(Net, net).blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(net, reshard_after_forward=False, **options)  # backward begins where forward ends
     if hasattr(net, "hidden"):  # the chunked loss calls it in place of forward

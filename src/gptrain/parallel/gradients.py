@@ -59,16 +59,16 @@ def clip_grad_norm(
         groups: further groups over which the net is split (the stages of a pipeline).
         elsewhere: parameters that another rank of these groups counts (tied weights).
     """
-    given = [p for p in parameters if p.grad is not None]
-    gradients = [_local(p.grad) for p in given]
-    mesh = next((p.grad.device_mesh for p in given if isinstance(p.grad, DTensor)), None)
+    given = [(p, p.grad) for p in parameters if p.grad is not None]
+    gradients = [_local(gradient) for _, gradient in given]
+    mesh = next((grad.device_mesh for _, grad in given if isinstance(grad, DTensor)), None)
     axes = mesh.get_all_groups() if mesh is not None else []
     counted = [
-        gradient
-        for p, gradient in zip(given, gradients, strict=True)
-        if p not in elsewhere and _counts_here(p.grad, axes)
+        local
+        for (p, gradient), local in zip(given, gradients, strict=True)
+        if p not in elsewhere and _counts_here(gradient, axes)
     ]
-    squares = torch.zeros((), device=_wire([p.grad for p in given]))
+    squares = torch.zeros((), device=_wire([gradient for _, gradient in given]))
     if counted:
         is_double = any(gradient.dtype == torch.float64 for gradient in counted)
         dtype = torch.float64 if is_double else torch.float32
@@ -104,7 +104,9 @@ def _wire(gradients: Sequence[Tensor]) -> torch.device | str | None:
 def _counts_here(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
     if not isinstance(gradient, DTensor):
         return all(axis.rank() == 0 for axis in axes)
-    places = zip(gradient.device_mesh.get_coordinate(), gradient.placements, strict=True)
+    here = gradient.device_mesh.get_coordinate()
+    assert here is not None  # who has a part of it is in its mesh
+    places = zip(here, gradient.placements, strict=True)
     return all(index == 0 for index, placement in places if placement.is_replicate())
 
 

@@ -52,6 +52,7 @@ class OuterStep:
         mine = anchors[self.replica.rank() :: n_parts]
         sum_gradients(mine, self.group, divisor=self.group.size(), dtype=self.dtype)
         for number, anchor in enumerate(anchors if n_parts > 1 else ()):
+            assert anchor.grad is not None  # of above
             dist.broadcast(anchor.grad, group=self.replica, group_src=number % n_parts)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -10,6 +10,7 @@ Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXi
 from collections.abc import Callable
 from functools import cached_property
 from math import gcd
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,15 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from gptrain.parallel.dims import STAGES_PER_RANK, stage_blocks
-from gptrain.parallel.fit import Unfit, tied_names
+from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.state import Stages
 
-_SCHEDULES = {
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -52,7 +55,7 @@ class Pipeline:
     """
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, *, schedule: str, microbatches: int):
-        axis = mesh["pipeline"]
+        axis, net = mesh["pipeline"], cast(Net, net)
         self.group, self.data_group = axis.get_group(), mesh["data"].get_group()
         self.rank, self.last = axis.get_local_rank(), axis.size() - 1
         self.net, self.schedule, self.microbatches = net, schedule, microbatches
@@ -64,8 +67,8 @@ class Pipeline:
             self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         keep_stages(net, self.indices, self.n_stages)
         net.forward = net.hidden = _refuse
-        self._schedules: dict[tuple, object] = {}  # (training, shape) -> one with its buffers
-        self._loss: Loss | None = None  # of the pass that is run
+        self._schedules: dict[tuple, Schedule] = {}  # (training, shape) -> one with its buffers
+        self._loss: Loss  # of the pass that is run
 
     @cached_property
     def tied_parameters(self) -> list[nn.Parameter]:
@@ -106,7 +109,8 @@ class Pipeline:
         schedule, self._loss = self._schedules[key], loss
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
-        outputs = {"target": targets, "losses": losses} if self.rank == self.last else {}
+        outputs: dict[str, Any] = {"target": targets, "losses": losses}
+        outputs = outputs if self.rank == self.last else {}
         (schedule.step if training else schedule.eval)(*inputs, **outputs)
         # Of one type on all ranks: within a step of bf16-true or 64-true torch's default is theirs.
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
@@ -122,10 +126,9 @@ class Pipeline:
             PipelineStage(Stage(self.net, i, n, self.n_blocks), i, n, device, group=group)
             for i in self.indices
         ]
-        kind = _SCHEDULES[self.schedule]
-        if not training and len(stages) == 1:
-            kind = ScheduleGPipe  # takes any number of microbatches, forward only it is the same
-        return kind(
+        # Takes any number of microbatches, forward only it is the same.
+        is_gpipe = not training and len(stages) == 1
+        return _SCHEDULES["gpipe" if is_gpipe else self.schedule](
             stages if len(stages) > 1 else stages[0],
             microbatches,
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
@@ -138,14 +141,14 @@ class Stage(nn.Module):
 
     def __init__(self, net: nn.Module, index: int, n_stages: int, n_blocks: int):
         super().__init__()
-        self.net, self.is_first, self.is_last = net, index == 0, index == n_stages - 1
+        self.net, self.is_first, self.is_last = cast(Net, net), index == 0, index == n_stages - 1
         self.held = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
             x = self.net.embed(x)  # (B, T) -> (B, T, D)
         for name in self.held:
-            x = self.net.blocks[name](x)
+            x = self.net.get_submodule(f"blocks.{name}")(x)
         return self.net.norm(x) if self.is_last else x
 
 
@@ -155,7 +158,7 @@ def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
     The first stage keeps what `embed` uses: all but blocks, norm and head; the last keeps these
     two. Works on the meta device, before anything is allocated.
     """
-    blocks = list(net.blocks)
+    blocks = list(cast(Net, net).blocks)
     held = [i for stage in stages for i in stage_blocks(stage, n_stages, len(blocks))]
     net.blocks = nn.ModuleDict({str(i): blocks[i] for i in held})
     own = [name for name, _ in net.named_children() if name != "blocks"]
@@ -177,7 +180,8 @@ def check_pipeline(net: nn.Module, options, dims) -> None:
                 f"a pipeline can share one weight, between embedding and head; this net shares "
                 f"{shared}",
             )
-    n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options["schedule"]]
+    n_blocks = len(cast(Net, net).blocks)
+    n_stages = dims.pipeline * STAGES_PER_RANK[options["schedule"]]
     if n_stages > n_blocks:
         raise Unfit(
             "strategy.pipeline_parallel_size",
@@ -186,7 +190,7 @@ def check_pipeline(net: nn.Module, options, dims) -> None:
         )
 
 
-def _refuse(*_) -> None:
+def _refuse(*_) -> NoReturn:
     raise Unfit(
         "strategy.name",
         "no rank of a pipeline holds the whole net, so self.net(tokens) cannot run; "

@@ -5,13 +5,13 @@ fewer or none.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gptrain.parallel.fit import tied_names
+from gptrain.parallel.fit import Net, tied_names
 
 
 def make_to_look_at(make_net: Callable[[], nn.Module]) -> nn.Module:
@@ -55,7 +55,7 @@ def make_net_on(
         setattr(net.get_submodule(owner), name, net.get_parameter(first))
     for name, parameter in net.named_parameters():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        net.init_parameter(first_name.get(name, name), whole)
+        cast(Net, net).init_parameter(first_name.get(name, name), whole)
         copy_slice(parameter, whole)
     return net
 
@@ -88,5 +88,5 @@ def like_parameter(value: Any, parameter: Tensor) -> Any:
 def whole_of(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, on every rank; a plain tensor as it is. Collective."""
     if isinstance(tensor, DTensor):  # an offloaded one lies where its mesh cannot gather it
-        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
     return tensor.detach()

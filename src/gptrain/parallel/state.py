@@ -78,7 +78,7 @@ def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Par
 def whole_net_state(net: nn.Module, stages: Stages = WHOLE) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     reshard(net)
-    second = tied_names(net) | stages.aliases  # such a weight is gathered and sent once
+    second = {**tied_names(net), **stages.aliases}  # such a weight is gathered and sent once
     state = {}
     for name, tensor in net.state_dict().items():
         if name not in second:
@@ -191,7 +191,7 @@ def load_optimizer_state(
     restored = []
     for group in optimizer.param_groups:
         members = [names[p] for p in group["params"]]
-        options = options_of.get(members[0]) if members else {}
+        options = options_of.get(members[0], {}) if members else {}
         other = next((n for n in members if options_of.get(n) != options or not options), None)
         if other is not None:
             raise ValueError(f"{other}: not in a group with {members[0]} in the saved optimizer")
@@ -262,7 +262,7 @@ def _match(
 ) -> tuple[dict[str, Tensor], Unmatched]:
     """Name in a checkpoint of these shapes -> the net's tensor that it fits; and what fits not."""
     reshard(net)
-    held, first = net.state_dict(keep_vars=True), tied_names(net) | stages.aliases
+    held, first = net.state_dict(keep_vars=True), {**tied_names(net), **stages.aliases}
     wanted = {first.get(name, name): tensor for name, tensor in held.items()}
     mine = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
     fitting = {name: wanted[name] for name, shape in mine.items() if shapes.get(name) == shape}
@@ -282,7 +282,7 @@ def _match(
 def _merge(state: State, stages: Stages) -> State:
     """All stages' values on the first of them, sent one at a time; {} on the others."""
     counts, group = _gather(len(state), stages), stages.group
-    if len(counts) == 1:
+    if group is None or len(counts) == 1:
         return state
     if group.rank() != 0:
         for item in state.items():

@@ -16,9 +16,10 @@ causal net cannot see.
 # V vocab, v this rank's part of it, D d_model, B batch, T time,
 # T' time padded to a multiple of n ranks, t = T' / n
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import cache, partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.fit import Net, Unfit
 
 # Renamed in torch 2.13, which warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,7 +42,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     whose gradient is summed over ranks: take the loss of `vocab_parallel_loss`, which knows.
     A weight tied to another stays tied.
     """
-    group = mesh["tensor"].get_group()
+    group, net = mesh["tensor"].get_group(), cast(Net, net)
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
@@ -60,6 +61,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
 def check_tensor_parallel(net: nn.Module, options, dims) -> None:
     """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
+    net = cast(Net, net)
     for name in ("n_kv_heads", "n_heads"):  # those of k and v may be fewer
         heads = getattr(net, name, net.n_heads)
         if heads % dims.tensor:
@@ -94,19 +96,19 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     Norms, the position table, and biases added to slices: to be summed over the tensor group once
     per optimizer step (`gradients.sum_gradients`).
     """
-    found = []
+    found: list[nn.Parameter] = []
     for name, role in _roles(net):
         module = net.get_submodule(name)
         if role in ("sequence", "per_head", "position_embedding"):
             found += module.parameters(recurse=False)
-        elif role == "rowwise" and module.bias is not None:
+        elif role == "rowwise" and isinstance(module.bias, nn.Parameter):
             found.append(module.bias)
     return found
 
 
 def _roles(net: nn.Module) -> Iterator[tuple[str, str]]:
     for name, _ in net.named_modules():
-        for pattern, role in net.tensor_plan.items():
+        for pattern, role in cast(Net, net).tensor_plan.items():
             if fnmatch(name, pattern):
                 yield name, role
                 break
@@ -128,18 +130,28 @@ def _without_padding(method, tokens: Tensor, *more) -> Tensor:
 # torch.compile would compile each block anew.
 
 
-class _Colwise:
+class _Role(nn.Module):  # attributes of the layers, for a type checker
+    weight: DTensor
+    bias: DTensor | None
+    num_embeddings: int
+    out_features: int
+    tensor_group: dist.ProcessGroup
+    of_class: Callable[..., Tensor]
+
+
+class _Colwise(_Role):
     def forward(self, whole: Tensor) -> Tensor:
-        return F.linear(whole, _local(self.weight), _local(self.bias))
+        bias = None if self.bias is None else self.bias.to_local()
+        return F.linear(whole, self.weight.to_local(), bias)
 
 
-class _Rowwise:
+class _Rowwise(_Role):
     def forward(self, part: Tensor) -> Tensor:
-        y = scatter_sequence(F.linear(part, _local(self.weight)), self.tensor_group)
-        return y if self.bias is None else y + _local(self.bias).to(y.dtype)
+        y = scatter_sequence(F.linear(part, self.weight.to_local()), self.tensor_group)
+        return y if self.bias is None else y + self.bias.to_local().to(y.dtype)
 
 
-class _PerHead:  # a norm, computed as its class does
+class _PerHead(_Role):  # a norm, computed as its class does
     def forward(self, part: Tensor) -> Tensor:
         return self.of_class(_WithLocal(self), part)
 
@@ -163,37 +175,33 @@ class _Sequence(_PerHead):
         return gather_sequence(y, self.tensor_group)
 
 
-class _PositionEmbedding:
+class _PositionEmbedding(_Role):
     def forward(self, positions: Tensor) -> Tensor:
         size, rank = self.tensor_group.size(), self.tensor_group.rank()
         mine = pad_to_multiple(positions, size).chunk(size, dim=-1)[rank]
-        return F.embedding(mine, _local(self.weight))
+        return F.embedding(mine, self.weight.to_local())
 
 
-class _VocabEmbedding:
+class _VocabEmbedding(_Role):
     def forward(self, tokens: Tensor) -> Tensor:
         size, rank = self.tensor_group.size(), self.tensor_group.rank()
         n_rows = -(-self.num_embeddings // size)  # torch.chunk's
         rows = pad_to_multiple(tokens, size) - rank * n_rows
-        weight = _local(self.weight)  # (v, D)
+        weight = self.weight.to_local()  # (v, D)
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         partial_sum = F.embedding(rows.masked_fill(elsewhere, 0), weight)
         partial_sum = partial_sum.masked_fill(elsewhere[..., None], 0.0)
         return scatter_sequence(partial_sum, self.tensor_group)
 
 
-class _VocabHead:
+class _VocabHead(_Role):
     def forward(self, whole: Tensor) -> Tensor:
-        logits = F.linear(whole, _local(self.weight))  # (B, T', v)
+        logits = F.linear(whole, self.weight.to_local())  # (B, T', v)
         return gather_vocabulary(logits, self.out_features, self.tensor_group)
 
 
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.to_local()
-
-
 @cache
-def _mixed(role: type, layer: type) -> type:
+def _mixed(role: type, layer: type[nn.Module]) -> type:
     return type(layer.__name__, (role, layer), {"of_class": staticmethod(layer.forward)})
 
 
@@ -239,7 +247,7 @@ class _AlongSequence(torch.autograd.Function):
         return (_all_gather if gathers else _reduce_scatter)(tensor, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
         return (_reduce_scatter if ctx.gathers else _all_gather)(grad, ctx.group), None, None
 
 
@@ -251,7 +259,7 @@ class _GatherVocabulary(torch.autograd.Function):
         return _all_gather(F.pad(part, (0, width - part.shape[-1])), group, -1)[..., :n_columns]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
         return grad.narrow(-1, min(ctx.start, grad.shape[-1] - ctx.width), ctx.width), None, None
 
 

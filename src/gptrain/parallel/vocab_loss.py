@@ -8,16 +8,18 @@ same pass; ranks exchange three numbers a token. Source: Shoeybi et al. 2019, ar
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place, logits_in_chunks
 from gptrain.parallel.tensor import gather_vocabulary
 
 
 def vocab_parallel_loss(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, **options: object
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, **options: Any
 ) -> Tensor:
     """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
 
@@ -25,6 +27,7 @@ def vocab_parallel_loss(
         head_weight: DTensor (V, D), split by torch.chunk along V over its one mesh axis.
         options: chunk_tokens, reduction, label_smoothing, z_loss of chunked_next_token_loss.
     """
+    assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
     operations = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
     cross_entropy = partial(
@@ -42,7 +45,8 @@ def vocab_parallel_logits_in_chunks(
     hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_tokens: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """As loss.logits_in_chunks, under a head split by rows: whole logits (C, V) on every rank."""
+    assert isinstance(head_weight, DTensor)
     group, vocab_size = head_weight.device_mesh.get_group(), head_weight.shape[0]
-    local = head_weight.detach().to_local()
+    local = head_weight.to_local().detach()
     for logits, counted in logits_in_chunks(hidden, local, targets, chunk_tokens):
         yield gather_vocabulary(logits, vocab_size, group), counted
