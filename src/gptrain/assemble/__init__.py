@@ -118,13 +118,8 @@ def check(cfg: DictConfig) -> None:
             return
         with as_config_errors(cfg, "model._target_"):
             net = make_to_look_at(partial(build_net, cfg))
-        check_fit(
-            net,
-            cfg.strategy,
-            parallel_dims(cfg.strategy, world_size),
-            compile=model.compile,
-            activation_checkpointing=model.activation_checkpointing,
-        )
+        modes = {key: model[key] for key in ("compile", "activation_checkpointing")}
+        check_fit(net, cfg.strategy, parallel_dims(cfg.strategy, world_size), **modes)
     if cfg.task == "fit" and issubclass(made, LanguageModel):
         # An optimizer that needs real weights to begin with says so in torch's words or its own.
         with suppress(RuntimeError, AssertionError):

@@ -46,8 +46,7 @@ PHASES = ("warmup", "decay", "total")
 SCHEDULER_KEYS = {f"{phase}_{unit}" for phase in PHASES for unit in ("steps", "tokens")}
 SCHEDULER_KEYS |= {"start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
-
-Datasets: TypeAlias = "tuple[Dataset, Dataset, Dataset | None]"  # the last is for a test
+Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # the last is for a test
 
 
 @contextmanager
@@ -159,11 +158,7 @@ def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
             "computes itself; strategies that work: single, ddp, diloco; or a subclass of "
             "gptrain.lit.LanguageModel",
         )
-    if (
-        "pipeline" in strategy
-        and issubclass(made, LanguageModel)
-        and made.loss is not LanguageModel.loss
-    ):
+    if "pipeline" in strategy and getattr(made, "loss", None) is not LanguageModel.loss:
         raise Unfit(
             "module._target_",
             f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
@@ -286,19 +281,13 @@ def asked_steps(cfg: DictConfig, phase: str, step_tokens: int) -> float | None:
         return token_steps(tokens, step_tokens)
 
 
-def asked_total(cfg: DictConfig, lengths: Lengths) -> int | None:
-    """Steps to the schedule's end: the run's, where the scheduler group says nothing."""
-    asked = asked_steps(cfg, "total", lengths.step_tokens)
-    return int(asked) if asked else lengths.n_steps
-
-
 def warmup_of(cfg: DictConfig, lengths: Lengths) -> int:
     """Steps of the run's warm-up: of its first start, where a resume keeps it, or as asked."""
     if lengths.warmup_steps is not None:
         return lengths.warmup_steps
-    asked, total = asked_steps(cfg, "warmup", lengths.step_tokens), asked_total(cfg, lengths)
+    asked, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("warmup", "total"))
     with as_config_errors(cfg, "scheduler.warmup_steps"):
-        return warmup_steps(asked, total)
+        return warmup_steps(asked, int(total) if total else lengths.n_steps)
 
 
 def build_schedule(
@@ -311,8 +300,8 @@ def build_schedule(
     """
     options = options_of(cfg.scheduler)
     schedule = get_method(options.pop("_target_"))
-    decay = asked_steps(cfg, "decay", lengths.step_tokens)
-    options["total_steps"] = total_steps = asked_total(cfg, lengths)
+    decay, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("decay", "total"))
+    options["total_steps"] = total_steps = int(total) if total else lengths.n_steps
     options["warmup_steps"] = warmup_of(cfg, lengths)
     named = inspect.signature(schedule).parameters
     if "decay_steps" in named:

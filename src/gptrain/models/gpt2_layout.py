@@ -118,9 +118,8 @@ def _names(n_layers: int) -> Iterator[tuple[list[str], str, bool]]:
     """Our names, theirs, and whether it is transposed there."""
     for ours, theirs in _OUTSIDE.items():
         yield [ours], theirs, False
-    inside: list[tuple[tuple[str, ...], str, bool]]
-    inside = [((ours,), theirs, False) for ours, theirs in _NORMS.items()]
-    inside += [(ours, theirs, True) for ours, theirs in _PROJECTIONS.items()]
+    inside = [([ours], theirs, False) for ours, theirs in _NORMS.items()]
+    inside += [([*ours], theirs, True) for ours, theirs in _PROJECTIONS.items()]
     for block in range(n_layers):
         for ours, theirs, is_projection in inside:
             for kind in ("weight", "bias"):

@@ -43,8 +43,7 @@ class HuggingFace(nn.Module):
         except ImportError as error:
             raise ValueError(f'{error}; try: pip install -e ".[export]"') from error
         given = _read_config(Path(path)) if path is not None else {}
-        keys: dict[str, Any] = {"vocab_size": vocab_size}
-        keys |= _without_code({**given, **(config or {})})
+        keys = _without_code({"vocab_size": vocab_size, **given, **(config or {})})
         kind = str(keys.get("model_type"))
         if kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(f"model_type={kind}: no causal language model of this transformers")

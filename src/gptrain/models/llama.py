@@ -110,9 +110,8 @@ class RotaryAttention(CausalSelfAttention):
         The angle grows with the position, from start on, so that q times k depends on the distance
         alone. Autograd saves the angles only. Source: Su et al. 2021, arXiv:2104.09864.
         """
-        parts = (q, k)
-        if self.norm_q is not None and self.norm_k is not None:
-            parts = self.norm_q(q), self.norm_k(k)
+        norm_q, norm_k = self.norm_q, self.norm_k
+        parts = (q, k) if norm_q is None or norm_k is None else (norm_q(q), norm_k(k))
         # The type is named: under trainer.precision=bf16-true torch's default would be bf16.
         dtype = torch.promote_types(q.dtype, torch.float32)
         positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)

@@ -82,11 +82,7 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
 
 
 def load_weights(
-    net: nn.Module,
-    source: str | Path | Checkpoint,
-    *,
-    strict: bool = True,
-    stages: Stages = WHOLE,
+    net: nn.Module, source: str | Path | Checkpoint, *, strict: bool = True, stages: Stages = WHOLE
 ) -> tuple[Path, Unmatched]:
     """Fills net, whole or partitioned, with the weights that source holds.
 
@@ -122,12 +118,8 @@ def start_from(cfg: DictConfig, net: nn.Module, stages: Stages) -> None:
     """
     misfit = "init_strict=false to take what fits" if cfg.init_strict else ""
     with named_source("init_from", cfg.init_from, misfit):
-        path, left = load_weights(
-            net,
-            find_weights(cfg.init_from, by=cfg.checkpoint),
-            strict=cfg.init_strict,
-            stages=stages,
-        )
+        found = find_weights(cfg.init_from, by=cfg.checkpoint)
+        path, left = load_weights(net, found, strict=cfg.init_strict, stages=stages)
     log.info("%-9s from the weights of %s", "start", path)
     for names, what in (
         ([*left.missing, *left.mismatched], "of the net start as initialised"),

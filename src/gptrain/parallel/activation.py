@@ -1,13 +1,10 @@
 """What a block keeps for its backward pass, and how it is compiled. Names of parameters stay."""
 
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from gptrain.parallel.fit import Net
 
 _aten = torch.ops.aten
 # Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
@@ -30,10 +27,10 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    options = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
-    for block in cast(Net, net).blocks.children():
+    for block in net.get_submodule("blocks").children():
         # The forward, not the module, is wrapped: no prefix in the names, hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
 
@@ -45,11 +42,10 @@ def apply_compile(net: nn.Module, mode: str) -> None:
         mode: "none"; "blocks" compiles one block and reuses it for all alike, which is several
             times faster to compile; "model" compiles the whole.
     """
-    net = cast(Net, net)
     if mode == "blocks":
-        for block in net.blocks.children():
+        for block in net.get_submodule("blocks").children():
             block.forward = torch.compile(block.forward)  # FSDP's hooks, around it, stay outside
     elif mode == "model":
-        net.forward = torch.compile(net.forward)
-        if hasattr(net, "hidden"):  # what the chunked loss calls
-            net.hidden = torch.compile(net.hidden)
+        for name in ("forward", "hidden"):  # the chunked loss calls the second
+            if hasattr(net, name):
+                setattr(net, name, torch.compile(getattr(net, name)))

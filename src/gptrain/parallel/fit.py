@@ -14,11 +14,9 @@ class Net(nn.Module):
     blocks: nn.ModuleList
     embed: Callable[[Tensor], Tensor]
     hidden: Callable[..., Tensor]
-    head: nn.Linear
     norm: nn.Module
     n_heads: int
     tensor_plan: dict[str, str]
-    init_parameter: Callable[[str, Tensor], None]
 
 
 class Unfit(ValueError):
@@ -43,11 +41,8 @@ def check_fit(
     """
     row = STRATEGIES[strategy_name(options["name"], dims.world_size)]
     if missing := [name for name in row.needs if not hasattr(net, name)]:
-        others = [
-            name
-            for name, other in STRATEGIES.items()
-            if all(hasattr(net, need) for need in other.needs)
-        ]
+        rows = STRATEGIES.items()
+        others = [name for name, it in rows if all(hasattr(net, need) for need in it.needs)]
         raise Unfit(
             "strategy.name",
             f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); strategies "

@@ -5,7 +5,7 @@ reduce-scattered after. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.0205
 Zhao et al. 2023, arXiv:2304.11277.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +19,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, Shard
-
-from gptrain.parallel.fit import Net
 
 
 def apply_fsdp(
@@ -44,15 +42,14 @@ def apply_fsdp(
     """
     # Without a compute_dtype gradients keep their own type.
     reduce_dtype = torch.float32 if compute_dtype is not None else None
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": offload if cpu_offload else OffloadPolicy(),
         "shard_placement_fn": lambda parameter: _axis_free_of_tensor(parameter, mesh),
     }
-    for block in cast(Net, net).blocks:
+    for block in net.get_submodule("blocks").children():
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(net, reshard_after_forward=False, **options)  # backward begins where forward ends
     if hasattr(net, "hidden"):  # the chunked loss calls it in place of forward

@@ -104,9 +104,7 @@ def _wire(gradients: Sequence[Tensor]) -> torch.device | str | None:
 def _counts_here(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
     if not isinstance(gradient, DTensor):
         return all(axis.rank() == 0 for axis in axes)
-    here = gradient.device_mesh.get_coordinate()
-    assert here is not None  # who has a part of it is in its mesh
-    places = zip(here, gradient.placements, strict=True)
+    places = zip(gradient.device_mesh.get_coordinate() or (), gradient.placements, strict=True)
     return all(index == 0 for index, placement in places if placement.is_replicate())
 
 

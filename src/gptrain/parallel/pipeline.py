@@ -22,15 +22,13 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from gptrain.parallel.dims import STAGES_PER_RANK, stage_blocks
 from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.state import Stages
 
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+_SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
@@ -67,7 +65,7 @@ class Pipeline:
             self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         keep_stages(net, self.indices, self.n_stages)
         net.forward = net.hidden = _refuse
-        self._schedules: dict[tuple, Schedule] = {}  # (training, shape) -> one with its buffers
+        self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
         self._loss: Loss  # of the pass that is run
 
     @cached_property
@@ -109,8 +107,7 @@ class Pipeline:
         schedule, self._loss = self._schedules[key], loss
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
-        outputs: dict[str, Any] = {"target": targets, "losses": losses}
-        outputs = outputs if self.rank == self.last else {}
+        outputs = {"target": targets, "losses": losses} if self.rank == self.last else {}
         (schedule.step if training else schedule.eval)(*inputs, **outputs)
         # Of one type on all ranks: within a step of bf16-true or 64-true torch's default is theirs.
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
@@ -139,9 +136,9 @@ class Pipeline:
 class Stage(nn.Module):
     """One stage of a partitioned net: tokens or activations -> activations or hidden states."""
 
-    def __init__(self, net: nn.Module, index: int, n_stages: int, n_blocks: int):
+    def __init__(self, net: Net, index: int, n_stages: int, n_blocks: int):
         super().__init__()
-        self.net, self.is_first, self.is_last = cast(Net, net), index == 0, index == n_stages - 1
+        self.net, self.is_first, self.is_last = net, index == 0, index == n_stages - 1
         self.held = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +165,7 @@ def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
             setattr(net, name, None)
 
 
-def check_pipeline(net: nn.Module, options, dims) -> None:
+def check_pipeline(net: Net, options, dims) -> None:
     """Raises: Unfit if the net cannot be divided into so many stages; says what it lacks."""
     tied = tied_names(net)
     for second, first in tied.items():
@@ -180,8 +177,7 @@ def check_pipeline(net: nn.Module, options, dims) -> None:
                 f"a pipeline can share one weight, between embedding and head; this net shares "
                 f"{shared}",
             )
-    n_blocks = len(cast(Net, net).blocks)
-    n_stages = dims.pipeline * STAGES_PER_RANK[options["schedule"]]
+    n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options["schedule"]]
     if n_stages > n_blocks:
         raise Unfit(
             "strategy.pipeline_parallel_size",

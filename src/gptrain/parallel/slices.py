@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gptrain.parallel.fit import Net, tied_names
+from gptrain.parallel.fit import tied_names
 
 
 def make_to_look_at(make_net: Callable[[], nn.Module]) -> nn.Module:
@@ -40,7 +40,7 @@ def make_net_on(
     """
     before = torch.random.get_rng_state()
     net = make_to_look_at(make_net)
-    if not hasattr(net, "init_parameter") or any(True for _ in net.buffers()):
+    if (fill := getattr(net, "init_parameter", None)) is None or any(True for _ in net.buffers()):
         if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
             torch.random.set_rng_state(before)
             net = make_net()
@@ -55,7 +55,7 @@ def make_net_on(
         setattr(net.get_submodule(owner), name, net.get_parameter(first))
     for name, parameter in net.named_parameters():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        cast(Net, net).init_parameter(first_name.get(name, name), whole)
+        fill(first_name.get(name, name), whole)
         copy_slice(parameter, whole)
     return net
 

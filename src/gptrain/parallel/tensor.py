@@ -59,9 +59,8 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         net.hidden = partial(_without_padding, net.hidden)
 
 
-def check_tensor_parallel(net: nn.Module, options, dims) -> None:
+def check_tensor_parallel(net: Net, options, dims) -> None:
     """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
-    net = cast(Net, net)
     for name in ("n_kv_heads", "n_heads"):  # those of k and v may be fewer
         heads = getattr(net, name, net.n_heads)
         if heads % dims.tensor:
@@ -97,7 +96,7 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     per optimizer step (`gradients.sum_gradients`).
     """
     found: list[nn.Parameter] = []
-    for name, role in _roles(net):
+    for name, role in _roles(cast(Net, net)):
         module = net.get_submodule(name)
         if role in ("sequence", "per_head", "position_embedding"):
             found += module.parameters(recurse=False)
@@ -106,9 +105,9 @@ def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def _roles(net: nn.Module) -> Iterator[tuple[str, str]]:
+def _roles(net: Net) -> Iterator[tuple[str, str]]:
     for name, _ in net.named_modules():
-        for pattern, role in cast(Net, net).tensor_plan.items():
+        for pattern, role in net.tensor_plan.items():
             if fnmatch(name, pattern):
                 yield name, role
                 break

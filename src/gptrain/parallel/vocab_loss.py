@@ -8,7 +8,6 @@ same pass; ranks exchange three numbers a token. Source: Shoeybi et al. 2019, ar
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,9 +17,7 @@ from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place, logits
 from gptrain.parallel.tensor import gather_vocabulary
 
 
-def vocab_parallel_loss(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, **options: Any
-) -> Tensor:
+def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
     """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
 
     Args:
