@@ -9,6 +9,7 @@ global batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -53,6 +54,16 @@ class SampleOrder:
         return high << self._width | low
 
 
+class Order(Protocol):
+    """In which training reads samples."""
+
+    n_samples: int
+
+    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Samples, int64, in the shape of `positions` of an epoch of n_samples."""
+        ...
+
+
 class TrainBatches:
     """A batch sampler: this rank's micro-batches of one epoch of the loader, from where the run is.
 
@@ -78,7 +89,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: Order,
         batch_size: int,
         accumulate: int = 1,
         rank: int = 0,

@@ -5,10 +5,10 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -61,34 +61,42 @@ class TextDataModule(pl.LightningDataModule):
         self.ranks_per_sample = ranks_per_sample
         self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
         self.accumulate = accumulate = lengths.batch.accumulate
+        is_mixture = isinstance(train, Mixture)
+        order = train.order(seed) if is_mixture else SampleOrder(len(cast(Sized, train)), seed)
         self.batches = TrainBatches(
-            train.order(seed) if isinstance(train, Mixture) else SampleOrder(len(train), seed),
+            order,
             self.batch_size,
             accumulate,
             rank,
             world_size,
             epoch_steps=lengths.epoch_steps,
-            position=lambda: self.trainer.global_step * accumulate,
+            position=lambda: self.step * accumulate,
         )
         self.step_tokens, self._tokens_at = lengths.step_tokens, (0, 0)  # a step, and tokens by it
         self.train_loader: Loader | None = None
 
     @property
+    def step(self) -> int:
+        """Optimizer steps that the run has done."""
+        return cast(pl.Trainer, self.trainer).global_step
+
+    @property
     def tokens(self) -> int:
         """Positions that the run has trained on, over all ranks, in steps of whatever size."""
         step, tokens = self._tokens_at
-        return tokens + (self.trainer.global_step - step) * self.step_tokens
+        return tokens + (self.step - step) * self.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, for one that goes on with another batch or other weights."""
-        step, order = self.trainer.global_step, self.batches.order
+        step, order = self.step, self.batches.order
         *place, _ = self.batches.place(step)
         taken = order.taken(*place) if isinstance(order, MixtureOrder) else None
         return {"step": step, "place": place, "taken": taken, "tokens": self.tokens}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there; an evaluation does not."""
-        if self.trainer.state.fn == "fit":
+        state = state_dict
+        if cast(pl.Trainer, self.trainer).state.fn == "fit":
             self.batches.begin = (state["step"], *state["place"])
             self._tokens_at = (state["step"], state["tokens"])
             if isinstance(self.batches.order, MixtureOrder):
@@ -123,7 +131,8 @@ class TextDataModule(pl.LightningDataModule):
 
     def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
-        lengths, self.eval_parts = list(map(len, parts.values())) or [len(dataset)], list(parts)
+        lengths = [len(cast(Sized, one)) for one in parts.values() or [dataset]]
+        self.eval_parts = list(parts)
         self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size)
         return self._loader(PaddedDataset(dataset), self.eval_batches)
 
@@ -156,7 +165,7 @@ class Loader(DataLoader):
     waited_s, read_ahead = 0.0, 1
     step_targets: Sequence[int] = ()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         with hold_back():
             batches = super().__iter__()
         atexit.unregister(kill_workers)  # once

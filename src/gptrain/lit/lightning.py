@@ -7,14 +7,17 @@ its signal handlers, its broadcast of a stop, and the state of its loops in a ch
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PassThroughProfiler
 
+from gptrain.lit.datamodule import TextDataModule
+from gptrain.lit.strategies.states import NamedStates
 from gptrain.problems import ConfigError
 from gptrain.ranks.process import Process
 
@@ -36,7 +39,7 @@ class NoProfiler(PassThroughProfiler):
 
     nothing = nullcontext()
 
-    def profile(self, action_name: str) -> nullcontext:
+    def profile(self, action_name: str) -> nullcontext:  # ty: ignore[incompatible-method-override]
         return self.nothing
 
 
@@ -67,6 +70,21 @@ class RankEnvironment(TorchElasticEnvironment):
         """Nothing: of several GPUs the Trainer is told one, see assemble.trainer."""
 
 
+def connected(trainer: pl.Trainer) -> Any:
+    """The trainer with what its connectors set and its class does not declare."""
+    return trainer
+
+
+def data_of(trainer: pl.Trainer) -> TextDataModule:
+    """The run's own; Lightning's trainer declares none."""
+    return connected(trainer).datamodule
+
+
+def strategy_of(trainer: pl.Trainer) -> NamedStates:
+    """The run's own."""
+    return connected(trainer).strategy
+
+
 def leave_signals_to_us(trainer: pl.Trainer) -> pl.Trainer:
     """Switches off Lightning's signal handlers and its broadcast before every micro-batch.
 
@@ -91,7 +109,7 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
         validated: what is due after this step is done: a validation, and the hooks of an epoch's
             end; false repeats it.
     """
-    accumulate, epoch_steps = trainer.accumulate_grad_batches, trainer.datamodule.epoch_steps
+    accumulate, epoch_steps = trainer.accumulate_grad_batches, data_of(trainer).epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
     if step_in_epoch == 0 and step and not validated:
         epoch, step_in_epoch = epoch - 1, epoch_steps
@@ -117,7 +135,7 @@ def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
     """Whether a validation follows this optimizer step."""
-    is_turn = step % trainer.datamodule.validate_every == 0
+    is_turn = step % data_of(trainer).validate_every == 0
     return trainer.enable_validation and (is_turn or trainer.should_stop)
 
 
@@ -127,7 +145,7 @@ def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
     A step whose validation is due passes through that part of its loop again.
     """
     accumulate = trainer.accumulate_grad_batches
-    epoch, step_in_epoch = divmod(step, trainer.datamodule.epoch_steps)
+    epoch, step_in_epoch = divmod(step, data_of(trainer).epoch_steps)
     if not validated or (step_in_epoch and is_validated(trainer, step)):
         return
     interval, index = ("step", step_in_epoch * accumulate) if step_in_epoch else ("epoch", epoch)
@@ -135,7 +153,7 @@ def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
         is_its_turn = scheduled.interval == interval and index % scheduled.frequency == 0
         value = trainer.callback_metrics.get(scheduled.monitor)
         if scheduled.reduce_on_plateau and is_its_turn and value is not None:
-            scheduled.scheduler.step(value)
+            scheduled.scheduler.step(value)  # ty: ignore[invalid-argument-type]  # of a metric
 
 
 def _counts(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict:
@@ -162,7 +180,7 @@ def start_epoch_anew(trainer: pl.Trainer) -> None:
 
 
 @contextmanager
-def refusals_in_one_line() -> Iterator[None]:
+def refusals_in_one_line() -> Generator[None, None, None]:
     """What Lightning refuses as misconfigured is a ConfigError here: one line, exit code 2.
 
     A metric that EarlyStopping waits for and nobody logs is a RuntimeError of Lightning's.

@@ -4,11 +4,11 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -61,6 +61,7 @@ class LanguageModel(pl.LightningModule):
         self.make_optimizer, self.make_schedule = make_optimizer, make_schedule
         self.loss_options = loss or LossOptions()
         self.metrics = nn.ModuleDict(metrics or {})
+        self.token_bytes: Tensor | None
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         self.eval_sums: Tensor | float = 0.0  # of this rank: nats, tokens and, if known, bytes
         self.part_sums: dict[str, Tensor] = {}  # the same of each part of a mixture
@@ -113,7 +114,7 @@ class LanguageModel(pl.LightningModule):
             self.part_sums[part] = self.part_sums.get(part, 0.0) + added
         if self.metrics:
             for logits, chunk_targets in strategy.logits(self.net, tokens, targets):
-                for metric in self.metrics.values():
+                for metric in self.named_metrics().values():
                     metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ class LanguageModel(pl.LightningModule):
             values = {"loss": nats / n_tokens, "perplexity": (nats / n_tokens).exp()}
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
-            for name, metric in self.metrics.items():
+            for name, metric in self.named_metrics().items():
                 values[name] = self._strategy().share_metric(metric)
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
@@ -135,6 +136,10 @@ class LanguageModel(pl.LightningModule):
                 values[f"{part}/loss"] = nats / n_tokens
             self.eval_sums, self.part_sums = 0.0, {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
+
+    def named_metrics(self) -> dict[str, Metric]:
+        """Those of `module.metrics`."""
+        return cast(dict[str, Metric], dict(self.metrics.items()))
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
@@ -145,7 +150,8 @@ class LanguageModel(pl.LightningModule):
         if self.make_schedule is None:
             return optimizer
         schedule = self.make_schedule(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"interval": "step", **schedule}}
+        entry = cast(LRSchedulerConfigType, {"interval": "step", **schedule})
+        return {"optimizer": optimizer, "lr_scheduler": entry}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Drops what training_step formed for itself; of a pipeline that is the gradients."""
@@ -178,4 +184,6 @@ class LanguageModel(pl.LightningModule):
             strategy = self.trainer.strategy
         except RuntimeError:  # attached to no trainer, as in a notebook
             strategy = None
-        return strategy if isinstance(strategy, NetStrategy) else NetStrategy()
+        if not isinstance(strategy, NetStrategy):  # which only Lightning's side of makes abstract
+            strategy = NetStrategy()  # ty: ignore[abstract-class-instantiation]
+        return strategy

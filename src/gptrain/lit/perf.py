@@ -8,6 +8,7 @@ from torch import nn
 
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.lengths import Lengths
+from gptrain.lit.lightning import connected, data_of, strategy_of
 from gptrain.measure import find_peak, wait_for
 
 
@@ -23,16 +24,16 @@ class Speed:
         self.peak, self.token_flops = None, 0
         if net is not None:  # attention counts where the net tells its sizes
             layers, width = getattr(net, "n_layers", 0), getattr(net, "d_model", 0)
-            n_weights, seq_len = trainer.strategy.info.n_matrix_weights, lengths.sample_tokens
+            n_weights, seq_len = strategy_of(trainer).info.n_matrix_weights, lengths.sample_tokens
             self.token_flops = train_flops_per_token(n_weights, layers, width, seq_len)
-        if trainer.is_global_zero and not trainer.fast_dev_run:
+        if trainer.is_global_zero and not connected(trainer).fast_dev_run:
             self.peak = find_peak(self.device, trainer.precision)
         self.start()
 
     def start(self) -> None:
         """Begins anew: what was before is in no figure."""
         wait_for(self.device)  # the clock is read when the step is done
-        now = self.trainer.global_step, time.perf_counter(), self.trainer.datamodule.waited_s
+        now = self.trainer.global_step, time.perf_counter(), data_of(self.trainer).waited_s
         self._last = now
 
     def read(self) -> dict[str, float]:
@@ -42,7 +43,7 @@ class Speed:
         steps, seconds, waited_s = (now - then for now, then in zip(self._last, last, strict=True))
         step_s, step_tokens = seconds / max(1, steps), self.lengths.step_tokens
         metrics = {
-            "tokens": float(self.trainer.datamodule.tokens),
+            "tokens": float(data_of(self.trainer).tokens),
             "perf/tokens_per_s": step_tokens / step_s,
             "perf/step_s": step_s,
             "perf/data_wait_s": waited_s / max(1, steps),

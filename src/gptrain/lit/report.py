@@ -5,13 +5,15 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import OmegaConf
 
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.steps import STEP, Steps
+from gptrain.lit.lightning import connected, data_of
 from gptrain.lit.planned import Planned
 from gptrain.resilience.status import RESULT_NAME, write_result
 
@@ -68,15 +70,18 @@ class Report:
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = Path(self.run_dir) / RESULT_NAME
         measured = trainer.ckpt_path or "the weights that it began with"
-        ended = {"reason": f"{trainer.state.fn.value} done", "detail": f"of {measured}"}
+        ended = {
+            "reason": f"{cast(TrainerFn, trainer.state.fn).value} done",
+            "detail": f"of {measured}",
+        }
         ended = steps_log.ended or ended
         is_new = not is_fit or steps_log.first_step is not None
-        if not trainer.fast_dev_run and (is_new or not path.exists()):
+        if not connected(trainer).fast_dev_run and (is_new or not path.exists()):
             write_result(
                 path,
                 metrics,
                 steps=steps,
-                tokens=trainer.datamodule.tokens,
+                tokens=data_of(trainer).tokens,
                 seconds=seconds,
                 checkpoint=best,
                 ended=ended,
@@ -96,7 +101,7 @@ class Report:
         return metrics
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
-        if trainer.fast_dev_run:
+        if connected(trainer).fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
         test = ["python", "train.py", f"from_run={self.run_dir}", "task=test", *self.outside]
         shown = f"tensorboard --logdir {shlex.quote(str(self.run_dir))}"
@@ -111,4 +116,4 @@ def steps_taken(first: int, last: int, seconds: float) -> str:
 
 def find_callback(trainer: pl.Trainer, kind: type[pl.Callback]) -> Any:
     """The run's callback of that class, None where it has none."""
-    return next((part for part in trainer.callbacks if isinstance(part, kind)), None)
+    return next((part for part in connected(trainer).callbacks if isinstance(part, kind)), None)

@@ -15,6 +15,7 @@ class Net(nn.Module):
     embed: Callable[[Tensor], Tensor]
     hidden: Callable[..., Tensor]
     norm: nn.Module
+    head: nn.Linear
     n_heads: int
     tensor_plan: dict[str, str]
 

@@ -15,7 +15,7 @@ from gptrain.lit.callbacks.resume import (
     without_clocks,
 )
 from gptrain.lit.callbacks.vote import Vote, gather
-from gptrain.lit.lightning import ends_step, is_validated, loops_after
+from gptrain.lit.lightning import data_of, ends_step, is_validated, loops_after, strategy_of
 from gptrain.problems import DONE, Problem
 from gptrain.resilience.rng import capture
 from gptrain.resilience.store import CheckpointStore
@@ -67,16 +67,16 @@ class Checkpoints(Checkpoint):
         self._needed_bytes = 0  # of a save, estimated
         self._writing = Vote()
 
-    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises NoSpace unless there is room for two saves: the newer before the older goes."""
         if stage != "fit":
             return
-        self._needed_bytes = self.parameter_bytes * trainer.strategy.info.n_parameters
+        self._needed_bytes = self.parameter_bytes * strategy_of(trainer).info.n_parameters
         if trainer.is_global_zero:
             self.store.check_space(2 * self._needed_bytes)
 
     def on_load_checkpoint(
-        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Every counter follows from the step, whatever the number of ranks was."""
         if "validated" not in checkpoint or trainer.state.fn != "fit":
@@ -88,7 +88,7 @@ class Checkpoints(Checkpoint):
         if self._only_validates:
             trainer.fit_loop.epoch_loop.max_steps = -1  # with no step left it would do nothing
 
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._only_validates:
             trainer.val_check_batch = 1  # a run's last step is validated whatever the interval
         if self._loaded is not None:
@@ -96,13 +96,13 @@ class Checkpoints(Checkpoint):
             self._loaded = None
 
     def on_save_checkpoint(
-        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.strategy.saves_to_store:  # and it is not ModelCheckpoint that saves
+        if strategy_of(trainer).saves_to_store:  # and it is not ModelCheckpoint that saves
             add_state(trainer, checkpoint, self.saved[1], self._rng)
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not ends_step(trainer, batch_idx):
             return
@@ -113,10 +113,10 @@ class Checkpoints(Checkpoint):
         if self._is_due(trainer) and not more_follows:
             self.save(trainer)
 
-    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._rng = capture()  # a validation that is left is repeated from its start
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._rng = None
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
@@ -127,16 +127,16 @@ class Checkpoints(Checkpoint):
         if not self._ends_epoch(trainer):
             self.save(trainer)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._ends_epoch(trainer) and (self._is_due(trainer) or self._metrics is not None):
             self.save(trainer)
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > self.saved[0]:
             self.save(trainer)
         self._finish(trainer)
 
-    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded is not None:  # no step was left: what the run had come to is its result
             put_back_logged(trainer, self._loaded)
 
@@ -150,7 +150,7 @@ class Checkpoints(Checkpoint):
         Raises: SaveFailed, on all ranks alike, with the earlier checkpoints intact.
         """
         self._finish(trainer)
-        step, strategy, options = trainer.global_step, trainer.strategy, self.options
+        step, strategy, options = trainer.global_step, strategy_of(trainer), self.options
         if self.saved == (step, validated):
             return
         self.saved = step, validated
@@ -207,7 +207,7 @@ class Checkpoints(Checkpoint):
         return is_turn or self.stopping or trainer.should_stop
 
     def _ends_epoch(self, trainer: Trainer) -> bool:
-        return trainer.global_step % trainer.datamodule.epoch_steps == 0
+        return trainer.global_step % data_of(trainer).epoch_steps == 0
 
     def _check_monitor(self, metrics: dict[str, float]) -> None:
         """Says once which name is never logged, so that no checkpoint or trial is the best by it.

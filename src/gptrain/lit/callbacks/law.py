@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.law import FILE, Law
 from gptrain.lengths import Lengths
+from gptrain.lit.lightning import data_of
 from gptrain.problems import DONE, Problem
 from gptrain.small_files import read_json
 
@@ -39,9 +40,9 @@ class LawWatch(Callback):
         self.n_parameters = counts[self.law.count]
         self.least_tokens = least * counts["all"]  # of fewer the law knows nothing
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loss, step = trainer.callback_metrics.get(self.objective), trainer.global_step
-        tokens = trainer.datamodule.tokens
+        tokens = data_of(trainer).tokens
         if trainer.sanity_checking or loss is None or tokens < self.least_tokens:
             return
         group = trainer.optimizers[0].param_groups[0]

@@ -23,12 +23,12 @@ class Mirrored(Checkpoint):
         self.store, self.mirror = store, mirror
         store.on_commit = lambda path: mirror.update(store)
 
-    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._wait(trainer)
 
     def on_exception(
-        self, trainer: Trainer, module: LightningModule, exception: BaseException
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         if isinstance(exception, Preempted) and exception.step is not None:  # all ranks agreed
             self._wait(trainer)

@@ -39,19 +39,19 @@ class ProgressBar(TQDMProgressBar):
         of_run = trainer.max_steps * trainer.accumulate_grad_batches
         return min(of_epoch, of_run - trainer.current_epoch * of_epoch)
 
-    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
-        super().on_train_start()
-        self.on_train_epoch_start(trainer)  # Lightning does not of a run resumed within an epoch
+    def on_train_start(self, *hook: Any) -> None:
+        super().on_train_start(*hook)
+        self.on_train_epoch_start(*hook)  # Lightning does not of a run resumed within an epoch
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.in_terminal:
             return
         n_done, total = batch_idx + 1, self.total_train_batches
         if n_done == total or n_done % max(1, total // LINES_IN_A_FILE) == 0:
-            shown = self.get_metrics(trainer, module).items()
+            shown = self.get_metrics(trainer, pl_module).items()
             words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown)]
             log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
 
@@ -65,7 +65,9 @@ class ProgressBar(TQDMProgressBar):
         if self._train_progress_bar is not None:
             self.train_progress_bar.close()
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Of an end that comes early, too."""
         self.end_line()
 

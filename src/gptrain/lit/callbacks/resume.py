@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.lit.callbacks.vote import gather
-from gptrain.lit.lightning import finish_step, start_epoch_anew
+from gptrain.lit.lightning import finish_step, start_epoch_anew, strategy_of
 from gptrain.resilience.rng import capture, restore
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
     """Gives the optimizer the new value of each option that was allowed to change; says which."""
     said: dict[str, None] = {}  # groups have most options alike
     groups = trainer.optimizers[0].param_groups
-    for group, fresh in zip(groups, trainer.strategy.fresh_options, strict=True):
+    for group, fresh in zip(groups, strategy_of(trainer).fresh_options, strict=True):
         for key in changed & fresh.keys():
             name = "initial_lr" if key == "lr" and "initial_lr" in fresh else key
             before, now = group[name], fresh[name]

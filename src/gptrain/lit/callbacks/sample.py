@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.steps import log_note
+from gptrain.lit.lightning import connected, data_of
 from gptrain.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
@@ -27,26 +28,26 @@ class SampleText(Callback):
         self.prompt, self.n_tokens = prompt, n_tokens
         self._written: tuple[int, str | None] = -1, None  # at which step, and the text
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_kept = any(hasattr(logger, "log_note") for logger in trainer.loggers)
         if is_kept and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._write(trainer, module)
+            self._write(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        text = self._write(trainer, module)
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        text = self._write(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
             if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
                 bar.end_line()
             log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
 
-    def _write(self, trainer: Trainer, module: LightningModule) -> str | None:
+    def _write(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         """What the net writes at this step, once; None where it cannot."""
         if self._written[0] == trainer.global_step:
             return self._written[1]
-        tokenizer = getattr(trainer.datamodule.val, "tokenizer", None)
+        tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
         whole = getattr(trainer.strategy, "runs_whole_net", True)  # not a stage of a pipeline
-        net = getattr(module, "net", None)
-        if tokenizer is None or trainer.fast_dev_run or not whole or net is None:
+        net = getattr(pl_module, "net", None)
+        if tokenizer is None or connected(trainer).fast_dev_run or not whole or net is None:
             return None
         # On every rank: where the net is partitioned, its forward pass needs them all.
         device = trainer.strategy.root_device

@@ -3,7 +3,7 @@
 import logging
 import math
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,7 +16,7 @@ from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.vote import Vote, gather
-from gptrain.lit.lightning import ends_step, is_validated
+from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
@@ -56,7 +56,7 @@ class Steps(Callback):
         ended: why a training did, `reason` and `detail`.
     """
 
-    speed: Speed | None = None
+    speed: Speed
     first_step: int | None = None
     ended: dict[str, str] | None = None
 
@@ -79,37 +79,39 @@ class Steps(Callback):
         self.lr, self._is_paused = 0.0, False
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
-    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
-        trainer.strategy.check_finite = self.check_finite
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy_of(trainer).check_finite = self.check_finite
 
     # A training's steps
 
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.guard is not None:
             self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.first_s)
-        check_optimization(module)  # again: hooks may have changed it
+        check_optimization(pl_module)  # again: hooks may have changed it
         self.first_step = trainer.global_step
         for logger in trainer.loggers:
-            if hasattr(logger, "go_on_from"):
-                logger.go_on_from(self.first_step)
-        net = module.net if isinstance(module, LanguageModel) else None
+            if go_on_from := getattr(logger, "go_on_from", None):
+                go_on_from(self.first_step)
+        net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
 
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        trainer.log_every_n_steps = self.every_n_steps
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        connected(trainer).log_every_n_steps = self.every_n_steps
         self._leave(trainer)
         if self._is_paused:  # a step's time is training's alone
             self.speed.start()
             self._is_paused = False
 
     def on_before_optimizer_step(
-        self, trainer: Trainer, module: LightningModule, optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Measures the norm of a module that clips in its own way, or not at all."""
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
-        if not clips_by_strategy(trainer, module):
-            trainer.strategy.clip(optimizer, None)
+        if not clips_by_strategy(trainer, pl_module):
+            strategy_of(trainer).clip(optimizer, None)
 
     def check_finite(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Looks at the norm of all gradients between clipping and the optimizer's step.
@@ -120,14 +122,15 @@ class Steps(Callback):
 
         Raises: NonFinite, on all ranks.
         """
-        strategy = trainer.strategy
-        if trainer.precision == "16-mixed" or math.isfinite(strategy.grad_norm):
+        strategy = strategy_of(trainer)
+        norm = cast(Tensor, strategy.grad_norm)
+        if trainer.precision == "16-mixed" or math.isfinite(float(norm)):
             return
         mine = trainer.global_rank, [float(loss) for loss in strategy.micro_losses]
         theirs = gather(mine, strategy.step_group)  # rank, micro-steps
         guilty = (rank for rank, losses in theirs if not all(map(math.isfinite, losses)))
         step, rank = trainer.global_step, next(guilty, None)
-        error = NonFinite(step, rank, trainer.datamodule.step_samples(step, rank))
+        error = NonFinite(step, rank, data_of(trainer).step_samples(step, rank))
         if self.on_nonfinite == "stop":
             raise error
         if trainer.global_rank == theirs[0][0]:
@@ -135,7 +138,7 @@ class Steps(Callback):
         optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._beat(trainer.global_step, "train")
         if not ends_step(trainer, batch_idx):
@@ -144,38 +147,44 @@ class Steps(Callback):
         step = trainer.global_step
         if step == self.lengths.n_steps:
             trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
-        is_due = step % self.every_n_steps == 0 or step == self.first_step + 1
+        is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         if is_due or is_validated(trainer, step) or trainer.should_stop:
-            trainer.log_every_n_steps = 1  # until the next batch: this row reaches the loggers
-            self._log_step(trainer, module)
+            # Until the next batch: this row reaches the loggers.
+            connected(trainer).log_every_n_steps = 1
+            self._log_step(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        module.log(STEP, float(trainer.global_step))
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.log(STEP, float(trainer.global_step))
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat(phase="end")
         self.stops.close()  # nobody leaves a collective behind
 
-    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ended = why_ended(trainer, self.lengths, self.first_step)
         if self.first_step is not None:
             log_note(trainer, "ended", ", ".join(self.ended.values()))
 
-    def on_exception(self, trainer: Trainer, module: LightningModule, error: Exception) -> None:
-        log_note(trainer, "ended", f"{type(error).__name__}: {first_line(error)}")
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
             step, rank = trainer.global_step, trainer.global_rank
-            samples = trainer.datamodule.step_samples(step, rank)
+            samples = data_of(trainer).step_samples(step, rank)
             self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
 
     # Evaluations
 
-    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat(phase="validate", allow_s=self.first_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._leave(trainer)
 
-    def on_validation_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
         self._beat(phase="validate")
         if trainer.state.fn != "fit":
             if self.guard is not None:
@@ -184,61 +193,65 @@ class Steps(Callback):
             self._ask()
             self._leave(trainer)
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._log_evaluation(trainer, module, "val")
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_evaluation(trainer, pl_module, "val")
 
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_paused = True
         self._beat(phase="train")
 
-    def on_test_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
         self._beat(phase="test")
         if self.guard is not None:
             self.guard.leave_if_asked()
 
-    def on_test_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self._log_evaluation(trainer, module, "test")
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_evaluation(trainer, pl_module, "test")
 
     # Checkpoints
 
     def on_save_checkpoint(
-        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint["model"] = self.model_config
         self._is_paused = True
 
     def on_load_checkpoint(
-        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn != "fit":
             self.evaluated_step = checkpoint["global_step"]
 
-    def _log_step(self, trainer: Trainer, module: LightningModule) -> None:
-        step, strategy = trainer.global_step, trainer.strategy
+    def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        step, strategy = trainer.global_step, strategy_of(trainer)
         if strategy.micro_losses:
             theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
-            module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=theirs)
-        metrics = {"lr": self.lr, STEP: float(step)}
+            pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=theirs)
+        speed = self.speed.read()
+        metrics: dict[str, Any] = {"lr": self.lr, STEP: float(step)}
         if strategy.grad_norm is not None:
             metrics["grad_norm"] = strategy.grad_norm
-        metrics |= self.speed.read()
+        metrics |= speed
         if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
             # Of prog_bar=True Lightning would read the loss from its device at every micro-batch.
             bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
             bar.logged["lr"] = f"{self.lr:.3g}"
-            bar.logged["tokens/s"] = f"{metrics['perf/tokens_per_s']:,.0f}"
+            bar.logged["tokens/s"] = f"{speed['perf/tokens_per_s']:,.0f}"
             if self.lengths.n_steps:
-                left_s = (self.lengths.n_steps - step) * metrics["perf/step_s"]
+                left_s = (self.lengths.n_steps - step) * speed["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))
-        module.log_dict({name: exact(value) for name, value in metrics.items()})
+        pl_module.log_dict({name: exact(value) for name, value in metrics.items()})
 
-    def _log_evaluation(self, trainer: Trainer, module: LightningModule, prefix: str) -> None:
+    def _log_evaluation(self, trainer: Trainer, pl_module: LightningModule, prefix: str) -> None:
         values = {}
-        if isinstance(module, LanguageModel):  # also where a subclass overrides this very hook
-            values = module.take_evaluation(prefix)
+        if isinstance(pl_module, LanguageModel):  # also where a subclass overrides this very hook
+            values = pl_module.take_evaluation(prefix)
         if not trainer.sanity_checking:  # a few batches, before the first step
             step = trainer.global_step or self.evaluated_step
-            module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
+            pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
 
     def _beat(self, *place: Any, **more: Any) -> None:
         """Tells the watchers that the run gets on."""
@@ -275,16 +288,16 @@ def acts_on_validation(trainer: Trainer) -> bool:
     As WeightAveraging, which validates its averages: such a validation is not left in its middle.
     """
     hooks = ("on_validation_start", "on_validation_epoch_start")
-    parts = (*trainer.callbacks, trainer.lightning_module)
+    parts = (*connected(trainer).callbacks, trainer.lightning_module)
     theirs = [part for part in parts if type(part) not in OURS]
     return any(is_overridden(hook, part) for part in theirs for hook in hooks)
 
 
-def clips_by_strategy(trainer: Trainer, module: LightningModule) -> bool:
+def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     """Whether Lightning's clipping of this module ends in our strategy's, which measures."""
-    if not isinstance(module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
+    if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
-    return not is_overridden("configure_gradient_clipping", module)
+    return not is_overridden("configure_gradient_clipping", pl_module)
 
 
 def exact(value: float | Tensor) -> Tensor:
@@ -302,7 +315,7 @@ def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dic
         first_step: where it began; None where no step was left.
     """
     step, detail = trainer.global_step, f"at step {trainer.global_step}"
-    timers = (part for part in trainer.callbacks if isinstance(part, Timer))
+    timers = (part for part in connected(trainer).callbacks if isinstance(part, Timer))
     early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
     if first_step is None:
         reason = "nothing left to train"
@@ -324,5 +337,5 @@ def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dic
 def log_note(trainer: Trainer, name: str, text: str) -> None:
     """Gives a text to the loggers that take any, at this step."""
     for logger in trainer.loggers:
-        if hasattr(logger, "log_note"):
-            logger.log_note(name, text, trainer.global_step)
+        if log := getattr(logger, "log_note", None):
+            log(name, text, trainer.global_step)

@@ -58,10 +58,11 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
         """Makes readers forget the points after step, by the event meant for that."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto import event_pb2
 
-        start = SessionLog(status=SessionLog.START)
-        self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
+        proto: Any = event_pb2  # it has no types
+        start = proto.SessionLog(status=proto.SessionLog.START)
+        self.experiment._get_file_writer().add_event(proto.Event(step=step + 1, session_log=start))
         self.log_note("config", self._config, step)
 
     @rank_zero_only

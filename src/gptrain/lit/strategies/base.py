@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from gptrain.lit.losses import LossOptions, has_chunks, head_loss, net_logits
 from gptrain.loss import IGNORED, count_targets, logits_in_chunks, next_token_loss
 from gptrain.optim import Muon
 from gptrain.parallel.dims import ParallelDims
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.fit import Net, Unfit
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.step_mean import StepMean
 
@@ -57,7 +57,13 @@ class StrategyInfo:
     n_matrix_weights: int
 
 
-class NetStrategy:
+if TYPE_CHECKING:  # a base that is instantiated alone, too, where there is no trainer
+    from lightning.pytorch.strategies import Strategy as Base
+else:
+    Base = object
+
+
+class NetStrategy(Base):
     """The protocol between a module and its strategy, as a whole net on one device fulfils it.
 
     Attributes:
@@ -89,7 +95,19 @@ class NetStrategy:
     @property
     def net(self) -> nn.Module:
         """The net that is trained."""
-        return self.lightning_module.net
+        return cast(pl.LightningModule, self.lightning_module).get_submodule("net")
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """Whose steps are taken."""
+        return cast(pl.LightningModule, self.lightning_module).trainer
+
+    @property
+    def step_mean(self) -> StepMean:
+        """Of this rank, made when the first step begins."""
+        if self._step_mean is None:
+            self._step_mean = StepMean(self.data_group, self.root_device)
+        return self._step_mean
 
     # What a module asks for
 
@@ -102,7 +120,7 @@ class NetStrategy:
         them on average: means of it over micro-steps and data ranks are means over targets.
         """
         if self._in_training_step and torch.is_grad_enabled():
-            divisor = self._step_mean.divisor_of(targets)
+            divisor = self.step_mean.divisor_of(targets)
         else:
             divisor = count_targets(targets)
         return self.loss(net, tokens, targets, options, divisor)
@@ -123,7 +141,7 @@ class NetStrategy:
         self, net: nn.Module, tokens: Tensor, targets: Tensor, options: LossOptions
     ) -> Tensor:
         if has_chunks(net):
-            return head_loss(net.head, net.hidden(tokens), targets, options)
+            return head_loss(cast(Net, net).head, cast(Net, net).hidden(tokens), targets, options)
         logits = net_logits(net, tokens, targets)
         return next_token_loss(logits, targets, reduction="sum", **options.added)
 
@@ -133,6 +151,7 @@ class NetStrategy:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits (C, V) and targets (C,) of this rank's samples, chunk by chunk, for metrics."""
         if has_chunks(net):
+            net = cast(Net, net)
             return logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
         counted = targets != IGNORED  # (B, T)
         logits = net_logits(net, tokens, targets)[counted].float()
@@ -151,15 +170,15 @@ class NetStrategy:
         scale = None
         if not self._gradients_finished:  # called again by a module that clips in its own way
             self.finish_gradients()
-            self.correction = scale = self._step_mean.correction()
+            self.correction = scale = self.step_mean.correction()
             self._gradients_finished = True
         self.grad_norm = self.measure_and_clip(parameters, max_norm, scale)
         if self.check_finite is not None:
-            self.check_finite(self.lightning_module.trainer, optimizer)
+            self.check_finite(self.trainer, optimizer)
 
     def step_loss(self) -> Tensor:
         """Mean over this rank's micro-steps of what training_step returned, of the last step."""
-        n_accumulated = self.lightning_module.trainer.accumulate_grad_batches  # divided by already
+        n_accumulated = self.trainer.accumulate_grad_batches  # divided by already
         return torch.stack(self.micro_losses).mean() * n_accumulated * self.correction
 
     def finish_gradients(self) -> None:
@@ -186,16 +205,13 @@ class NetStrategy:
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before a step: how many targets its micro-batches have, over all data ranks."""
-        trainer = self.lightning_module.trainer
-        if batch_idx % trainer.accumulate_grad_batches:
+        if batch_idx % self.trainer.accumulate_grad_batches:
             return
-        if self._step_mean is None:
-            self._step_mean = StepMean(self.data_group, self.root_device)
-        loader = trainer.train_dataloader
+        loader = self.trainer.train_dataloader
         if ahead := getattr(loader, "step_targets", None):
-            self._step_mean.announce(ahead.pop(0), loader.read_ahead)
+            self.step_mean.announce(ahead.pop(0), getattr(loader, "read_ahead", 1))
         else:  # not our loader: as if the other micro-batches had as many
-            self._step_mean.announce(count_batch_targets(batch), 1)
+            self.step_mean.announce(count_batch_targets(batch), 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Drops the last step's gradients before a new step's forward pass.
@@ -203,11 +219,10 @@ class NetStrategy:
         Lightning does it after the forward pass, whose activations would lie beside them: 4 bytes
         per parameter at the peak of memory.
         """
-        trainer = self.lightning_module.trainer
-        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
+        if self.trainer.fit_loop.batch_idx % self.trainer.accumulate_grad_batches == 0:
             self.micro_losses: list[Tensor] = []
             self._gradients_finished = False
-            self._step_mean.begin()
+            self.step_mean.begin()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         self._in_training_step = True

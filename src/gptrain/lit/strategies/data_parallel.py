@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from inspect import signature
+from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gptrain.lit.strategies.base import BuildArgs, NetStrategy
+from gptrain.lit.strategies.base import BuildArgs
 from gptrain.lit.strategies.states import NamedStates
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import make_net_on
@@ -21,11 +22,11 @@ SYNC_BUFFERS = (  # renamed in torch 2.13
 )
 
 
-class SingleDevice(NamedStates, NetStrategy, SingleDeviceStrategy):
+class SingleDevice(NamedStates, SingleDeviceStrategy):
     """One device."""
 
 
-class Ranks(NamedStates, NetStrategy, DDPStrategy):
+class Ranks(NamedStates, DDPStrategy):
     """Several ranks, whose process group exists already.
 
     Lightning would seed every rank alike here, and dropout with it.
@@ -43,14 +44,14 @@ class DDP(Ranks):
         comm: of `comm_hook`; Lightning registers hooks on GPUs only.
     """
 
-    def __init__(self, comm: tuple[object, Callable] | None, **options: object):
+    def __init__(self, comm: tuple[object, Callable] | None, **options: Any):
         super().__init__(**options)
         self.comm = comm
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
         if self.comm is not None:
-            self.model.register_comm_hook(*self.comm)
+            cast(DistributedDataParallel, self.model).register_comm_hook(*self.comm)
 
 
 def comm_hook(name: str) -> tuple[object, Callable] | None:

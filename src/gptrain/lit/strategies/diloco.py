@@ -1,8 +1,9 @@
 """Replicas of a net that train by themselves for many steps before all meet (DiLoCo)."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -44,27 +45,24 @@ class DiLoCo(Ranks):
         self.options, self.synced_step = options, 0
         self._shared: dict[str, Any] | None = None  # of a checkpoint
 
-    @property
-    def trainer(self) -> pl.Trainer:
-        return self.lightning_module.trainer
-
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         n = count_replicas(self.options.replicas, self.num_nodes, self.world_size)
         sizes, names = (n, self.world_size // n), ("replicas", "ranks")
         mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
-        self.meeting, self.step_group = (mesh.get_group(name) for name in names)
-        self.data_group, self.replicas = self.step_group, mesh["ranks"] if sizes[1] > 1 else None
+        self.meeting, self.replica = (mesh.get_group(name) for name in names)
+        self.data_group = self.step_group = self.replica
+        self.replicas = mesh["ranks"] if sizes[1] > 1 else None
 
     def configure_ddp(self) -> None:
         """Gradients are averaged within the replica."""
-        if self.step_group.size() > 1:
+        if self.replica.size() > 1:
+            options: dict[str, Any] = {SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
             self.model = DistributedDataParallel(
-                self.model,
+                cast(nn.Module, self.model),
                 device_ids=self.determine_ddp_device_ids(),
-                process_group=self.step_group,
-                gradient_as_bucket_view=True,
-                **{SYNC_BUFFERS: False},
+                process_group=self.replica,
+                **options,
             )
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -72,7 +70,7 @@ class DiLoCo(Ranks):
         moved = {name: p for name, p in self.saved_parameters().items() if p.requires_grad}
         lr, momentum = self.options.outer_lr, self.options.outer_momentum
         dtype = DTYPES[self.options.outer_dtype]
-        groups = self.meeting, self.step_group
+        groups = self.meeting, self.replica
         self.outer = OuterStep(moved, *groups, lr=lr, momentum=momentum, dtype=dtype)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +99,7 @@ class DiLoCo(Ranks):
         if self.saves_to_store:
             replicas = {"step": self.synced_step, "number": self.meeting.size()}
             checkpoint["replicas"] = replicas | self.outer.state()
-            if self.meeting.rank() and self.step_group.rank() == 0:
+            if self.meeting.rank() and self.replica.rank() == 0:
                 weights, optimizer = checkpoint["state_dict"], self.optimizers[0].state
                 parameters = self.saved_parameters()
                 mine = {
@@ -128,7 +126,7 @@ class DiLoCo(Ranks):
             checkpoint["optimizer_states"][0]["state"] = mine["optimizer"]
         return checkpoint
 
-    def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._shared is not None:
             self.synced_step = self._shared["step"]

@@ -1,14 +1,17 @@
 """A net that is partitioned over ranks when Lightning meets it: FSDP2, tensor parallelism, both."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Adagrad
 from torchmetrics import Metric
@@ -16,6 +19,7 @@ from torchmetrics import Metric
 from gptrain.lit.losses import LossOptions, has_chunks
 from gptrain.lit.strategies.base import BuildArgs, named_beside_net
 from gptrain.lit.strategies.data_parallel import Ranks
+from gptrain.parallel.fit import Net
 from gptrain.parallel.fsdp import apply_fsdp
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
@@ -32,33 +36,36 @@ class MeshStrategy(Ranks):
     partitions = True
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        cast(Accelerator, self.accelerator).setup(trainer)
+        self.model = self.precision_plugin.convert_module(cast(pl.LightningModule, self.model))
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        for metric in self.model.metrics.modules():  # fed alike on all ranks of a data rank
+        metrics = cast(nn.Module, self.model).get_submodule("metrics")
+        for metric in metrics.modules():  # fed alike on all ranks of a data rank
             if isinstance(metric, Metric):
                 metric.process_group = self.data_group
 
     def model_to_device(self) -> None:
-        net, self.model.net = self.model.net, None  # offloaded shards stay where they are
-        self.model.to(self.root_device)
-        self.model.net = net
+        module: Any = self.model
+        net = module.net
+        module.net = None  # offloaded shards stay where they are
+        module.to(self.root_device)
+        module.net = net
 
     def teardown(self) -> None:
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            cast(Accelerator, part).teardown()
 
     @cached_property
     def beside(self) -> list[nn.Parameter]:
         """Parameters of the module beside its net; a walk through all of it, taken once."""
-        return [*named_beside_net(self.lightning_module).values()]
+        return [*named_beside_net(cast(nn.Module, self.lightning_module)).values()]
 
     def finish_gradients(self) -> None:
-        sum_gradients(self.beside, self.data_group, divisor=self.data_group.size())
+        data_group = cast(ProcessGroup, self.data_group)
+        sum_gradients(self.beside, data_group, divisor=data_group.size())
 
 
 class Sharded(MeshStrategy):
@@ -86,14 +93,14 @@ class Sharded(MeshStrategy):
                 group |= {key: False for key in ("foreach", "fused") if key in group}
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradients are added up locally until an optimizer step's last micro-step."""
-        waits = not self.syncs_each and hasattr(self.net, "set_requires_gradient_sync")
-        if waits:
-            self.net.set_requires_gradient_sync(False)
+        switch = None if self.syncs_each else getattr(self.net, "set_requires_gradient_sync", None)
+        if switch:
+            switch(False)
         yield
-        if waits:
-            self.net.set_requires_gradient_sync(True)
+        if switch:
+            switch(True)
 
 
 class TensorParallel(Sharded):
@@ -107,6 +114,7 @@ class TensorParallel(Sharded):
 
         if not has_chunks(net):
             return super().loss_sum(net, tokens, targets, options)
+        net = cast(Net, net)
         hidden, weight = net.hidden(tokens), net.head.weight  # (B, T, D), (V, D)
         return vocab_parallel_loss(hidden, weight, targets, reduction="sum", **options.added)
 
@@ -118,6 +126,7 @@ class TensorParallel(Sharded):
 
         if not has_chunks(net):
             return super().logits(net, tokens, targets)
+        net = cast(Net, net)
         return vocab_parallel_logits_in_chunks(net.hidden(tokens), net.head.weight, targets)
 
     @cached_property

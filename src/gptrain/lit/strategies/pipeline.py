@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from gptrain.lit.strategies.base import BuildArgs
 from gptrain.lit.strategies.partitioned import MeshStrategy
 from gptrain.loss import logits_in_chunks
 from gptrain.parallel.dims import count_microbatches
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.fit import Net, Unfit
 from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.pipeline import Pipeline
@@ -50,12 +50,12 @@ class PipelineStrategy(MeshStrategy):
         """Loss of this pipeline's samples on all its ranks; in training, gradients besides."""
 
         def loss_sum(hidden: Tensor, targets: Tensor) -> Tensor:
-            return head_loss(net.head, hidden, targets, options)
+            return head_loss(cast(Net, net).head, hidden, targets, options)
 
         if divisor is None or not torch.is_grad_enabled():
             total = self.pipeline.evaluate(tokens, targets, loss_sum)
             return total if divisor is None else total / divisor.to(total.dtype)
-        scale = 1 / self.lightning_module.trainer.accumulate_grad_batches
+        scale = 1 / self.trainer.accumulate_grad_batches
         factor = scale / divisor
         total = self.pipeline.train(
             tokens, targets, lambda *given: (loss := loss_sum(*given)) * factor.to(loss.dtype)
@@ -75,7 +75,7 @@ class PipelineStrategy(MeshStrategy):
 
         self.pipeline.evaluate(tokens, targets, keep)
         for hidden, chunk_targets in found:
-            yield from logits_in_chunks(hidden, net.head.weight, chunk_targets)
+            yield from logits_in_chunks(hidden, cast(Net, net).head.weight, chunk_targets)
 
     def share_metric(self, metric: Metric) -> Tensor:
         """Computed where the logits were, sent to the other stages."""
@@ -122,7 +122,7 @@ class _GradientsExist(torch.autograd.Function):
         return total.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
         if ctx.scale is not None and abs(float(grad) / ctx.scale - 1) > 1e-3:  # 16 bit losses
             raise Unfit(
                 "strategy.name",

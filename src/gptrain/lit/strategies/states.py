@@ -7,13 +7,14 @@ callbacks that copy a module (EMA) find what they would find in any Lightning pr
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from gptrain.lit.strategies.base import named_beside_net
+from gptrain.lit.strategies.base import NetStrategy, named_beside_net
 from gptrain.parallel import state as states
 from gptrain.parallel.state import BESIDE
 from gptrain.resilience.manifest import STATE_NAME
@@ -33,7 +34,7 @@ def from_saved_name(name: str) -> str:
     return name.removeprefix(BESIDE) if name.startswith(BESIDE) else f"{NET}{name}"
 
 
-class NamedStates:
+class NamedStates(NetStrategy):
     """How a net and its optimizer are saved and loaded.
 
     A sharded save keeps tensors in the ranks' own files; what is left, counters and options, is in
@@ -49,7 +50,7 @@ class NamedStates:
     partitions = False
     saves_to_store = False
     stages = states.WHOLE
-    fresh_options: list[dict[str, Any]] | None = None
+    fresh_options: list[dict[str, Any]]
     _loaded: Path
 
     @property
@@ -59,7 +60,7 @@ class NamedStates:
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Name in a checkpoint -> parameter, each once."""
-        module = self.lightning_module
+        module = cast(LightningModule, self.lightning_module)
         net = getattr(module, "net", None)
         of_net = states.named_parameters(net, self.stages) if isinstance(net, nn.Module) else {}
         beside = {f"{BESIDE}{name}": p for name, p in named_beside_net(module).items()}
@@ -69,7 +70,7 @@ class NamedStates:
         """The whole module's state on rank 0; in a sharded save what lies beside the net alone."""
         if not self.partitions:
             return super().lightning_module_state_dict()
-        state = self.lightning_module.state_dict()
+        state = cast(LightningModule, self.lightning_module).state_dict()
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
         if self._writes_shards:
             return beside
@@ -120,7 +121,8 @@ class NamedStates:
         net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
         states.load_net_state(self.net, reader or net, stages=self.stages)
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
-        missing, unexpected = self.lightning_module.load_state_dict(beside, strict=False)
+        module = cast(LightningModule, self.lightning_module)
+        missing, unexpected = module.load_state_dict(beside, strict=False)
         lost = [name for name in missing if not name.startswith(NET)] + list(unexpected)
         if lost and strict:
             raise ValueError(f"{self._loaded} does not fit the module beside its net: {lost}")
