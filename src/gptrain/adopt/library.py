@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def requirement(library: str) -> str | None:
 
 
 @contextmanager
-def unpacked(library: str) -> Iterator[Path]:
+def unpacked(library: str) -> Generator[Path, None, None]:
     """The folder of the package: of the running one, of a checkout, or of a wheel.
 
     Raises: ConfigError.

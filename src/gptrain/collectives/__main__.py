@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from omegaconf import DictConfig
 
 from gptrain import collectives as package
 from gptrain import config
-from gptrain.config.kinds import integer
+from gptrain.config.kinds import between
 from gptrain.config.schema import Run
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DEFAULTS = {"max_bytes": 2**24}
 class CollectivesRun(Run):
     """A run's keys and the command's own."""
 
-    max_bytes: integer(2**16)
+    max_bytes: Annotated[int, between(2**16)]
 
 
 def main() -> None:

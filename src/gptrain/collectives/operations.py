@@ -6,7 +6,7 @@ A rank's buffer has a row for each of the n ranks: (n, any). Rank 0 is the root.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -38,7 +38,7 @@ COLLECTIVES = {
 
 
 @contextmanager
-def group_of(cfg: DictConfig) -> Iterator[torch.device]:
+def group_of(cfg: DictConfig) -> Generator[torch.device, None, None]:
     """The device of this rank, which is in a group with all others as long as the block runs."""
     machine, rank = find_machine(cfg), this_process().rank
     backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -126,7 +126,7 @@ def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 
 @contextmanager
-def open_hydra() -> Iterator[Any]:
+def open_hydra() -> Generator[Any, None, None]:
     """Hydra's own object on the project's conf/, or the library's alone, with their resolvers."""
     # Kept in the config, so that a job of a sweep in another process has this one's time, too.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)

@@ -15,19 +15,9 @@ MOST_RANKS = 1024  # of one machine; more is a slip of the finger
 INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
 
 
-def integer(low: int, high: int = INT32_MAX) -> Any:
-    """An integer from low to high."""
-    return Annotated[int, Field(ge=low, le=high)]
-
-
-def number(**bounds: float) -> Any:
-    """A number within bounds."""
-    return Annotated[float, Field(**bounds)]
-
-
-def described(words: str, kind: Any) -> Any:
-    """A type, and what a value of it must be."""
-    return Annotated[kind, Field(description=words)]
+def between(low: int, high: int = INT32_MAX) -> Any:
+    """Bounds of an integer, both allowed."""
+    return Field(ge=low, le=high)
 
 
 def _local(value: str | list[str]) -> Any:
@@ -66,28 +56,35 @@ def _devices(value: Any) -> Any:
     return value
 
 
-Count = integer(1)
-Positive = number(gt=0, le=INT32_MAX)
-BelowOne = number(ge=0, lt=1)
-Fraction = number(ge=0, le=1)
+Count = Annotated[int, between(1)]
+Positive = Annotated[float, Field(gt=0, le=INT32_MAX)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[str, AfterValidator(_local)]
 LocalPaths = Annotated[str | list[str], AfterValidator(_local)]
 RunName = Annotated[LocalPath, AfterValidator(_below)]
 Devices = Annotated[Any, BeforeValidator(_devices)]
-Betas = described(
-    "two numbers in [0, 1)", Annotated[list[BelowOne], Field(min_length=2, max_length=2)]
-)
-Duration = described(
-    "a time DD:HH:MM:SS or {hours:2,minutes:30}, or null",
+Betas = Annotated[
+    Annotated[list[BelowOne], Field(min_length=2, max_length=2)],
+    Field(description="two numbers in [0, 1)"),
+]
+Duration = Annotated[
     Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
     | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NonNegativeFloat]
     | None,
-)
-Batches = described("true, false, or an integer >= 0", bool | integer(0))
-Limit = described("a fraction in [0, 1], an integer >= 0, or null", integer(0) | Fraction | None)
-Interval = described(
-    "a fraction of an epoch in (0, 1], or optimizer steps >= 1", Count | number(gt=0, le=1)
-)
-TokenCount = number(ge=1, le=2**63)
-Warmup = Annotated[number(ge=0, le=INT32_MAX), AfterValidator(_steps)]
+    Field(description="a time DD:HH:MM:SS or {hours:2,minutes:30}, or null"),
+]
+Batches = Annotated[
+    bool | Annotated[int, between(0)], Field(description="true, false, or an integer >= 0")
+]
+Limit = Annotated[
+    Annotated[int, between(0)] | Fraction | None,
+    Field(description="a fraction in [0, 1], an integer >= 0, or null"),
+]
+Interval = Annotated[
+    Count | Annotated[float, Field(gt=0, le=1)],
+    Field(description="a fraction of an epoch in (0, 1], or optimizer steps >= 1"),
+]
+TokenCount = Annotated[float, Field(ge=1, le=2**63)]
+Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps)]

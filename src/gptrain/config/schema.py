@@ -8,7 +8,7 @@ key: its line in conf/, its line here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
 
@@ -31,9 +31,7 @@ from gptrain.config.kinds import (
     RunName,
     TokenCount,
     Warmup,
-    described,
-    integer,
-    number,
+    between,
 )
 from gptrain.parallel.dims import STRATEGIES as STRATEGY_NAMES
 
@@ -79,7 +77,7 @@ class Llama(Decoder):
     n_kv_heads: Count
     d_ff: Count
     rope_base: Positive
-    rope_scaling: number(ge=1)
+    rope_scaling: Annotated[float, Field(ge=1)]
     norm_eps: Positive
     qk_norm: bool
     tie_head: bool
@@ -153,21 +151,24 @@ class Trainer(Open):
         "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16", 32, 64, 16,
     ]  # fmt: skip
     max_epochs: Literal[-1] | Count | None
-    max_steps: Literal[-1] | integer(1, 2**40)
-    min_steps: integer(0) | None
+    max_steps: Literal[-1] | Annotated[int, between(1, 2**40)]
+    min_steps: Annotated[int, between(0)] | None
     max_time: Duration
     accumulate_grad_batches: Count
-    gradient_clip_val: described(">= 0; 0 or null for off", NonNegativeFloat | None)
+    gradient_clip_val: Annotated[
+        NonNegativeFloat | None, Field(description=">= 0; 0 or null for off")
+    ]
     fast_dev_run: Batches
-    overfit_batches: integer(0) | Fraction
-    limit_train_batches: described(
-        "a fraction in (0, 1], an integer >= 1, or null", Interval | None
-    )
+    overfit_batches: Annotated[int, between(0)] | Fraction
+    limit_train_batches: Annotated[
+        Interval | None,
+        Field(description="a fraction in (0, 1], an integer >= 1, or null"),
+    ]
     limit_val_batches: Limit
     limit_test_batches: Limit
     val_check_interval: Interval
     check_val_every_n_epoch: Count | None
-    num_sanity_val_steps: integer(-1) | None
+    num_sanity_val_steps: Annotated[int, between(-1)] | None
     log_every_n_steps: Count  # to log nothing: logger=none
     enable_progress_bar: bool | None
     enable_model_summary: bool | None
@@ -180,10 +181,10 @@ class Trainer(Open):
 class LightningTrainer(Trainer, extra="forbid"):
     """Of Lightning's other arguments those that no key of ours sets; typed with a +."""
 
-    min_epochs: integer(0) | None = None
+    min_epochs: Annotated[int, between(0)] | None = None
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     limit_predict_batches: Limit = None
-    reload_dataloaders_every_n_epochs: integer(0) = 0
+    reload_dataloaders_every_n_epochs: Annotated[int, between(0)] = 0
     sync_batchnorm: bool = False
 
 
@@ -217,7 +218,7 @@ class Data(Open):
 
     batch_size: Count
     global_batch_size: Count | None
-    num_workers: integer(0, WORKERS_MAX)
+    num_workers: Annotated[int, between(0, WORKERS_MAX)]
     train: Built
     val: Built
     test: Built | None = None
@@ -225,7 +226,7 @@ class Data(Open):
 
 class DummyText(Data):
     num_samples: Count
-    seq_len: integer(2)
+    seq_len: Annotated[int, between(2)]
 
 
 class Text(Data):
@@ -238,7 +239,7 @@ class Text(Data):
     tokenizer: LocalPath
     end_of_document: bool | None
     documents: Literal["packed", "separate"]
-    val_fraction: number(gt=0, lt=1)
+    val_fraction: Annotated[float, Field(gt=0, lt=1)]
 
 
 class Tokens(Data):
@@ -276,7 +277,7 @@ def sample_tokens(data: Mapping[str, Any]) -> int | None:
 
 
 class Strategy(Closed):
-    name: Literal[("auto", *STRATEGY_NAMES)]
+    name: Literal[("auto", *STRATEGY_NAMES)]  # ty: ignore[invalid-type-form]
     timeout_s: Positive
     backend: Literal["nccl", "gloo", "mpi"] | None
 
@@ -293,7 +294,7 @@ class DiLoCo(Strategy):
     replicas: Count | None
     sync_every: Count
     outer_lr: PositiveFloat
-    outer_momentum: number(ge=0, lt=1)
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)]
     outer_dtype: Literal["fp32", "bf16"]
 
 
@@ -337,7 +338,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 class Checkpoint(Closed):
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
-    keep: integer(2)  # one file alone is one disk error from nothing
+    keep: Annotated[int, between(2)]  # one file alone is one disk error from nothing
     monitor: Name  # any that is logged
     mode: Literal["min", "max"]
     background: bool
@@ -345,7 +346,7 @@ class Checkpoint(Closed):
 
 
 class Launcher(Closed):
-    max_restarts: integer(0)
+    max_restarts: Annotated[int, between(0)]
     timeout_s: Positive | None
 
 
@@ -366,7 +367,7 @@ class Run(Closed):
 
     name: RunName
     task: Literal["fit", "validate", "test"]
-    seed: integer(0, SEED_MAX)
+    seed: Annotated[int, between(0, SEED_MAX)]
     max_tokens: TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
     objective: Name

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -135,7 +135,7 @@ def in_order(encode: Callable, batches: Iterable, n_processes: int) -> Iterator:
 
 
 @contextmanager
-def fresh_folder(target: Path) -> Iterator[Path]:
+def fresh_folder(target: Path) -> Generator[Path, None, None]:
     """An empty folder that becomes `target` if the block succeeds, and else is removed.
 
     Another process may do the same: the first one's folder stays, both find `target` complete.

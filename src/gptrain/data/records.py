@@ -7,7 +7,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -90,7 +90,7 @@ def _text_of(record: object, text_key: str, place: str) -> Text:
 
 
 @contextmanager
-def _decompressed(path: Path, file: BinaryIO) -> Iterator[BinaryIO]:
+def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]:
     if path.suffix == ".gz":
         with gzip.open(file) as stream:
             yield stream
@@ -104,7 +104,7 @@ def _decompressed(path: Path, file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _damage_named(path: Path) -> Generator[None, None, None]:
     """Raises a DataError for what the libraries raise of a damaged file."""
     try:
         yield

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat
 from gptrain import config
 from gptrain import generate as package
 from gptrain.config.compose import parse
-from gptrain.config.kinds import Count, Fraction, LocalPath, Name, described, number
+from gptrain.config.kinds import Count, Fraction, LocalPath, Name
 from gptrain.config.schema import Run
 from gptrain.problems import ConfigError, Problem, quoted
 
@@ -34,11 +34,11 @@ class GenerateRun(Run):
 
     from_run: LocalPath
     ckpt_path: Literal["best", "last"] | None
-    prompt: described("a text or a list of texts", Prompt)
+    prompt: Annotated[Prompt, Field(description="a text or a list of texts")]
     n_tokens: Count
     temperature: NonNegativeFloat
     top_k: Count | None
-    top_p: number(gt=0, le=1) | None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None
     min_p: Fraction | None
     stop: Name | list[Name]
     cache: bool

@@ -6,7 +6,7 @@ import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field, PositiveFloat
@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat
 from gptrain import config, home
 from gptrain import ladder as package
 from gptrain.config.compose import plain
-from gptrain.config.kinds import SEED_MAX, Count, Name, integer, number
+from gptrain.config.kinds import SEED_MAX, Count, Name, between
 from gptrain.config.schema import Closed, Run
 from gptrain.ladder.sizes import Size, compose_size, find_phases, make_size, merged, scaled
 from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
@@ -31,10 +31,10 @@ FEW_STEPS = 100  # a schedule of fewer leaves a loss that no law is about
 
 
 class Options(Closed):
-    sizes: list[number(gt=0, le=100) | Name] = Field(min_length=2)
+    sizes: list[Annotated[float, Field(gt=0, le=100)] | Name] = Field(min_length=2)
     target: str
-    tokens_per_parameter: list[number(ge=0.01)] = Field(min_length=1)
-    seeds: list[integer(0, SEED_MAX)] | None
+    tokens_per_parameter: list[Annotated[float, Field(ge=0.01)]] = Field(min_length=1)
+    seeds: list[Annotated[int, between(0, SEED_MAX)]] | None
     lr_rule: Literal["constant", "sqrt_width", "mup"]
     lr_width: Count | None
     count: Literal["auto", "all", "matrices", "blocks"]

@@ -34,7 +34,7 @@ from pydantic import Field
 
 from gptrain import config
 from gptrain.config.compose import parse
-from gptrain.config.kinds import Count, LocalPath, described, integer
+from gptrain.config.kinds import Count, LocalPath, between
 from gptrain.config.schema import Closed, Run
 from gptrain.home import find_project
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
@@ -47,13 +47,13 @@ DEFAULTS = {
 }
 
 
-def made_of(characters: str, kind: Any = str) -> Any:
+def made_of(characters: str) -> Any:
     """A text that may stand in a script, where the name of a stranger's run, $(x), is code."""
-    limited = Annotated[kind, Field(pattern=rf"^[\w{characters}]+$")]
-    return described(f"made of letters, digits and {characters}", limited)
+    words = f"made of letters, digits and {characters}"
+    return Field(pattern=rf"^[\w{characters}]+$", description=words)
 
 
-Word = made_of(".,:+@%/_-")
+Word = Annotated[str, made_of(".,:+@%/_-")]
 
 
 class Slurm(Closed):
@@ -61,7 +61,7 @@ class Slurm(Closed):
     account: Word | None
     time: Word | Count | None
     cpus_per_task: Count | None
-    save_s: integer(1, 65535)  # sbatch takes no more
+    save_s: Annotated[int, between(1, 65535)]  # sbatch takes no more
 
 
 class Kubernetes(Closed):
@@ -73,9 +73,9 @@ class LaunchRun(Run):
     """A run's keys and those of one engine."""
 
     runs_here = False
-    run_dir: made_of(" .,:+@=/_-", LocalPath)
-    slurm: Slurm = None
-    kubernetes: Kubernetes = None
+    run_dir: Annotated[LocalPath, made_of(" .,:+@=/_-")]
+    slurm: Slurm | None = None
+    kubernetes: Kubernetes | None = None
 
 
 def main() -> None:

@@ -47,9 +47,9 @@ DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topolog
 
 
 class Hardware(Closed):
-    name: Literal[tuple(DEVICES)] | None
-    link: Literal[tuple(LINKS)] | None
-    network: Literal[tuple(LINKS)]
+    name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
+    link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
+    network: Literal[tuple(LINKS)]  # ty: ignore[invalid-type-form]
 
 
 class PlanRun(Run):

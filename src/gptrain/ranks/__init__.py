@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def keep_config(cfg: DictConfig) -> None:
 
 
 @contextmanager
-def _held_folder(cfg: DictConfig, again: bool) -> Iterator[RunLock]:
+def _held_folder(cfg: DictConfig, again: bool) -> Generator[RunLock, None, None]:
     """The run folder, held; it is free again when the process ends, however that ends."""
     lock = RunLock(cfg.run_dir)
     try:

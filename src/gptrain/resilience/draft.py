@@ -12,7 +12,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -111,7 +111,7 @@ class Draft:
         return self.gather(entries)
 
     @contextmanager
-    def same_answer(self) -> Iterator[None]:
+    def same_answer(self) -> Generator[None, None, None]:
         """Lets all ranks raise the first rank's SaveFailed, so that none goes on or waits alone.
 
         Other exceptions pass: their rank is about to end the job, and a collective might not

@@ -17,7 +17,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -82,7 +82,7 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
 
 
 @contextmanager
-def one_line_refusals(path: str | Path) -> Iterator[None]:
+def one_line_refusals(path: str | Path) -> Generator[None, None, None]:
     """Makes one UnsafeCheckpoint or DamagedCheckpoint of all that loading from path may raise."""
     try:
         yield

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from gptrain.problems import FAILED, INTERRUPTED
@@ -77,7 +77,7 @@ class StopFlag:
 
 
 @contextmanager
-def hold_back() -> Iterator[None]:
+def hold_back() -> Generator[None, None, None]:
     """No stop signal reaches this thread, nor the processes that it starts meanwhile.
 
     A child keeps them waiting until it has handlers of its own: there is no moment at which a

@@ -13,7 +13,7 @@ and `.trash-step-00000500` (being removed: a folder half removed must not look l
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class CheckpointStore:
         rank: int = 0,
         gather: Callable[[object], list] = lambda value: [value],
         in_background: bool = False,
-    ) -> Iterator[Draft]:
+    ) -> Generator[Draft, None, None]:
         """A draft to write files into; a checkpoint once the block ends without an exception.
 
             with store.writing(500) as draft, draft.open("state.ckpt") as file:
