@@ -224,7 +224,7 @@ def build_report(
     if cfg.task == "fit" and (about := getattr(train, "about", None)):
         lines["data"] = about((lengths.n_steps or 0) * batch.global_batch_size)
     lines["batch"] = " · ".join(parts)
-    facts = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
+    facts: dict[str, Any] = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
     options = options_of(cfg) | {"typed": typed_options(cfg, facts)}
     planned = None
     if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
@@ -238,7 +238,8 @@ def build_report(
         except ValueError:
             pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
-    outside = [one.input_line for one in named_outside(parse(facts["overrides"])[0], cfg.run_dir)]
+    overrides = named_outside(parse(facts["overrides"])[0], cfg.run_dir)
+    outside = [one.input_line for one in overrides if one.input_line]
     return Report(lines, options, facts, planned, outside)
 
 
