@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from gptrain import home
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
@@ -134,8 +134,8 @@ def _run(command: list[str], told: Path) -> tuple[list[str], int]:
     )
     errors: list[str] = []
 
-    def show(lines: TextIO, out: TextIO) -> None:
-        for line in lines:  # not by descriptors, which a notebook does not show
+    def show(lines: IO[str] | None, out: TextIO) -> None:
+        for line in lines or ():  # not by descriptors, which a notebook does not show
             print(line, end="", file=out, flush=True)
             if line.startswith("error: "):
                 errors.append(line.rstrip("\n"))

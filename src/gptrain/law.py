@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from torch import nn
 
 FILE = "ladder.json"
@@ -43,7 +44,7 @@ def count_parameters(net: nn.Module, vocab_size: int | None = None) -> dict[str,
     return dict(zip(COUNTS, numbers, strict=True))
 
 
-def law_loss(constants: np.ndarray, n: Any, d: Any) -> Any:
+def law_loss(constants: ArrayLike, n: Any, d: Any) -> Any:
     """L(N, D) of constants (..., 5) or (..., 2), in the order of NAMES."""
     parts = np.moveaxis(np.asarray(constants), -1, 0)
     if len(parts) == 2:

@@ -128,10 +128,9 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
 
     Raises: ValueError as phase_steps.
     """
-    if asked is None and total_steps is None:
-        return DEFAULT_WARMUP_STEPS
     if asked is None:
-        return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
+        tenth = DEFAULT_WARMUP_STEPS if total_steps is None else total_steps // 10
+        return min(DEFAULT_WARMUP_STEPS, tenth)
     return phase_steps(asked, total_steps)
 
 

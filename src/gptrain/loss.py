@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,8 +168,8 @@ class _ChunkedLoss(torch.autograd.Function):
         sum_dtype = torch.promote_types(matmul_dtype, torch.float32)
         wants_hidden, wants_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
         wants_gradient = wants_hidden or wants_weight
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
+        grad_hidden: Any = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight: Any = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
 
         with torch.autocast(hidden.device.type, enabled=False):
             weight_cast = cast_and_widen(weight, matmul_dtype)  # (W, D)

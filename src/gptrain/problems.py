@@ -7,7 +7,7 @@ import errno
 import re
 import traceback
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 DONE = 0
 BAD_CONFIG = 2
@@ -126,7 +126,7 @@ class ConfigError(Exception):
         return list(dict.fromkeys(problem.line for problem in self.problems))
 
     @classmethod
-    def of(cls, key: str, value: object, wrong: str, **more: object) -> ConfigError:
+    def of(cls, key: str, value: object, wrong: str, **more: Any) -> ConfigError:
         """With one Problem."""
         return cls([Problem(key, value, wrong, **more)])
 

@@ -62,7 +62,8 @@ def generate(
     """
     tokens = new = torch.tensor([prompt], device=generator.device)  # (1, T)
     limit = getattr(net, "max_seq_len", None) or 2**40  # of a net that has none: beyond any text
-    held = net.new_cache() if cache and hasattr(net, "new_cache") else None
+    new_cache = getattr(net, "new_cache", None)
+    held = new_cache() if cache and new_cache else None
     was_training = net.training
     net.eval()
     try:

@@ -16,6 +16,6 @@ class MyCallback(Callback):
     def __init__(self, name: str = "weights_norm"):
         self.name = name
 
-    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        norms: list[Any] = [weight.detach().norm() for weight in module.parameters()]
-        module.log(self.name, torch.stack(norms).norm())
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        norms: list[Any] = [weight.detach().norm() for weight in pl_module.parameters()]
+        pl_module.log(self.name, torch.stack(norms).norm())

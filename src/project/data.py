@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 
 class MyDigits(Dataset):
-    """Sample i counts up from first + i, digit by digit.   conf/data/my_digits.yaml"""
+    """A sample counts up from first + its index, digit by digit.   conf/data/my_digits.yaml"""
 
     def __init__(self, first: int, n_samples: int, seq_len: int):
         self.first, self.n_samples, self.seq_len = first, n_samples, seq_len
@@ -14,7 +14,7 @@ class MyDigits(Dataset):
     def __len__(self) -> int:
         return self.n_samples
 
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        text = "".join(str(self.first + i + k) for k in range(self.seq_len + 1))
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        text = "".join(str(self.first + index + k) for k in range(self.seq_len + 1))
         digits = torch.tensor([int(digit) for digit in text[: self.seq_len + 1]])
         return digits[:-1], digits[1:]

@@ -35,6 +35,9 @@ class MyModule(LanguageModel):
 class MyAccuracy(Metric):
     """The fraction of targets among the k likeliest tokens; `val/my_accuracy`."""
 
+    hits: Tensor
+    total: Tensor
+
     def __init__(self, k: int = 1):
         super().__init__()
         self.k = k

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from gptrain import adopt as package
 from gptrain.adopt.check import unknown_in_conf
@@ -22,7 +22,8 @@ CHECK = ("-m", "gptrain.adopt", "--check")
 
 def main() -> NoReturn:
     """Makes, upgrades or checks a project."""
-    head = {"description": package.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    raw = argparse.RawDescriptionHelpFormatter
+    head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.adopt", allow_abbrev=False, **head)
     parser.add_argument("words", nargs="*", metavar="name", help="of the package; library=...")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="the project's, a new one")
@@ -89,7 +90,7 @@ def upgrade(project: Path, library: str) -> int:
 
 def check() -> int:
     """What this library refuses of the conf/ of the project here."""
-    lines = unknown_in_conf(find_conf())
+    lines = unknown_in_conf(cast(Path, find_conf()))
     print("\n".join(lines) or "conf/     every choice fits the library")
     return BAD_CONFIG if lines else DONE
 

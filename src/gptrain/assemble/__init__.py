@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import socket
 import time
-from collections.abc import Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +37,7 @@ from gptrain.assemble.parts import (
 from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.config.schema import KNOWN, NETS
+from gptrain.data.samples import len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lengths import BatchPlan
 from gptrain.lit import LanguageModel, TextDataModule
@@ -148,7 +148,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     checkpoint = None if start is None else Path(start)
     sample = train[0]
     check_shared_memory(sample, cfg.data.batch_size, cfg.data.num_workers, machine.n_local)
-    lengths = plan_lengths(cfg, len(cast(Sized, train)), check_sample(cfg, sample), dims.data)
+    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Sized
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset, Subset
 from torchmetrics import Metric
 
+from gptrain.data.samples import len_of
 from gptrain.lengths import (
     DEFAULT_DECAY,
     BatchPlan,
@@ -101,7 +102,7 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
     """The first `batches` micro-batches (a fraction: of all), a whole step's at least."""
     sequences = batch.batch_size * batch.data_parallel_size  # of a micro-batch over all ranks
-    n_all = len(cast(Sized, dataset))
+    n_all = len_of(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences
     return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))
 

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import as_config_errors, options_of, peak_lr, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
-from gptrain.config.compose import parse
+from gptrain.config.compose import line_of, parse
 from gptrain.config.from_run import NOT_TAKEN, named_outside
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
@@ -239,7 +239,7 @@ def build_report(
             pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
     overrides = named_outside(parse(facts["overrides"])[0], cfg.run_dir)
-    outside = [one.input_line for one in overrides if one.input_line]
+    outside = [line_of(one) for one in overrides]
     return Report(lines, options, facts, planned, outside)
 
 

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from gptrain import home
 from gptrain.config.check import check_config
-from gptrain.config.compose import compose_and_explain, compose_config, open_hydra, parse
+from gptrain.config.compose import compose_and_explain, compose_config, line_of, open_hydra, parse
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
@@ -61,7 +61,7 @@ def main(
     job: Job,
     schema: type[Run] = Run,
     defaults: Mapping[str, Any] | None = None,
-    usage: str = "",
+    usage: str | None = None,
     conf: str | Path | None = None,
 ) -> NoReturn:
     """Runs `job` under Hydra, once or once per job of a sweep, and exits with its code.
@@ -79,7 +79,9 @@ def main(
     home.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
     sys.stdout.flush()
-    if not schema.runs_here and sys.stdout.error:  # what it printed was all that was asked for
+    if not schema.runs_here and getattr(
+        sys.stdout, "error", None
+    ):  # what it printed was all that was asked for
         code = code or IO_ERROR
     if code == BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
@@ -91,7 +93,7 @@ def run_command(
     argv: list[str],
     schema: type[Run] = Run,
     defaults: Mapping[str, Any] | None = None,
-    usage: str = "",
+    usage: str | None = None,
 ) -> int:
     """The exit code of a command line, after it has run or was refused."""
     try:
@@ -188,7 +190,7 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 
 def command_of(job: Job) -> str:
     """What is typed to run a job: `python -m gptrain.export`, or the script that it stands in."""
-    spec = job.__globals__["__spec__"]  # None of a script
+    spec = vars(sys.modules[job.__module__])["__spec__"]  # None of a script
     name = spec.name.removesuffix(".__main__").removesuffix(".command") if spec else ""
     return f"python -m {name}" if "." in name else f"python {Path(sys.argv[0]).name}"
 
@@ -218,7 +220,7 @@ def compose_command(overrides: list[str]) -> DictConfig:
     return cfg
 
 
-def help_text(usage: str) -> str:
+def help_text(usage: str | None) -> str:
     """What to type, every choice of every group, and where the keys are."""
     choices: dict[str, set[str]] = {}
     for conf in filter(None, (home.find_conf(), home.LIBRARY / "conf")):
@@ -226,7 +228,7 @@ def help_text(usage: str) -> str:
             choices.setdefault(file.parent.name, set()).add(file.stem)
     lines = (f"  {group:17}{' '.join(sorted(names))}" for group, names in sorted(choices.items()))
     text = "\n".join(lines)
-    return f"""{usage.strip()}
+    return f"""{(usage or "").strip()}
 
 {text}
   hydra/launcher   basic submitit_local submitit_slurm
@@ -243,7 +245,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
 
     def attempt(cfg: DictConfig) -> float | None:
         """Runs one job; a search, and the launcher of another process, is told of its failure."""
-        node = HydraConfig.get()
+        node: Any = HydraConfig.get()
         try:
             if sweep:
                 home.enter()  # it may be a process of another machine
@@ -306,10 +308,10 @@ def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
 def _first_value(one: Override) -> str:
     """An override of a sweep with the first of its values."""
     if not one.is_sweep_override():
-        return one.input_line
+        return line_of(one)
     sweep = one.value()
     first = sweep.start if isinstance(sweep, IntervalSweep) else next(one.sweep_string_iterator())
-    return f"{one.input_line.partition('=')[0]}={first}"
+    return f"{line_of(one).partition('=')[0]}={first}"
 
 
 def _print(lines: Iterable[object]) -> None:

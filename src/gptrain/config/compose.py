@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -95,6 +95,11 @@ def compose_config(overrides: list[str]) -> DictConfig:
         return _compose(overrides)
 
 
+def line_of(one: Override) -> str:
+    """An override as it was typed."""
+    return one.input_line or ""
+
+
 def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]]:
     """The config of the overrides that fit, and a problem for each that does not.
 
@@ -103,7 +108,7 @@ def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]
     parsed, problems = parse(overrides)
     with open_hydra() as hydra:
         try:
-            return _compose([one.input_line for one in parsed]), problems
+            return _compose([line_of(one) for one in parsed]), problems
         except REFUSALS:
             cfg, good = _compose([]), []
         choices = hydra.config_loader.get_group_options
@@ -112,8 +117,8 @@ def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]
         parsed.sort(key=lambda one: one.key_or_group != "hydra.searchpath")
         for one in parsed:
             try:
-                cfg = _compose([*good, one.input_line])
-                good.append(one.input_line)
+                cfg = _compose([*good, line_of(one)])
+                good.append(line_of(one))
             except REFUSALS as error:
                 problems.append(_explain(one, error, cfg, choices))
         return cfg, problems
@@ -121,8 +126,9 @@ def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]
 
 def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     """A config as nested dicts, without Hydra's own node, with references or what they mean."""
-    cfg = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    return OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=resolve)
+    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    found = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=resolve)
+    return cast(dict[str, Any], found)
 
 
 @contextmanager
@@ -146,7 +152,7 @@ def _explain(
     one: Override, error: Exception, cfg: DictConfig, choices: Callable[[str], list[str]]
 ) -> Problem:
     """Why an override does not fit: no such choice, no such key."""
-    key, value = one.key_or_group, one.input_line.partition("=")[2] or None
+    key, value = one.key_or_group, line_of(one).partition("=")[2] or None
     if one.is_sweep_override():
         attempt = f"-m for a sweep, or '{key}=[{value}]' for a list"
         return Problem(key, value, "several values, and this is no sweep", attempt=attempt)

@@ -16,14 +16,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 
 from gptrain import home
-from gptrain.config.compose import compose_and_explain, parse
+from gptrain.config.compose import compose_and_explain, line_of, parse
 from gptrain.config.values import walk
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem, show
 from gptrain.small_files import UnreadableFile, read_yaml
@@ -67,7 +67,7 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     now, _ = parse(typed)
     named = [one for one in now if one.key_or_group == "from_run"]
     if any(one.is_sweep_override() for one in named):
-        given = named[0].input_line.partition("=")[2]
+        given = line_of(named[0]).partition("=")[2]
         raise ConfigError.of("from_run", given, "several runs; one is taken up, also by a sweep")
     folders = [one.value() for one in named]
     if not folders or not isinstance(folders[-1], str):
@@ -81,8 +81,8 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
         raise ConfigError(problems)
     # A `~key` has done its work where it left an old override out; else it is Hydra's to obey.
     added = {one.key_or_group for one in saved if not one.is_delete()}
-    obeyed = {one.input_line for one in now if one.is_delete() and one.key_or_group in added}
-    return [*(one.input_line for one in kept), *(line for line in typed if line not in obeyed)]
+    obeyed = {line_of(one) for one in now if one.is_delete() and one.key_or_group in added}
+    return [*(line_of(one) for one in kept), *(line for line in typed if line not in obeyed)]
 
 
 def read_overrides(run_dir: str) -> list[Override]:
@@ -190,24 +190,28 @@ def _find_refused(
     found = [
         Problem(one.key_or_group, value, "not a choice of conf/")
         for one in undotted
-        if re.search(OUTSIDE, value := one.input_line.partition("=")[2])
+        if re.search(OUTSIDE, value := line_of(one).partition("=")[2])
         and one.key_or_group not in FREE
     ]
     typed = {one.key_or_group: one for one in now if one.key_or_group in TYPED}
     if not found:  # what is composed reads no file but those of conf/
-        here = [one.input_line for one in typed.values()]
-        cfg, found = compose_and_explain([*here, *(one.input_line for one in kept)])
+        here = [line_of(one) for one in typed.values()]
+        cfg, found = compose_and_explain([*here, *(line_of(one) for one in kept)])
     if not found:
         values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
-        places = typed["hydra.searchpath"].value() if "hydra.searchpath" in typed else []
+        places = (
+            cast(list[str], typed["hydra.searchpath"].value())
+            if "hydra.searchpath" in typed
+            else []
+        )
         folders = [*find_folders(), *(place.removeprefix("file://") for place in places)]
         found = list(check_values(values, cfg.allowed_targets, folders))
     if not found:
         wrong = "outside of this project: type it again to have it read"
         for one in named_outside(kept, run_dir):
-            key, given = one.key_or_group, one.input_line.partition("=")[2]
+            key, given = one.key_or_group, line_of(one).partition("=")[2]
             if reads_data or not key.startswith("data."):
-                found.append(Problem(key, given, wrong, attempt=one.input_line))
+                found.append(Problem(key, given, wrong, attempt=line_of(one)))
     for one in found:
         wrong = f"was started with {one.key}={one.value}: {one.wrong}"
         yield Problem("from_run", run_dir, wrong, attempt=one.attempt or f"'~{one.key}'")

@@ -82,7 +82,7 @@ def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> Pr
 def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
     """A key that nothing reads, with the one that may have been meant."""
     group, _, leaf = key.rpartition(".")
-    node = values.get(group)
+    node = values.get(group) or {}
     siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
     readers = [name for name, model in STRATEGIES.items() if leaf in model.model_fields]
     if group == "strategy" and readers:
@@ -108,7 +108,7 @@ def _judge(
     except ValidationError as error:
         found: dict[str, list] = {}  # of a union each member has an error of its own
         for one in error.errors(include_url=False):
-            found.setdefault(_key(node, one), []).append(one)
+            found.setdefault(_key(node, dict(one)), []).append(one)
     for inner, errors in found.items():
         kind, key = errors[0]["type"], f"{place}.{inner}" if place else inner
         given = dict(walk(node)).get(inner)

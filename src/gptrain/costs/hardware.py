@@ -62,7 +62,7 @@ _LINKS = (
     ("ethernet_100", 12.5, _NETWORK_S, "100 Gbit/s, IEEE 802.3ba"),
     ("ethernet_400", 50, _NETWORK_S, "400 Gbit/s, IEEE 802.3bs"),
 )
-LINKS = {name: Link(name, gb * 1e9, *more) for name, gb, *more in _LINKS}
+LINKS = {name: Link(name, gb * 1e9, wait, sheet) for name, gb, wait, sheet in _LINKS}
 
 _TYPES = "float32", "tf32", "float16", "bfloat16"
 # Name, words of the driver's name, GB, TB/s, link, TFLOP/s in _TYPES (0: not there), data sheet.

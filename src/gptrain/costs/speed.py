@@ -46,7 +46,7 @@ ON_GPU = Besides(8, 4, per_logit=10, per_parameter=10, block_calls=60, step_call
 ON_CPU = Besides(33, 18, per_logit=16, per_parameter=40, block_calls=450, step_calls=100)
 # Half of a core of 2024. Of a CPU that was never measured it says which strategy is the fastest,
 # and no speed.
-UNMEASURED = {
+UNMEASURED: dict[str, Any] = {
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1.6e10,
     "op_s": 4.3e-6,
     "links": {"gloo": {"2": {"latency_s": 2e-4, "bytes_per_s": 1.5e9, "wait_s": 2.5e-3}}},
@@ -93,13 +93,19 @@ def machine_of(
     device: Device, n_local: int, link: Link | None = None, network: Link | None = None
 ) -> Machine:
     """A node of GPUs of the table, at what they reach of their data sheets."""
-    links = (link or LINKS[device.link], network or LINKS["infiniband_ndr"])
-    source = f"{device.source}; {', '.join(one.name for one in links)}"
-    reached = {kind: PRODUCTS * peak for kind, peak in device.flops_per_s.items()}
-    links = [replace(one, bytes_per_s=BANDWIDTH * one.bytes_per_s) for one in links]
-    speeds = (reached, BANDWIDTH * device.memory_bytes_per_s, GPU_CALL_S, *links)
-    has_bf16 = "bfloat16" in device.flops_per_s
-    return Machine(device.name, n_local, device.memory_bytes, *speeds, source, has_bf16=has_bf16)
+    link, network = link or LINKS[device.link], network or LINKS["infiniband_ndr"]
+    return Machine(
+        device.name,
+        n_local,
+        device.memory_bytes,
+        {kind: PRODUCTS * peak for kind, peak in device.flops_per_s.items()},
+        BANDWIDTH * device.memory_bytes_per_s,
+        GPU_CALL_S,
+        replace(link, bytes_per_s=BANDWIDTH * link.bytes_per_s),
+        replace(network, bytes_per_s=BANDWIDTH * network.bytes_per_s),
+        f"{device.source}; {link.name}, {network.name}",
+        has_bf16="bfloat16" in device.flops_per_s,
+    )
 
 
 def this_machine(output_dir: Path, n_local: int) -> Machine:
@@ -120,8 +126,8 @@ def this_machine(output_dir: Path, n_local: int) -> Machine:
     link = Link("gloo", **links.get(str(n_local), next(iter(links.values()))))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     speeds = (flops, share * facts["memory_bytes_per_s"], facts["op_s"], link, link)
-    more = {"is_cpu": True, "has_bf16": cpu_has_bf16(), "is_measured": measured is not None}
-    return Machine(f"{n_cores} cores", n_local, memory, *speeds, source, **more)
+    machine = Machine(f"{n_cores} cores", n_local, memory, *speeds, source, is_cpu=True)
+    return replace(machine, has_bf16=cpu_has_bf16(), is_measured=measured is not None)
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
@@ -236,7 +242,7 @@ def find_way(traffic: Traffic, dims: ParallelDims, machine: Machine) -> Link:
     apart = {TENSOR: 1, PIPELINE: dims.data * dims.tensor}.get(traffic.axis, dims.tensor)
     size, link, network = getattr(dims, traffic.axis), machine.link, machine.network
     n_here = max(1, machine.n_local // apart)
-    if 0 < machine.island < apart * min(n_here, size):
+    if machine.host is not None and machine.island < apart * min(n_here, size):
         link = machine.host
     if n_here >= size:
         return link

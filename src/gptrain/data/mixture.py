@@ -6,6 +6,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gptrain.data.order import SampleOrder
-from gptrain.data.samples import BatchDataset, PaddedDataset
+from gptrain.data.samples import BatchDataset, PaddedDataset, len_of
 from gptrain.small_files import DataError
 
 _CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
@@ -41,7 +42,7 @@ class Mixture(BatchDataset):
             raise DataError("a mixture of no parts; try: data@data.parts.<name>=text")
         self.parts, total = dict(parts), sum(weights.values())
         self.weights = {name: weights[name] / total for name in parts}
-        self.firsts = np.cumsum([0, *map(len, self.parts.values())])  # (parts + 1,)
+        self.firsts = np.cumsum([0, *map(len_of, self.parts.values())])  # (parts + 1,)
         seq_len = seq_len or len(next(iter(self.parts.values()))[0][0])
         tokenizers = {}
         for name, part in self.parts.items():
@@ -53,7 +54,7 @@ class Mixture(BatchDataset):
             names = " and ".join(name for name, _ in tokenizers.values())
             raise DataError(f"parts {names} have tokenizers of their own; give both the same file")
         self.tokenizer = next((tokenizer for _, tokenizer in tokenizers.values()), None)
-        of_parts = [getattr(part, "token_bytes", None) for part in self.parts.values()]
+        of_parts: list[Any] = [getattr(p, "token_bytes", None) for p in self.parts.values()]
         is_known = all(found is not None for found in of_parts)
         same = is_known and all(np.array_equal(found, of_parts[0]) for found in of_parts)
         self.token_bytes = of_parts[0] if same else None
@@ -62,7 +63,7 @@ class Mixture(BatchDataset):
     def fingerprint(self) -> str:
         """One hash of the parts' names, lengths and fingerprints."""
         parts = self.parts.items()
-        facts = [(name, len(part), getattr(part, "fingerprint", None)) for name, part in parts]
+        facts = [(name, len_of(part), getattr(part, "fingerprint", None)) for name, part in parts]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class Mixture(BatchDataset):
         """A whole batch in one call per part: tokens (B, T) and targets (B, T), int64."""
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1
-        batch: tuple[Tensor, Tensor] | None = None
+        batch: Any = None
         for number in np.unique(owners).tolist():
             rows = np.flatnonzero(owners == number)
             part = PaddedDataset(list(self.parts.values())[number])  # whatever it can read at once
@@ -84,7 +85,7 @@ class Mixture(BatchDataset):
 
     def order(self, seed: int) -> "MixtureOrder":
         """In which training reads the samples."""
-        lengths = {name: len(part) for name, part in self.parts.items()}
+        lengths = {name: len_of(part) for name, part in self.parts.items()}
         return MixtureOrder(lengths, self.weights, seed)
 
     def about(self, n_samples: int = 0) -> str:
@@ -92,8 +93,9 @@ class Mixture(BatchDataset):
         counts = self.order(0).count(n_samples)
         words = []
         for (name, part), count in zip(self.parts.items(), counts.tolist(), strict=True):
-            epochs = f"{len(part):,} samples · {count / len(part):.3g} epochs"
-            of_part = part.about(count) if hasattr(part, "about") else epochs
+            of_part = f"{len_of(part):,} samples · {count / len_of(part):.3g} epochs"
+            if about := getattr(part, "about", None):
+                of_part = about(count)
             words.append(f"{name} {self.weights[name]:.3g}: {of_part}")
         return " | ".join(words)
 

@@ -169,6 +169,9 @@ def remove_dead_drafts(folder: Path) -> None:
             shutil.rmtree(draft, ignore_errors=True)
 
 
+_encode: Callable  # of a worker
+
+
 def _begin_worker(encode: Callable, parent_pid: int) -> None:
     global _encode
     _encode = encode

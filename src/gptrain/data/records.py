@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from gptrain.small_files import DataError, open_regular
 
@@ -93,7 +93,7 @@ def _text_of(record: object, text_key: str, place: str) -> Text:
 def _decompressed(path: Path, file: BinaryIO) -> Generator[BinaryIO, None, None]:
     if path.suffix == ".gz":
         with gzip.open(file) as stream:
-            yield stream
+            yield cast(BinaryIO, stream)
     elif path.suffix == ".zst":
         zstandard = _library("zstandard", "zstd")
         reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)

@@ -3,8 +3,9 @@
 # B batch, T positions of a sample
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +14,20 @@ from torch.utils.data import Dataset, default_collate
 IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
 
 
+def len_of(dataset: Dataset) -> int:
+    """Samples of a data set, whose class in torch declares none."""
+    return len(cast(Sized, dataset))
+
+
 class BatchDataset(Dataset):
     """A data set that makes whole batches, by `__getitems__`; a sample is a batch of one."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch: tokens (B, T) and targets (B, T), int64."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """One sample: tokens (T,) and targets (T,), int64."""
@@ -36,13 +49,13 @@ class PaddedDataset(Dataset):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len_of(self.dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """A batch, as `collate` makes it."""
         real = [max(index, 0) for index in indices]
-        if hasattr(self.dataset, "__getitems__"):  # a whole batch, or a list of samples
-            batch = collate(self.dataset.__getitems__(real))
+        if read := getattr(self.dataset, "__getitems__", None):  # a whole batch, or a list
+            batch = collate(read(real))
         else:
             batch = collate([self.dataset[index] for index in real])
         padding = torch.tensor(indices) < 0  # (B,)

@@ -8,6 +8,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -187,8 +188,8 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
         looked = zip(sources, found, strict=True)
         text = [(s.name, s.format, content.sha256) for s, content in looked if content.sha256]
         digest = hashlib.sha256(repr(text).encode()).hexdigest()
-        odd = [[i, *content] for i, content in enumerate(found) if content.n_bad]
-        contents = {sources[i]: Content(*rest) for i, *rest in odd}
+        contents = {sources[i]: one for i, one in enumerate(found) if one.n_bad}
+        odd = [[i, *one] for i, one in enumerate(found) if one.n_bad]
         index.mkdir(parents=True, exist_ok=True)
         draft = index / f".{uuid.uuid4().hex}"
         draft.write_text(json.dumps([digest, odd]))
@@ -232,10 +233,10 @@ def _prepare(
     log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
     if tokenizer is None:
         texts = (piece.text for piece in read_pieces(*read) if not piece.is_val)
-        tokenizer = train_bpe(texts, vocab_size, folder / FILE_NAME, has_end)
+        tokenizer = train_bpe(texts, vocab_size or 0, folder / FILE_NAME, has_end)
     else:
         tokenizer.save(folder)
-    end_id = tokenizer.end_id if has_end else None
+    end_id: Any = tokenizer.end_id if has_end else None
     if not all(write_tokens(folder, read_pieces(*read), tokenizer, end_id, n_bytes)):
         said = f"{n_bytes} bytes of text; too few to take a part of them for validation"
         raise DataError(f"{sources[0].path}: {said}")

@@ -65,7 +65,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self._json, library = read_bytes(path, _MAX_BYTES), _library()
+        self._json, library = read_bytes(os.fspath(path), _MAX_BYTES), _library()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))

@@ -23,7 +23,7 @@ class ExportRun(Run):
 
     reads_data = False
 
-    from_run: LocalPath
+    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # it is needed
     format: Literal["safetensors", "hf"]
     dtype: Literal["fp32", "bf16"]
 

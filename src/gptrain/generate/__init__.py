@@ -15,12 +15,13 @@ A run's tokenizer lies in its folder; where there is none (data=tokens), a text 
 
 import sys
 from types import ModuleType
+from typing import Any
 
 
 class _Command(ModuleType):
     """`gptrain.generate(...)` from Python, also where this package of the same name is imported."""
 
-    def __call__(self, *args: object, **options: object) -> list[str]:
+    def __call__(self, *args: Any, **options: Any) -> list[str]:
         from gptrain.texts import generate  # torch
 
         return generate(*args, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -32,8 +32,8 @@ class GenerateRun(Run):
     runs_here: ClassVar[bool] = False
     expands_run: ClassVar[bool] = False
 
-    from_run: LocalPath
-    ckpt_path: Literal["best", "last"] | None
+    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # it is needed
+    ckpt_path: Literal["best", "last"] | None  # ty: ignore[incompatible-mutable-override]
     prompt: Annotated[Prompt, Field(description="a text or a list of texts")]
     n_tokens: Count
     temperature: NonNegativeFloat
@@ -76,7 +76,7 @@ def generate(cfg: DictConfig) -> None:
     set_threads(1)
     with named_source("from_run", cfg.from_run):
         which, allowed = cfg.ckpt_path or "best", cfg.allowed_targets
-        net, tokenizer = load(cfg.from_run, which, allowed, with_tokenizer=True)
+        net, tokenizer = cast(Any, load(cfg.from_run, which, allowed, with_tokenizer=True))
     given = ([] if cfg.interactive else "\n") if cfg.prompt is None else cfg.prompt
     writer = Writer(cfg, net.to(device), tokenizer, device)
     try:

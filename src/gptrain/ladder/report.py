@@ -154,9 +154,9 @@ def draw(path: Path, facts: Mapping[str, Any]) -> None:
     for place, (whole, group) in enumerate(groups.items()):
         tokens, n = [one["tokens"] for one in group], group[0]["parameters"][law.count]
         grid = np.geomspace(min(tokens) / 1.5, max(tokens) * 1.5, 60)
-        bands, colour = zip(*(law.interval(n, d) for d in grid), strict=True), f"C{place}"
+        (low, high), colour = np.transpose([law.interval(n, d) for d in grid]), f"C{place}"
         axes.plot(grid, [law.loss(n, d) for d in grid], colour, lw=1)
-        axes.fill_between(grid, *bands, color=colour, alpha=0.2, lw=0)
+        axes.fill_between(grid, low, high, color=colour, alpha=0.2, lw=0)
         is_target = facts["target"] in group
         label = f"{'target, ' * is_target}{whole / 1e6:,.3g} M parameters"
         losses = [one["loss"] for one in group]

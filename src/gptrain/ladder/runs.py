@@ -89,8 +89,8 @@ def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
             wrong = (
                 f"{run_dir.relative_to(folder)} was run with {key}={old}, and this is {key}={new}"
             )
-            more = {"attempt": "another run_dir", "code": FOLDER_UNUSABLE}
-            raise ConfigError.of("run_dir", folder, wrong, **more)
+            attempt, code = "another run_dir", FOLDER_UNUSABLE
+            raise ConfigError.of("run_dir", folder, wrong, attempt=attempt, code=code)
 
 
 def train(script: Path, words: list[str]) -> int:
@@ -99,7 +99,7 @@ def train(script: Path, words: list[str]) -> int:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as left:
-        return left.code or DONE
+        return int(left.code or DONE)
     finally:
         sys.argv = before
     return DONE

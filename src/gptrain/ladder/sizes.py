@@ -18,6 +18,7 @@ from gptrain.costs.choice import estimates
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.shape import find_shape
 from gptrain.costs.speed import Machine
+from gptrain.data.samples import len_of
 from gptrain.lengths import DEFAULT_DECAY, token_steps, warmup_steps
 from gptrain.problems import ConfigError
 
@@ -63,7 +64,7 @@ def make_size(cfg: DictConfig, words: list[str], machine: Machine, schema: type[
     values, n_nodes = plain(cfg, resolve=True), cfg.trainer.num_nodes
     n_devices, train = machine.n_local * n_nodes, build_datasets(cfg)[0]
     n_data = parallel_dims(cfg.strategy, n_devices).data
-    lengths = plan_lengths(cfg, len(train), check_sample(cfg, train[0]), n_data)
+    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), n_data)
     shape = find_shape(values["model"])
     attention = (shape.n_layers, shape.d_model, lengths.sample_tokens) if shape else ()
     flops = train_flops_per_token(counts["matrices"], *attention)

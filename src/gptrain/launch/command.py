@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from gptrain import config
-from gptrain.config.compose import parse
+from gptrain.config.compose import line_of, parse
 from gptrain.config.kinds import Count, LocalPath, between
 from gptrain.config.schema import Closed, Run
 from gptrain.home import find_project
@@ -114,9 +114,9 @@ def main() -> None:
 def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
     """The words that all jobs of a sweep share, and those of each job."""
     varied = [one for one in parse(words)[0] if one.is_discrete_sweep()]
-    shared = [word for word in words if word not in {one.input_line for one in varied}]
+    shared = [word for word in words if word not in {line_of(one) for one in varied}]
     choices = (
-        [f"{one.input_line.partition('=')[0]}={value}" for value in one.sweep_string_iterator()]
+        [f"{line_of(one).partition('=')[0]}={value}" for value in one.sweep_string_iterator()]
         for one in varied
     )
     return shared, [list(job) for job in itertools.product(*choices)]

@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, Mixture, PaddedDataset, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
-from gptrain.data.samples import count_batch_targets
+from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.lengths import Lengths
 from gptrain.problems import IO_ERROR, ConfigError
 from gptrain.resilience.signals import hold_back, ignore_in_worker, kill_workers
@@ -62,7 +62,7 @@ class TextDataModule(pl.LightningDataModule):
         self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
         self.accumulate = accumulate = lengths.batch.accumulate
         is_mixture = isinstance(train, Mixture)
-        order = train.order(seed) if is_mixture else SampleOrder(len(cast(Sized, train)), seed)
+        order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
         self.batches = TrainBatches(
             order,
             self.batch_size,
@@ -131,7 +131,7 @@ class TextDataModule(pl.LightningDataModule):
 
     def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
-        lengths = [len(cast(Sized, one)) for one in parts.values() or [dataset]]
+        lengths = [len_of(one) for one in parts.values() or [dataset]]
         self.eval_parts = list(parts)
         self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size)
         return self._loader(PaddedDataset(dataset), self.eval_batches)

@@ -43,7 +43,7 @@ def muon_groups(
             f"are not known; give it one (see gptrain.models) or take AdamW"
         )
     names = names or {p: name for name, p in net.named_parameters()}
-    hidden = {p for p in net.blocks.parameters() if p.ndim == 2}
+    hidden = {p for p in net.get_submodule("blocks").parameters() if p.ndim == 2}
     kinds: dict[str, list[nn.Parameter]] = {
         kind: [] for kind in ("hidden", "embedding", "head", "vector", "beside")
     }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of both halves; the loss of the closure, if there is one."""
         loss = None
         if closure is not None:
@@ -105,7 +105,7 @@ class Muon(torch.optim.Optimizer):
 
     def _average(self, parameter: Tensor, momentum: float) -> Tensor:
         """The gradient looked ahead by Nesterov's momentum."""
-        state, gradient = self.state[parameter], parameter.grad
+        state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -109,7 +109,8 @@ def traced(cfg: DictConfig, values: dict[str, Any], machine: Machine) -> dict[st
     """The traced step of any net, as `compare` gives estimates.   Raises: ConfigError."""
     from gptrain.plan.trace import trace  # here: it imports torch and Lightning
 
-    cfg = OmegaConf.merge(cfg, {"trainer": {"precision": values["trainer"]["precision"]}})
+    precision = {"trainer": {"precision": values["trainer"]["precision"]}}
+    cfg = cast(DictConfig, OmegaConf.merge(cfg, precision))
     world_size = machine.n_local * values["trainer"]["num_nodes"]
     found = trace(cfg, world_size, sample_tokens(values["data"]))
     row = found["row"]
@@ -141,7 +142,7 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     here, device = [], DEVICES.get(hardware["name"])
     if not device and trainer["accelerator"] != "cpu":
         here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-        device = here and device_of(here[0])
+        device = device_of(here[0]) if here else None
     n_local = count_devices(trainer["devices"]) or len(here)
     if not device:
         machine = measured_machine(Path(values["output_dir"]), n_local or 1)
@@ -154,7 +155,7 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     if values["topology"] or here:
         topology = _find("topology", values["topology"], read_topology)
     slowest = topology and topology.slowest_ring_link
-    if slowest and speed(slowest) < 0:
+    if topology and slowest and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
     if trainer["precision"] == "auto":

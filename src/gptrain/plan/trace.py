@@ -11,12 +11,11 @@ the second the peak is kept. Kernels are those of a CPU; torch.compile is left o
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from gptrain.assemble.parts import as_config_errors, build_module, module_class, plan_lengths
 from gptrain.lit.strategies import build_strategy
+from gptrain.lit.strategies.states import NamedStates
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit, tied_names
@@ -48,6 +48,7 @@ TRACED = ("single", "ddp", "fsdp", "tensor_parallel")  # DTensor's mixes read nu
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
+COLLECTIVES = ("allreduce", "allgather", "reducescatter")
 N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
 
 
@@ -107,7 +108,7 @@ class Step:
             mode = cfg.model.activation_checkpointing
             check_fit(net, cfg.strategy, dims, compile="none", activation_checkpointing=mode)
             self.n_parameters = sum(p.numel() for p in net.parameters())
-            net, self.strategy = build_strategy(
+            net, strategy = build_strategy(
                 self.make_net,
                 cfg.strategy,
                 dims,
@@ -115,6 +116,7 @@ class Step:
                 activation_checkpointing=mode,
                 precision=self.precision,
             )
+            self.strategy = cast(NamedStates, strategy)
             sizes = [leaf for leaf in _leaves(sample) if leaf.ndim and not leaf.is_floating_point()]
             lengths = plan_lengths(cfg, N_SAMPLES, len(sizes[0]) if sizes else 1, dims.data)
             self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
@@ -153,7 +155,7 @@ class Step:
     def attach(self, n_steps: int | None) -> torch.optim.Optimizer:
         """The module's optimizer, once module and strategy know each other as in a Trainer."""
         module, strategy = self.module, self.strategy
-        module.trainer = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             strategy=strategy,
             accumulate_grad_batches=self.accumulate,
             estimated_stepping_batches=n_steps,
@@ -164,11 +166,12 @@ class Step:
             training=True,
             datamodule=None,
         )
+        module.trainer = trainer
         module.log = module.log_dict = lambda *_, **__: None
         strategy.connect(module)
         strategy._step_mean = StepMean(strategy.data_group, CPU)
         strategy._in_training_step = True
-        made = module.configure_optimizers()
+        made: Any = module.configure_optimizers()
         while not isinstance(made, torch.optim.Optimizer):  # Lightning's forms with a schedule
             made = made["optimizer"] if isinstance(made, dict) else made[0]
         if hasattr(made, "replicas"):
@@ -185,9 +188,8 @@ class Step:
             options.get("comm_hook"), "float32"))  # fmt: skip
 
         def reduce(parameter: nn.Parameter) -> None:
-            if self.is_last:
-                sent = parameter.grad.to(half) if half != torch.float32 else parameter.grad
-                dist.all_reduce(sent)
+            if self.is_last and parameter.grad is not None:
+                dist.all_reduce(parameter.grad.to(half))
 
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -205,7 +207,7 @@ class Step:
                 tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
                 self.micro_step(is_last=index == min(self.accumulate, 2) - 1)
             self.update()
-        peak = tracker.get_tracker_snapshot("peak")[CPU]
+        peak: dict[Any, int] = tracker.get_tracker_snapshot("peak")[CPU]
         total = max(peak["Total"], sum(held.values()))
         parts = {ref.value: n_bytes for ref, n_bytes in peak.items() if ref != "Total"}
         held |= {"activations": parts["Activation"], "logits": 0}
@@ -220,9 +222,9 @@ class Step:
         }
         return {"strategy": self.name, "parameters": self.n_parameters, "row": row}
 
-    def count(self) -> tuple[float, Counter[str]]:
+    def count(self) -> tuple[float, dict[str, float]]:
         """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
-        flops, sent = 0.0, Counter()
+        flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
         if self.accumulate > 1:
             runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
@@ -231,7 +233,7 @@ class Step:
             with Sent() as comm, FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
                 run()
             flops += times * counter.get_total_flops()
-            sent.update({what: times * n_bytes for what, n_bytes in comm.n_bytes.items()})
+            sent = {what: sent[what] + times * n_bytes for what, n_bytes in comm.n_bytes.items()}
         return flops, sent
 
     def zero_grad(self) -> None:
@@ -246,11 +248,12 @@ class Step:
     def micro_step(self, *, is_last: bool) -> None:
         """Forward and backward."""
         self.is_last = is_last
-        waits = not is_last and hasattr(self.strategy, "block_backward_sync")
+        hold_back = nullcontext if is_last else getattr(
+            self.strategy, "block_backward_sync", nullcontext)  # fmt: skip
         dtype = MIXED.get(self.precision)
-        with self.strategy.block_backward_sync() if waits else nullcontext():
+        with hold_back():
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
-                found = self.module.training_step(self.batch, 0)
+                found: Any = self.module.training_step(self.batch, 0)
             loss = found["loss"] if isinstance(found, dict) else found
             (loss / self.accumulate).backward()
 
@@ -281,15 +284,15 @@ class Sent(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.n_bytes: Counter[str] = Counter()
+        self.n_bytes = dict.fromkeys(COLLECTIVES, 0.0)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # its own dispatch calls the collectives
-        out = op(*args, **(kwargs or {}))
-        if op.namespace in ("c10d", "_c10d_functional"):
-            name = op._opname.strip("_").replace("_", "")
-            for kind in ("allreduce", "allgather", "reducescatter"):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._opname.strip("_").replace("_", "")
+            for kind in COLLECTIVES:
                 if name.startswith(kind):
                     self.n_bytes[kind] += _ring_bytes(kind, args, out)
         return out

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -72,7 +73,7 @@ def settle(cfg: DictConfig) -> DictConfig:
     cfg = cfg.copy()
     OmegaConf.set_readonly(cfg, False)
     cfg.run_dir = str(Path(HydraConfig.get().runtime.output_dir))
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    cfg = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
     OmegaConf.set_struct(cfg, True)
     return cfg
 
@@ -92,7 +93,7 @@ def keep_config(cfg: DictConfig) -> None:
 
     So a start that is refused leaves the record of the run that lives there alone.
     """
-    folder, hydra = Path(cfg.run_dir) / ".hydra", HydraConfig.instance().cfg
+    folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)
     folder.mkdir(exist_ok=True)
     records = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():

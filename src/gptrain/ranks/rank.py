@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
@@ -88,7 +88,7 @@ def rank_process(
     die_with_parent(parent_pid)
     bear_lost_streams()
     os.environ.update(environment)
-    HydraConfig.instance().cfg = OmegaConf.create({"hydra": hydra})
+    HydraConfig.instance().cfg = cast(Any, OmegaConf.create({"hydra": hydra}))
     if this_process().rank == 0:
         configure_log(hydra.job_logging, hydra.verbose)
         start_log()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -115,7 +116,8 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
     context, ranks, hydra = multiprocessing.get_context(START_METHOD), [], plain_hydra()
-    function, attempt = (train.__code__.co_filename, train.__name__), uuid.uuid4().hex
+    known: Any = train
+    function, attempt = (known.__code__.co_filename, known.__name__), uuid.uuid4().hex
     folder = Path(cfg.run_dir) / ATTEMPTS_NAME / attempt
     environment = {
         "GPTRAIN_SUPERVISED": "1",
@@ -174,7 +176,7 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
         failed = next((index for index, rank in enumerate(ranks) if rank.exitcode), None)
         if failed is not None:
             deadline_s = time.monotonic() + GRACE_S
-            code = ranks[failed].exitcode
+            code = ranks[failed].exitcode or FAILED
             if code == PREEMPTED:
                 stop.set("a rank")  # asked alone, and left before the ranks could talk
             elif code < 0:
@@ -194,8 +196,8 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
 
 def job_code(cfg: DictConfig, ranks: list[BaseProcess]) -> int:
     """The exit code of a job whose ranks have all ended: that of the first that failed."""
-    codes = [rank.exitcode for rank in ranks]
+    codes = [rank.exitcode or DONE for rank in ranks]
     if not any(codes):
         return DONE
-    told = (read_status(cfg.run_dir) or {}).get("exit_code")
+    told: Any = (read_status(cfg.run_dir) or {}).get("exit_code")
     return told or next((code for code in codes if code > 1), FAILED)  # 1 is Python's own

@@ -15,6 +15,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from typing import cast
 
 from gptrain.small_files import UnreadableFile, open_regular, read_json
 
@@ -100,7 +101,7 @@ class RunLock:
     def _lock(self, end_s: float) -> None:
         while True:
             try:
-                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(cast(int, self._descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end_s:
                     raise RunFolderHeld(self.run_dir, read_holder(self.run_dir)) from None
@@ -110,9 +111,10 @@ class RunLock:
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = {"run_id": self.run_id, "pid": os.getpid()}
         text = json.dumps(holder | {"host": socket.gethostname(), "started": started})
-        os.pwrite(self._descriptor, text.encode().ljust(_RECORD_BYTES), 0)
-        os.ftruncate(self._descriptor, _RECORD_BYTES)
-        os.fsync(self._descriptor)
+        descriptor = cast(int, self._descriptor)
+        os.pwrite(descriptor, text.encode().ljust(_RECORD_BYTES), 0)
+        os.ftruncate(descriptor, _RECORD_BYTES)
+        os.fsync(descriptor)
 
 
 def read_holder(run_dir: str | Path) -> dict:

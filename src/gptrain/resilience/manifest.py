@@ -127,10 +127,11 @@ def verify(
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
 
-    bar = progress_bar("verifying", sum(entry["bytes"] for entry in manifest["files"].values()))
+    n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    bar = progress_bar("verifying", n_bytes)
 
     def on_piece() -> None:
-        bar.update(min(_READ_BYTES, bar.total - bar.n))
+        bar.update(min(_READ_BYTES, n_bytes - bar.n))
         if progress:
             progress()
 
@@ -178,7 +179,8 @@ def _why_not(name: str, error: OSError | UnreadableFile) -> str:
         raise error
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
-    return f"{name} cannot be read: {getattr(error, 'reason', None) or error.strerror}"
+    why = error.reason if isinstance(error, UnreadableFile) else error.strerror
+    return f"{name} cannot be read: {why}"
 
 
 def _wrong_entry(manifest: dict) -> str | None:

@@ -36,9 +36,10 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _device_in_use() -> str | None:
-    if not torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return None
-    name = torch.accelerator.current_accelerator().type
+    name = device.type
     module = torch.get_device_module(name)
     # A device that was never used has no state of its own yet, and asking would open it.
     return name if getattr(module, "is_initialized", lambda: True)() else None

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import (
@@ -125,8 +125,8 @@ class SafeFileSystemReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills the plan's tensors and values."""
-        with one_line_refusals(self.path):
-            return super().read_data(plan, _PlainValues(planner))
+        with one_line_refusals(os.fspath(self.path)):
+            return super().read_data(plan, cast(LoadPlanner, _PlainValues(planner)))
 
 
 class ShardWriter(FileSystemWriter):
@@ -191,7 +191,7 @@ class _DraftFolder(FileSystem):
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
 
-    def create_stream(
+    def create_stream(  # ty: ignore[incompatible-method-override]  # torch's is a generator
         self, path: str | os.PathLike, mode: str
     ) -> AbstractContextManager[IO[bytes]]:
         # The index comes as .metadata.tmp, to be renamed: a draft needs no second layer of it.

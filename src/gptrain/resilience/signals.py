@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 from gptrain.problems import FAILED, INTERRUPTED
 
@@ -38,7 +39,7 @@ class StopFlag:
         self.signal: str | None = None
         self.error: BaseException | None = None
         self._interrupted_s: float | None = None
-        self._previous: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, Any] = {}
 
     def __bool__(self) -> bool:
         return self.signal is not None

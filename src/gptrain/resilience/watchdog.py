@@ -20,9 +20,10 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED
 from gptrain.resilience.signals import StopFlag
@@ -215,7 +216,7 @@ class Guard:
             raise Preempted
 
     @contextlib.contextmanager
-    def nothing_to_save(self) -> Iterator[None]:
+    def nothing_to_save(self) -> Generator[None, None, None]:
         """A request to stop, earlier or now, ends the block at once, whatever it is doing.
 
         Raises: Preempted.
@@ -259,9 +260,10 @@ class Guard:
             return
         message = f"no progress for {silent_s:.0f} s; {stall}"
         self._say(message, stacks=True)
-        about = {"cause": "hang", "exit_code": HUNG, "rank": stall.rank, "message": message}
+        about: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "rank": stall.rank}
+        about |= {"message": message, "step": self.heartbeat.step}
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
-            write_status(self._run_dir, **about, step=self.heartbeat.step, **self._about())
+            write_status(self._run_dir, **about, **self._about())
         if not self._done.wait(2 * self._poll_s):  # the others see it and print their stacks, too
             os._exit(HUNG)
 

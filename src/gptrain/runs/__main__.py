@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gptrain import runs as package
 from gptrain.home import default_output_dir
@@ -21,7 +21,8 @@ EACH_ITS_OWN = {"overrides", "command", "started"}
 
 def main() -> NoReturn:
     """The command line."""
-    head = {"description": package.__doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    raw = argparse.RawDescriptionHelpFormatter
+    head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
     outputs = Path(default_output_dir())
     parser.add_argument("folders", nargs="*", type=Path, default=[outputs], help="or above them")
@@ -34,7 +35,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)
-    sys.exit(IO_ERROR if sys.stdout.error else DONE)
+    sys.exit(IO_ERROR if getattr(sys.stdout, "error", None) else DONE)
 
 
 def answer(args: argparse.Namespace) -> str:
