@@ -204,7 +204,7 @@ def test_the_supervisor_waits_as_long_as_the_launchers_option_says(
     assert waits == [(tmp_path, timeout_s)]
 
 
-@pytest.mark.parametrize("code, cause", [(-9, "killed"), (1, "error")])
+@pytest.mark.parametrize("code, cause", [(-9, "killed"), (-11, "killed"), (1, "error")])
 def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code, cause):
     """Killed all at once, or ended by Python before they could report anything."""
     ends = []
@@ -214,6 +214,7 @@ def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code,
     supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
     ((ending, which),) = ends
     assert (ending.cause, ending.code, which) == (cause, 70, 0)
+    assert ("want of memory" in ending.line) == (code == -9)  # as the kernel kills
     assert supervisor.job_code(cfg, ranks) == 70
 
 

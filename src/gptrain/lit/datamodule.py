@@ -165,6 +165,7 @@ class Loader(DataLoader):
     waited_s, read_ahead = 0.0, 1
     step_targets: Sequence[int] = ()
 
+    # A generator around torch's iterator.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
         with hold_back():
             batches = super().__iter__()

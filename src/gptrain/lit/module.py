@@ -114,7 +114,7 @@ class LanguageModel(pl.LightningModule):
             self.part_sums[part] = self.part_sums.get(part, 0.0) + added
         if self.metrics:
             for logits, chunk_targets in strategy.logits(self.net, tokens, targets):
-                for metric in self.named_metrics().values():
+                for metric in self._named_metrics().values():
                     metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ class LanguageModel(pl.LightningModule):
             values = {"loss": nats / n_tokens, "perplexity": (nats / n_tokens).exp()}
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
-            for name, metric in self.named_metrics().items():
+            for name, metric in self._named_metrics().items():
                 values[name] = self._strategy().share_metric(metric)
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
@@ -136,10 +136,6 @@ class LanguageModel(pl.LightningModule):
                 values[f"{part}/loss"] = nats / n_tokens
             self.eval_sums, self.part_sums = 0.0, {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
-
-    def named_metrics(self) -> dict[str, Metric]:
-        """Those of `module.metrics`."""
-        return cast(dict[str, Metric], dict(self.metrics.items()))
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
@@ -177,6 +173,9 @@ class LanguageModel(pl.LightningModule):
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)
         strategy.clip(optimizer, gradient_clip_val)
+
+    def _named_metrics(self) -> dict[str, Metric]:
+        return cast(dict[str, Metric], dict(self.metrics.items()))
 
     def _strategy(self) -> NetStrategy:
         """Who computes loss and metrics: the trainer's, or where that is not ours one device's."""
