@@ -114,6 +114,7 @@ def test_a_turn_has_as_many_steps_as_it_was_given():
     assert [reply["peak_bytes"] for reply in replies] == [1, 1 + 3, 1 + 3 + 1]
 
 
+@pytest.mark.slow
 def test_a_loop_that_dies_is_told_with_its_last_words(tmp_path):
     model = {"vocab_size": 9, "d_model": 4, "n_heads": 3}
     spec = {"loop": "bare", "device": "cpu", "model": model, "compile": "none"}

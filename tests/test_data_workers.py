@@ -43,6 +43,7 @@ def test_batches_that_do_not_fit_are_told_with_both_numbers(monkeypatch):
         check_shared_memory(sample, 512, num_workers=2, n_local=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
 def test_shared_memory_that_is_full_ends_the_loop_in_one_error():
     mount = "mount -t tmpfs -o size=700k tmpfs /dev/shm"

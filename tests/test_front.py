@@ -139,7 +139,7 @@ def test_a_job_runs_once_with_the_config_it_was_checked_with():
             "error: No module named 'x'; try",
         ),
         (SystemExit(75), 75, ""),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "interrupted"),
         (PermissionError(13, "Permission denied"), 73, "error: PermissionError"),
         (OSError(28, "No space left on device"), 74, "error: OSError"),
         (ZeroDivisionError("division by zero"), 70, "error: ZeroDivisionError: division by zero"),

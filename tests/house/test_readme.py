@@ -78,6 +78,7 @@ def run_verb(command: str, monkeypatch) -> int:
     return exit_code(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
 
 
+@pytest.mark.slow
 def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
     """In the order of the README: some go on with the run of the one before."""
     monkeypatch.chdir(tmp_path)

@@ -99,7 +99,12 @@ def test_another_batch_goes_on_at_the_next_sample_and_adds_to_the_tokens(fit):
     fit(*words, "trainer.max_steps=3")  # steps of 4 samples of 16 tokens
     again = ("ckpt_path=last", "data.batch_size=6", "trainer.max_steps=8")
     assert "data.global_batch_size" in fit(*words, *again, code=2).errors[0]
-    run = fit(*words, *again, "allow_changes=[data.global_batch_size]")
+    allowed = (*again, "allow_changes=[data.global_batch_size]")
+    assert (
+        "max_tokens=4000: counts steps"
+        in fit(*words, *allowed, "max_tokens=4000", code=2).errors[0]
+    )
+    run = fit(*words, *allowed)
     tokens = [64, 128, 192, 288, 384, 480, 576, 672]
     assert run.column("tokens") == tokens
     assert json.loads((run.folder / "result.json").read_text())["tokens"] == tokens[-1]

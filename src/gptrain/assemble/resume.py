@@ -75,8 +75,12 @@ def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | N
         wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
-    if problems := differences(cfg, found.manifest["config"], batch.global_batch_size):
+    saved, size = found.manifest["config"], batch.global_batch_size
+    if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
+    if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
+        wrong, attempt = "counts steps of one size", "trainer.max_steps=<n> max_tokens=null"
+        raise ConfigError.of("max_tokens", cfg.max_tokens, wrong, attempt=attempt)
     verb = "resume" if cfg.task == "fit" else cfg.task
     log.info("%-9s from step %d: %s", verb, found.step, found.path)
     return found.path

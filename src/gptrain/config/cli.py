@@ -292,11 +292,11 @@ def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
     """Code and line of what a command or its job raised, printed here if nobody has done so."""
     if isinstance(error, JobFailed):
         return error.code, str(error)
+    if debug:
+        traceback.print_exception(error)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
         return code, f"error: exit code {code}"
-    if debug:
-        traceback.print_exception(error)
     if isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         error = ConfigError.of("", None, first_line(error))
     ending = ending_of(error)
