@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from gptrain import problems
 from gptrain.parallel.dims import STRATEGIES
 from tests.campaign.scenarios import SCENARIOS
