@@ -8,13 +8,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from gptrain import adopt as package
 from gptrain.adopt.check import unknown_in_conf
 from gptrain.adopt.library import IN_PROJECT, VENDORED, put, require, requirement, unpacked
 from gptrain.adopt.project import TEMPLATE, left_behind, make
-from gptrain.home import VARIABLE, find_conf, find_project
+from gptrain.home import VARIABLE, enter, find_project
 from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, ending_of
 
 CHECK = ("-m", "gptrain.adopt", "--check")
@@ -53,7 +53,7 @@ def answer(args: argparse.Namespace) -> int:
     folder = args.to or find_project()
     if folder is None or not (folder / "conf").is_dir():
         raise ConfigError.of("--to", args.to, "no project here, a folder with train.py and conf/")
-    return upgrade(folder, library) if args.upgrade else check()
+    return upgrade(folder, library) if args.upgrade else check(folder / "conf")
 
 
 def adopt(name: str, to: Path | None, library: str) -> int:
@@ -88,9 +88,10 @@ def upgrade(project: Path, library: str) -> int:
     return subprocess.run([sys.executable, *CHECK], cwd=project, env=environment).returncode
 
 
-def check() -> int:
-    """What this library refuses of the conf/ of the project here."""
-    lines = unknown_in_conf(cast(Path, find_conf()))
+def check(conf: Path) -> int:
+    """What this library refuses of a project's conf/."""
+    enter(conf)
+    lines = unknown_in_conf(conf)
     print("\n".join(lines) or "conf/     every choice fits the library")
     return BAD_CONFIG if lines else DONE
 

@@ -126,7 +126,8 @@ def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]
 
 def plain(cfg: DictConfig, resolve: bool = False) -> dict[str, Any]:
     """A config as nested dicts, without Hydra's own node, with references or what they mean."""
-    cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    keys: list[Any] = [key for key in cfg if key != "hydra"]  # not each is a text
+    cfg = OmegaConf.masked_copy(cfg, keys)
     found = OmegaConf.to_container(cfg, resolve=resolve, throw_on_missing=resolve)
     return cast(dict[str, Any], found)
 

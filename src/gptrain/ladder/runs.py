@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.ladder.sizes import Phases, Size, key_of, merged
-from gptrain.problems import BAD_DATA, DONE, FOLDER_UNUSABLE, ConfigError
+from gptrain.problems import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
 from gptrain.resilience.manifest import DamagedCheckpoint, folder_name, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
@@ -99,7 +99,7 @@ def train(script: Path, words: list[str]) -> int:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as left:
-        return int(left.code or DONE)
+        return left.code if isinstance(left.code, int) else FAILED if left.code else DONE
     finally:
         sys.argv = before
     return DONE

@@ -189,7 +189,8 @@ class Step:
 
         def reduce(parameter: nn.Parameter) -> None:
             if self.is_last and parameter.grad is not None:
-                dist.all_reduce(parameter.grad.to(half))
+                sent = parameter.grad.to(half) if half != torch.float32 else parameter.grad
+                dist.all_reduce(sent)
 
         for parameter in self.module.parameters():
             if parameter.requires_grad:
