@@ -9,6 +9,7 @@ on all cores, from nothing cached, in a process of its own whose imports are not
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -52,11 +53,12 @@ TAIL = "print('took', time.perf_counter() - start, sum(os.times()[:4]), n_tokens
 def write_records(file: Path, n_bytes: int) -> list[str]:
     """JSON lines, {"text": ...} each; the first thousand texts."""
     library = Path(sysconfig.get_path("stdlib"))
-    texts = [one.read_text(errors="replace") for one in sorted(library.rglob("*.py"))]
+    files = [one for one in sorted(library.rglob("*.py")) if "site-packages" not in one.parts]
+    texts = [one.read_text(errors="replace") for one in files]
     with open(file, "w") as lines:
-        while lines.tell() < n_bytes:
-            lines.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    return texts[:1000]
+        for text in itertools.cycle(texts):
+            if lines.write(json.dumps({"text": text}) + "\n") and lines.tell() > n_bytes:
+                return texts[:1000]
 
 
 def main() -> None:
