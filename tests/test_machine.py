@@ -15,7 +15,8 @@ from gptrain.assemble.trainer import assign_devices
 from gptrain.config import compose_command
 from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.data_parallel import DDP, SingleDevice
+from gptrain.lit.strategies.shell import Ranks, SingleDevice
+from gptrain.parallel.whole import Whole
 from gptrain.ranks.devices import Machine, find_machine, set_threads
 from gptrain.ranks.process import Process, calm_threads, listed_numbers
 
@@ -85,7 +86,7 @@ def test_nothing_is_listed_by_a_number_or_a_word():
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(DDP(None), machine, rank)
+        trainer = make_trainer(Ranks(Whole()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices) == (2, 2)
 
@@ -119,7 +120,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = Machine("cuda", 1, 1, (3,))
-    trainer = make_trainer(SingleDevice(machine.device(0)), machine, rank=0)
+    trainer = make_trainer(SingleDevice(Whole(), machine.device(0)), machine, rank=0)
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gptrain.lit import LanguageModel, perf
 from gptrain.lit.loggers import CSVLogger
-from gptrain.lit.strategies import partitioned
+from gptrain.parallel import state
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
@@ -132,10 +132,10 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
 
 
 def test_a_partitioned_module_is_walked_through_once_and_not_at_each_step(train, monkeypatch):
-    walks, walk = [], partitioned.named_beside_net
+    walks, walk = [], state.named_beside_net
     counted = lambda module: walks.append(module) or walk(module)  # noqa: E731
-    monkeypatch.setattr(partitioned, "named_beside_net", counted)
-    run = train("strategy=fsdp", "trainer.max_steps=4")
+    monkeypatch.setattr(state, "named_beside_net", counted)
+    run = train("strategy=fsdp", "trainer.max_steps=4", "checkpoint=none")
     assert run.code == 0, run.err
     assert len(walks) == 1
 

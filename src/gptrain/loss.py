@@ -3,6 +3,7 @@
 # N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab, W V in whole WIDTHs
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,22 @@ WIDTH = 64
 IGNORED = -100  # a target that counts for nothing: F.cross_entropy's own default
 CHUNK_TOKENS = {"cpu": 256}  # 128 reads the head twice as often, 512 takes 50 MB more
 MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What is added to the cross entropy.
+
+    Attributes:
+        label_smoothing: fraction of the target that is spread over the vocabulary.
+        z_loss: factor on the mean of logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+PLAIN = LossOptions()  # of val/loss: the cross entropy alone
 
 
 def next_token_loss(

@@ -4,6 +4,7 @@
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -152,7 +153,7 @@ class Sharded(OneProcess):
     def loss(self, tokens, targets):
         hidden = self.net.hidden(tokens)
         if self.is_tensor:
-            from gptrain.parallel.vocab_loss import vocab_parallel_loss
+            from gptrain.parallel.tensor import vocab_parallel_loss
 
             loss = vocab_parallel_loss
         else:
@@ -203,15 +204,12 @@ class Piped(OneProcess):
         from gptrain.parallel.pipeline import Pipeline
 
         torch.manual_seed(seed)
-        self.mesh = build_mesh("cpu", ParallelDims(data=data, pipeline=2))
+        options = SimpleNamespace(schedule=schedule, microbatches=2 if data > 1 else 4)
+        self.pipeline = Pipeline(options, ParallelDims(data=data, pipeline=2))
+        self.mesh = self.pipeline.mesh
         self.n_data, self.data_rank = data, self.mesh["data"].get_local_rank()
         self.step_mean = StepMean(self.mesh["data"].get_group(), torch.device("cpu"))
-
-        def partition(net):
-            microbatches = 2 if data > 1 else 4
-            self.pipeline = Pipeline(net, self.mesh, schedule=schedule, microbatches=microbatches)
-
-        self.net = make_net_on("cpu", make_net, partition)
+        self.net = make_net_on("cpu", make_net, self.pipeline.split)
         self.optimizer = make_optimizer(self.net)
         self.stages = self.pipeline.stages
 

@@ -7,7 +7,7 @@ from count_bytes import CountBytes
 from kinds import close, make_batch, make_net
 from ranks import on_ranks
 
-from gptrain.lit.strategies.data_parallel import comm_hook
+from gptrain.parallel.ddp import comm_hook
 
 
 @on_ranks(2)

@@ -1,8 +1,8 @@
 """The planner's formulas: bytes that a rank sends in a step, and that it holds."""
 
 from functools import partial
+from types import SimpleNamespace
 
-import torch
 import torch.distributed as dist
 from count_bytes import CountBytes
 from kinds import ACCUMULATE, BATCH, D, OneProcess, Piped, Replicated, Sharded, T, V, training_bytes
@@ -13,8 +13,8 @@ from gptrain.costs.memory import estimate_states
 from gptrain.costs.shape import gpt_shape
 from gptrain.costs.work import Work
 from gptrain.parallel.activation import apply_activation_checkpointing
+from gptrain.parallel.diloco import DiLoCo
 from gptrain.parallel.dims import ParallelDims
-from gptrain.parallel.outer import OuterStep
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
@@ -74,12 +74,12 @@ def test_bytes_sent_are_those_of_the_plan():
 def test_replicas_send_what_they_moved_in_the_plans_share_of_a_step():
     """In fp32 and bf16, every fourth step."""
     net = OneProcess().net
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        parameters = dict(net.named_parameters())
-        world, alone = dist.group.WORLD, dist.new_subgroups(1)[0]
-        outer = OuterStep(parameters, world, alone, lr=0.7, momentum=0.9, dtype=dtype)
+    asked = {"replicas": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+    for name in ("fp32", "bf16"):
+        outer = DiLoCo(SimpleNamespace(**asked, outer_dtype=name), ParallelDims(data=2))
+        outer.prepare(net, OneProcess().optimizer)
         with CountBytes() as counted:
-            outer.sync()
+            outer.sync(4)
         options = {"sync_every": 4, "outer_dtype": name}
         (expected,) = find_traffic(make_work("diloco", ParallelDims(data=2), **options))
         assert abs(counted.total / 4 / expected.n_bytes - 1) < 0.01

@@ -1,12 +1,15 @@
 """strategy=diloco through train.py: replicas that meet every `sync_every` steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import runs as claims
 import torch
 import torch.distributed as dist
 from test_run_options import ONLY_FORWARD
 
-from gptrain.parallel.outer import OuterStep
+from gptrain.parallel.diloco import DiLoCo
+from gptrain.parallel.dims import ParallelDims
 
 TWO = (
     "strategy=diloco",
@@ -55,14 +58,14 @@ def test_meeting_at_every_step_equals_ddp(runs):
 
 def test_the_outer_step_is_sgd_with_nesterovs_momentum(one_rank):
     net = torch.nn.Linear(3, 1, bias=False)
-    outer = OuterStep(
-        {"w": net.weight}, one_rank, one_rank, lr=0.7, momentum=0.9, dtype=torch.float32
-    )
+    options = SimpleNamespace(replicas=1, outer_lr=0.7, outer_momentum=0.9, outer_dtype="fp32")
+    outer = DiLoCo(options, ParallelDims())
+    outer.prepare(net, torch.optim.SGD(net.parameters()))
     place, momentum = net.weight.detach().clone(), torch.zeros(1, 3)
     for number in range(1, 4):
         moved = torch.full((1, 3), 0.1 * number)
         net.weight.data.add_(moved)
-        outer.sync()
+        outer.sync(number)
         momentum = 0.9 * momentum - moved
         place = place - 0.7 * (-moved + 0.9 * momentum)
         torch.testing.assert_close(net.weight.detach(), place)

@@ -24,8 +24,11 @@ from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import like_parameter, whole_of
-from gptrain.parallel.tensor import partial_parameters
-from gptrain.parallel.vocab_loss import vocab_parallel_logits_in_chunks, vocab_parallel_loss
+from gptrain.parallel.tensor import (
+    partial_parameters,
+    vocab_parallel_logits_in_chunks,
+    vocab_parallel_loss,
+)
 
 
 @on_ranks(2)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import lightning.pytorch as pl
@@ -46,7 +46,6 @@ from gptrain.lit.datamodule import check_shared_memory
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
-from gptrain.lit.strategies.states import NamedStates
 from gptrain.nets.around import keep_around
 from gptrain.nets.load import build_net
 from gptrain.nets.weights import start_from
@@ -162,9 +161,10 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             compile=cfg.model.compile,
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=resolve_precision(cfg, machine),
+            n_nodes=machine.n_nodes,
         )
     if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, net, cast(NamedStates, strategy).stages)
+        start_from(cfg, net, strategy.parallel.stages)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):

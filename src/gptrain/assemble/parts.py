@@ -29,13 +29,14 @@ from gptrain.lengths import (
     token_steps,
     warmup_steps,
 )
-from gptrain.lit.losses import LossOptions
 from gptrain.lit.module import LanguageModel
-from gptrain.lit.strategies.base import check_optimization, named_beside_net
+from gptrain.lit.strategies.shell import check_optimization
+from gptrain.loss import LossOptions
 from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
+from gptrain.parallel.state import named_beside_net
 from gptrain.problems import BAD_DATA, ConfigError
 
 OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # of an evaluation, see LanguageModel

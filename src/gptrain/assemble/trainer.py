@@ -6,7 +6,7 @@ import inspect
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -36,10 +36,14 @@ from gptrain.lit.callbacks.law import LawWatch
 from gptrain.lit.callbacks.mirror import Mirrored
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.steps import Steps
-from gptrain.lit.lightning import NoProfiler, RankEnvironment, leave_signals_to_us
+from gptrain.lit.lightning import (
+    NoProfiler,
+    RankEnvironment,
+    leave_signals_to_us,
+    strategy_of,
+)
 from gptrain.lit.planned import Planned
 from gptrain.lit.report import Report
-from gptrain.lit.strategies import NetStrategy
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.slices import make_to_look_at
@@ -198,7 +202,7 @@ def build_report(
     cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, train: Dataset
 ) -> Report:
     """The run in six lines: model, strategy, data where it says so, batch, plan, folder."""
-    batch, info = lengths.batch, cast(NetStrategy, trainer.strategy).info
+    batch, info = lengths.batch, strategy_of(trainer).info
     n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
     sizes = (f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model)
     devices = f"{machine.world_size} x {machine.accelerator}"

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from gptrain.lit.datamodule import TextDataModule
-from gptrain.lit.strategies.states import NamedStates
+from gptrain.lit.strategies.shell import NetStrategy
 from gptrain.problems import ConfigError
 from gptrain.ranks.process import Process
 
@@ -81,7 +81,7 @@ def data_of(trainer: pl.Trainer) -> TextDataModule:
     return connected(trainer).datamodule
 
 
-def strategy_of(trainer: pl.Trainer) -> NamedStates:
+def strategy_of(trainer: pl.Trainer) -> NetStrategy:
     """The run's own."""
     return connected(trainer).strategy
 

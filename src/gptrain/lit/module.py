@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from gptrain.lit.losses import PLAIN, LossOptions
-from gptrain.lit.strategies.base import NetStrategy
-from gptrain.loss import IGNORED
-from gptrain.parallel.state import WHOLE, named_parameters
+from gptrain.lit.strategies.shell import NetStrategy
+from gptrain.loss import IGNORED, PLAIN, LossOptions
+from gptrain.parallel.fit import Net
+from gptrain.parallel.state import named_parameters
+from gptrain.parallel.whole import Whole
 
 
 class LanguageModel(pl.LightningModule):
@@ -57,7 +58,7 @@ class LanguageModel(pl.LightningModule):
         token_bytes: Tensor | None = None,
     ):
         super().__init__()
-        self.net = net
+        self.net = cast(Net, net)
         self.make_optimizer, self.make_schedule = make_optimizer, make_schedule
         self.loss_options = loss or LossOptions()
         self.metrics = nn.ModuleDict(metrics or {})
@@ -76,7 +77,7 @@ class LanguageModel(pl.LightningModule):
         In training over those of the whole optimizer step: the mean of what this returns in all
         its micro-steps and on all data ranks, however targets are missing.
         """
-        return self._strategy().mean_loss(self.net, tokens, targets, self.loss_options)
+        return self._parallel().mean_loss(self.net, tokens, targets, self.loss_options)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch  # (B, T), (B, T)
@@ -102,8 +103,8 @@ class LanguageModel(pl.LightningModule):
         Args:
             part: of a mixture, whose loss is logged by itself, too.
         """
-        strategy, counted = self._strategy(), targets != IGNORED  # (B, T)
-        nats = strategy.loss(self.net, tokens, targets, PLAIN)
+        parallel, counted = self._parallel(), targets != IGNORED  # (B, T)
+        nats = parallel.loss_sum(self.net, tokens, targets, PLAIN)
         sums = [nats, counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())
@@ -113,7 +114,7 @@ class LanguageModel(pl.LightningModule):
         if part is not None:
             self.part_sums[part] = self.part_sums.get(part, 0.0) + added
         if self.metrics:
-            for logits, chunk_targets in strategy.logits(self.net, tokens, targets):
+            for logits, chunk_targets in parallel.logits(self.net, tokens, targets):
                 for metric in self._named_metrics().values():
                     metric.update(logits, chunk_targets)
 
@@ -129,7 +130,7 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self._named_metrics().items():
-                values[name] = self._strategy().share_metric(metric)
+                values[name] = self._parallel().share(metric.compute)
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
                 nats, n_tokens, *_ = self.trainer.strategy.reduce(sums, reduce_op="sum")
@@ -139,7 +140,7 @@ class LanguageModel(pl.LightningModule):
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
-        return named_parameters(self.net, getattr(self._strategy(), "stages", WHOLE))
+        return named_parameters(self.net, self._parallel().stages)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer(self)
@@ -151,7 +152,7 @@ class LanguageModel(pl.LightningModule):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Drops what training_step formed for itself; of a pipeline that is the gradients."""
-        if not self._strategy().forward_runs_backward:
+        if not self._parallel().by_stages:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def clip_gradients(
@@ -177,12 +178,10 @@ class LanguageModel(pl.LightningModule):
     def _named_metrics(self) -> dict[str, Metric]:
         return cast(dict[str, Metric], dict(self.metrics.items()))
 
-    def _strategy(self) -> NetStrategy:
-        """Who computes loss and metrics: the trainer's, or where that is not ours one device's."""
+    def _parallel(self) -> Whole:
+        """What computes loss and metrics: of a strategy that is not ours, one device's."""
         try:
             strategy = self.trainer.strategy
         except RuntimeError:  # attached to no trainer, as in a notebook
             strategy = None
-        if not isinstance(strategy, NetStrategy):  # which only Lightning's side of makes abstract
-            strategy = NetStrategy()  # ty: ignore[abstract-class-instantiation]
-        return strategy
+        return strategy.parallel if isinstance(strategy, NetStrategy) else Whole()

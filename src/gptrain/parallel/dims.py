@@ -16,34 +16,33 @@ class Strategy:
     Attributes:
         axes: over which the work is divided.
         needs: attributes that a net must have (`gptrain.models`).
-        builder: `module:function` that makes this rank's net and Lightning's strategy.
+        made: `module:class` of the object that partitions and trains the net (`whole.Whole`).
         check: `module:function` that raises Unfit for (net, options, dims) that do not go together.
         is_exact: it trains what one process trains, to rounding.
     """
 
     axes: tuple[str, ...]
     needs: tuple[str, ...]
-    builder: str
+    made: str
     check: str = ""
     is_exact: bool = True
 
 
-_LIT = "gptrain.lit.strategies"
-_SHARDED = f"{_LIT}.partitioned:build_partitioned"
-_PIPELINE = f"{_LIT}.pipeline:build_pipeline", "gptrain.parallel.pipeline:check_pipeline"
-_SPLITS = "gptrain.parallel.tensor:check_tensor_parallel"
+_HERE = "gptrain.parallel"
+_PIPELINE = f"{_HERE}.pipeline:Pipeline", f"{_HERE}.pipeline:check_pipeline"
+_TENSOR = f"{_HERE}.sharded:TensorParallel", f"{_HERE}.tensor:check_tensor_parallel"
 _STAGES = ("embed", "blocks", "norm", "head")
 _HEADS = ("tensor_plan", "n_heads", "head")
-# To remove a strategy: its row here, its conf/strategy/*.yaml, its builder's file.
+# To remove a strategy: its row here, its conf/strategy/*.yaml, its class.
 STRATEGIES = {
-    "single": Strategy((), (), f"{_LIT}.data_parallel:build_single"),
-    "ddp": Strategy((DATA,), (), f"{_LIT}.data_parallel:build_ddp"),
-    "fsdp": Strategy((DATA,), ("blocks",), _SHARDED),
-    "tensor_parallel": Strategy((TENSOR,), _HEADS, _SHARDED, _SPLITS),
-    "fsdp_tensor_parallel": Strategy((DATA, TENSOR), ("blocks", *_HEADS), _SHARDED, _SPLITS),
+    "single": Strategy((), (), f"{_HERE}.whole:Whole"),
+    "ddp": Strategy((DATA,), (), f"{_HERE}.ddp:Replicated"),
+    "fsdp": Strategy((DATA,), ("blocks",), f"{_HERE}.sharded:Sharded"),
+    "tensor_parallel": Strategy((TENSOR,), _HEADS, *_TENSOR),
+    "fsdp_tensor_parallel": Strategy((DATA, TENSOR), ("blocks", *_HEADS), *_TENSOR),
     "pipeline": Strategy((PIPELINE,), _STAGES, *_PIPELINE),
     "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, *_PIPELINE),
-    "diloco": Strategy((DATA,), (), f"{_LIT}.diloco:build_diloco", is_exact=False),
+    "diloco": Strategy((DATA,), (), f"{_HERE}.diloco:DiLoCo", is_exact=False),
 }
 ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
 # Stages of a pipeline that one rank holds, by `strategy.schedule`.

@@ -7,7 +7,7 @@ Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXi
 
 # B batch, b microbatch, T time, D d_model
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from math import gcd
 from typing import Any, NoReturn, cast
@@ -15,18 +15,21 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.optim import Optimizer
 
-from gptrain.parallel.dims import STAGES_PER_RANK, stage_blocks
+from gptrain.loss import LossOptions
+from gptrain.parallel.dims import STAGES_PER_RANK, count_microbatches, stage_blocks
 from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
+from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.state import Stages
+from gptrain.parallel.whole import Whole
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -36,43 +39,96 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
 Loss = Callable[[Tensor, Tensor], Tensor]  # of hidden (b, T, D) after the norm, targets (b, T)
 
 
-class Pipeline:
-    """This rank's stages of a net, which it partitions in place, and the schedule that runs them.
+class Pipeline(Whole):
+    """This rank's stages of a net, and the schedule that runs them.
 
     What this rank holds keeps its name. `net(tokens)` and `net.hidden(tokens)` raise Unfit, since
     no rank holds the whole net. A weight that the head shares with the embedding is held by both
     ends, which sum its gradients: updates of equal weights by equal gradients keep them equal.
 
-    Args:
-        mesh: of `build_mesh`; its "data" axis averages gradients over replicas of the pipeline.
-        schedule: "gpipe", "1f1b" or "interleaved_1f1b".
+    Forward and backward passes of a micro-step are one run of the schedule, inside training_step.
+    What the loss is then multiplied by could not reach the gradients any more, so that the first
+    step makes sure that training_step returns it as it is, alone or in a sum.
 
     Attributes:
         last: rank in the pipeline's group that holds the last stage.
-        stages: what a state must know of the group.
     """
 
-    def __init__(self, net: nn.Module, mesh: DeviceMesh, *, schedule: str, microbatches: int):
-        axis, net = mesh["pipeline"], cast(Net, net)
+    partitions = by_stages = True
+
+    def __post_init__(self):
+        self.mesh = mesh = build_mesh(self.device.type, self.dims)
+        axis, self.schedule = mesh["pipeline"], self.options.schedule
         self.group, self.data_group = axis.get_group(), mesh["data"].get_group()
         self.rank, self.last = axis.get_local_rank(), axis.size() - 1
-        self.net, self.schedule, self.microbatches = net, schedule, microbatches
-        self.n_blocks, self.n_stages = len(net.blocks), axis.size() * STAGES_PER_RANK[schedule]
-        self.indices = range(self.rank, self.n_stages, axis.size())
+        self.microbatches = count_microbatches(self.options.microbatches, axis.size())
+        self.replicas = mesh["data"] if self.dims.data > 1 else None
+        self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
+        self._loss: Loss  # of the pass that is run
+        self._checks_scale = True
+
+    def split(self, net: Net) -> None:
+        """Leaves in net what this rank's stages hold."""
+        self.net, n_ranks = net, self.last + 1
+        self.n_blocks, self.n_stages = len(net.blocks), n_ranks * STAGES_PER_RANK[self.schedule]
+        self.indices = range(self.rank, self.n_stages, n_ranks)
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
-        ends = mesh.mesh[[0, -1], :, 0].T.tolist()  # of every pipeline; all ranks make all groups
-        if self.stages.aliases:
+        ends = self.mesh.mesh[[0, -1], :, 0].T.tolist()  # of every pipeline
+        if self.stages.aliases:  # all ranks make all groups
             self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         keep_stages(net, self.indices, self.n_stages)
         net.forward = net.hidden = _refuse
-        self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
-        self._loss: Loss  # of the pass that is run
+
+    def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Of what several stages hold the first counts in the norm."""
+        super().prepare(module, optimizer)
+        if self.rank:
+            self.elsewhere = {*self.tied_parameters, *self.beside}
 
     @cached_property
     def tied_parameters(self) -> list[nn.Parameter]:
         """Those that the other end holds as well: one on the first and the last rank, else none."""
         tied = {*self.stages.aliases, *self.stages.aliases.values()}
         return [parameter for name, parameter in self.net.named_parameters() if name in tied]
+
+    def mean_loss(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+        """Of this pipeline's samples, on all its ranks; in training, gradients besides."""
+        if not torch.is_grad_enabled():
+            return super().mean_loss(net, tokens, targets, options)
+        scale = 1 / self.accumulate
+        factor = scale / self.divisor(targets)
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            total = self.head_loss(net, hidden, targets, options)
+            return total * factor.to(total.dtype)
+
+        total = self.train(tokens, targets, loss)
+        anchor = torch.ones((), requires_grad=True, device=total.device)
+        return _GradientsExist.apply(anchor, total / scale, scale if self._checks_scale else None)
+
+    def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
+        """Of this pipeline's samples, on all its ranks; without gradients."""
+        return self.evaluate(tokens, targets, lambda *given: self.head_loss(net, *given, options))
+
+    def logits(self, net: Net, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """On the ranks of the last stage alone; on the others nothing."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def keep(hidden: Tensor, targets: Tensor) -> Tensor:
+            found.append((hidden, targets))
+            return hidden.new_zeros(())
+
+        self.evaluate(tokens, targets, keep)
+        for hidden, chunk_targets in found:
+            yield from self.chunked_logits(hidden, net.head.weight, chunk_targets)
+
+    def share(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Computed on the last stage, sent to the others."""
+        value = torch.zeros((), device=self.device)
+        if self.rank == self.last:
+            value = compute().to(self.device, torch.float32)
+        dist.broadcast(value, group=self.group, group_src=self.last)
+        return value
 
     def train(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
         """Sum of a loss over the microbatches of tokens, targets (B, T); adds to the gradients.
@@ -94,9 +150,11 @@ class Pipeline:
 
         Once per optimizer step, after its last micro-step.
         """
+        super().finish_gradients()
+        self._checks_scale = False
         if self.tied_parameters:
             sum_gradients(self.tied_parameters, self.ends_group)
-        sum_gradients(self.net.parameters(), self.data_group, divisor=self.data_group.size())
+        self.average(self.net.parameters())
 
     def _run(
         self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor, loss: Loss
@@ -131,6 +189,26 @@ class Pipeline:
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
             scale_grads=False,
         )
+
+
+class _GradientsExist(torch.autograd.Function):
+    """A loss whose gradients the schedule has formed; `scale` is what they were multiplied by."""
+
+    @staticmethod
+    def forward(ctx, anchor, total, scale):
+        ctx.scale = scale
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
+        if ctx.scale is not None and abs(float(grad) / ctx.scale - 1) > 1e-3:  # 16 bit losses
+            raise Unfit(
+                "strategy.name",
+                f"training_step multiplies self.loss(...) by {float(grad) / ctx.scale:g}, but a "
+                "pipeline has formed its gradients already; return it as it is, or change "
+                "optimizer.lr",
+            )
+        return None, None, None
 
 
 class Stage(nn.Module):

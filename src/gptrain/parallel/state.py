@@ -75,6 +75,20 @@ def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Par
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
+def named_beside_net(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a module that are not its net's, each once, under their own names."""
+    net = getattr(module, "net", None)
+    of_net = set(net.parameters()) if isinstance(net, nn.Module) else set()
+    return {name: p for name, p in module.named_parameters() if p not in of_net}
+
+
+def saved_parameters(module: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
+    """Name in a checkpoint -> parameter of the module, each once."""
+    net = getattr(module, "net", None)
+    of_net = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
+    return of_net | {f"{BESIDE}{name}": p for name, p in named_beside_net(module).items()}
+
+
 def whole_net_state(net: nn.Module, stages: Stages = WHOLE) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     reshard(net)

@@ -11,9 +11,12 @@ Parameters become DTensors (for the optimizer, FSDP and checkpoints); layers com
 parts with the collectives below. DTensor's own sequence parallelism needs T to be a multiple of the
 ranks, and pays its dispatcher at every operation; here the sequence is padded at its end, which a
 causal net cannot see.
+
+The loss takes a rank's columns of the logits, a chunk of tokens at a time, with their gradients in
+the same pass; ranks exchange three numbers a token.
 """
 
-# V vocab, v this rank's part of it, D d_model, B batch, T time,
+# V vocab, v this rank's part of it, D d_model, B batch, T time, C tokens of a chunk,
 # T' time padded to a multiple of n ranks, t = T' / n
 
 from collections.abc import Callable, Iterator
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place, logits_in_chunks
 from gptrain.parallel.fit import Net, Unfit
 
 # Renamed in torch 2.13, which warns of the old names.
@@ -232,6 +236,38 @@ def gather_vocabulary(part: Tensor, n_columns: int, group: dist.ProcessGroup) ->
     Backward takes this rank's columns: what follows is computed alike on every rank.
     """
     return _GatherVocabulary.apply(part, n_columns, group)
+
+
+def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
+    """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
+
+    Args:
+        head_weight: DTensor (V, D), split by torch.chunk along V over its one mesh axis.
+        options: chunk_tokens, reduction, label_smoothing, z_loss of chunked_next_token_loss.
+    """
+    assert isinstance(head_weight, DTensor)
+    mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
+    operations = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
+    cross_entropy = partial(
+        cross_entropy_in_place,
+        start=mesh.get_local_rank() * -(-vocab_size // mesh.size()),
+        vocab_size=vocab_size,
+        all_reduce=lambda part, how: dist.all_reduce(part, operations[how], mesh.get_group()),
+    )
+    return chunked_next_token_loss(
+        hidden, head_weight.to_local(), targets, cross_entropy=cross_entropy, **options
+    )
+
+
+def vocab_parallel_logits_in_chunks(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_tokens: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As loss.logits_in_chunks, under a head split by rows: whole logits (C, V) on every rank."""
+    assert isinstance(head_weight, DTensor)
+    group, vocab_size = head_weight.device_mesh.get_group(), head_weight.shape[0]
+    local = head_weight.to_local().detach()
+    for logits, counted in logits_in_chunks(hidden, local, targets, chunk_tokens):
+        yield gather_vocabulary(logits, vocab_size, group), counted
 
 
 def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:

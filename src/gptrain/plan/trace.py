@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from gptrain.assemble.parts import as_config_errors, build_module, module_class, plan_lengths
 from gptrain.lit.strategies import build_strategy
-from gptrain.lit.strategies.states import NamedStates
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit, tied_names
@@ -116,7 +115,7 @@ class Step:
                 activation_checkpointing=mode,
                 precision=self.precision,
             )
-            self.strategy = cast(NamedStates, strategy)
+            self.strategy, self.parallel = strategy, strategy.parallel
             sizes = [leaf for leaf in _leaves(sample) if leaf.ndim and not leaf.is_floating_point()]
             lengths = plan_lengths(cfg, N_SAMPLES, len(sizes[0]) if sizes else 1, dims.data)
             self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
@@ -169,13 +168,13 @@ class Step:
         module.trainer = trainer
         module.log = module.log_dict = lambda *_, **__: None
         strategy.connect(module)
-        strategy._step_mean = StepMean(strategy.data_group, CPU)
-        strategy._in_training_step = True
+        self.parallel.step_mean = StepMean(self.parallel.data_group, CPU)
         made: Any = module.configure_optimizers()
         while not isinstance(made, torch.optim.Optimizer):  # Lightning's forms with a schedule
             made = made["optimizer"] if isinstance(made, dict) else made[0]
         if hasattr(made, "replicas"):
-            made.replicas = strategy.replicas
+            made.replicas = self.parallel.replicas
+        self.parallel.prepare(module, made)
         return made
 
     def reduce_as_ddp(self) -> None:
@@ -249,8 +248,7 @@ class Step:
     def micro_step(self, *, is_last: bool) -> None:
         """Forward and backward."""
         self.is_last = is_last
-        hold_back = nullcontext if is_last else getattr(
-            self.strategy, "block_backward_sync", nullcontext)  # fmt: skip
+        hold_back = nullcontext if is_last else self.parallel.held_back
         dtype = MIXED.get(self.precision)
         with hold_back():
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
@@ -261,8 +259,8 @@ class Step:
     def update(self) -> None:
         """What follows the last backward pass."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.strategy.finish_gradients()
-        self.strategy.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
+        self.parallel.finish_gradients()
+        self.parallel.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
         self.optimizer.step()
 
     def held_bytes(self) -> dict[str, float]:

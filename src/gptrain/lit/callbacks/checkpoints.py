@@ -159,7 +159,7 @@ class Checkpoints(Checkpoint):
         ends = self.stopping or step == trainer.max_steps
         with self.store.writing(
             step,
-            kind="sharded" if strategy.partitions else "full",
+            kind="sharded" if strategy.parallel.partitions else "full",
             config=self.identity,
             metrics=self._metrics,
             needed_bytes=self._needed_bytes,

@@ -45,9 +45,9 @@ class SampleText(Callback):
         if self._written[0] == trainer.global_step:
             return self._written[1]
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
-        whole = getattr(trainer.strategy, "runs_whole_net", True)  # not a stage of a pipeline
-        net = getattr(pl_module, "net", None)
-        if tokenizer is None or connected(trainer).fast_dev_run or not whole or net is None:
+        parallel = getattr(trainer.strategy, "parallel", None)
+        by_stages, net = getattr(parallel, "by_stages", False), getattr(pl_module, "net", None)
+        if tokenizer is None or connected(trainer).fast_dev_run or by_stages or net is None:
             return None
         # On every rank: where the net is partitioned, its forward pass needs them all.
         device = trainer.strategy.root_device

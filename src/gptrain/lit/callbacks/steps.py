@@ -19,7 +19,7 @@ from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
-from gptrain.lit.strategies.base import check_optimization
+from gptrain.lit.strategies.shell import check_optimization
 from gptrain.problems import first_line
 from gptrain.resilience.status import NonFinite, Preempted, shorten
 from gptrain.resilience.watchdog import Guard
@@ -127,7 +127,7 @@ class Steps(Callback):
         if trainer.precision == "16-mixed" or math.isfinite(float(norm)):
             return
         mine = trainer.global_rank, [float(loss) for loss in strategy.micro_losses]
-        theirs = gather(mine, strategy.step_group)  # rank, micro-steps
+        theirs = gather(mine, strategy.parallel.step_group)  # rank, micro-steps
         guilty = (rank for rank, losses in theirs if not all(map(math.isfinite, losses)))
         step, rank = trainer.global_step, next(guilty, None)
         error = NonFinite(step, rank, data_of(trainer).step_samples(step, rank))

@@ -1,17 +1,25 @@
-"""Lightning's side of each strategy; the work itself is done by gptrain.parallel."""
+"""Lightning's side of the strategies, one shell; the work itself is done by gptrain.parallel."""
 
 from collections.abc import Callable
 from pkgutil import resolve_name
+from typing import Any
 
 import torch
-from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from gptrain.lit.perf import count_matrix_weights
-from gptrain.lit.strategies.base import BuildArgs, NetStrategy, StrategyInfo
+from gptrain.lit.strategies.diloco import DiLoCo
+from gptrain.lit.strategies.shell import (
+    NetStrategy,
+    PartitionedRanks,
+    Ranks,
+    SingleDevice,
+    StrategyInfo,
+)
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.dims import STRATEGIES, ParallelDims, strategy_name
-from gptrain.parallel.slices import make_to_look_at
+from gptrain.parallel.slices import make_net_on, make_to_look_at
+from gptrain.parallel.whole import Whole
 
 __all__ = ["NetStrategy", "build_strategy"]
 
@@ -25,7 +33,8 @@ def build_strategy(
     compile: str = "none",
     activation_checkpointing: str = "none",
     precision: str = "32-true",
-) -> tuple[nn.Module, Strategy]:
+    n_nodes: int = 1,
+) -> tuple[nn.Module, NetStrategy]:
     """The net as this rank holds it, with the weights of a single process, and its strategy.
 
     The process group exists already, but for `single`; that the net fits was checked before.
@@ -38,13 +47,23 @@ def build_strategy(
     name = strategy_name(options.name, dims.world_size)
     with torch.random.fork_rng(devices=[]):
         whole = make_to_look_at(make_net)
+    made: type[Whole] = resolve_name(STRATEGIES[name].made)
+    parallel = made(options, dims, device, precision, n_nodes)
 
-    def finish(net: nn.Module) -> None:
+    def partition(net: Any) -> None:
+        parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
+        parallel.shard(net)
 
-    args = BuildArgs(make_net, finish, device, options, dims, precision)
-    net, strategy = resolve_name(STRATEGIES[name].builder)(args)
+    place = "cpu" if options.get("cpu_offload") else device
+    net = make_net_on(place, make_net, partition)
+    if name == "single":
+        strategy: NetStrategy = SingleDevice(parallel, device)
+    elif name == "diloco":
+        strategy = DiLoCo(parallel)
+    else:
+        strategy = (PartitionedRanks if parallel.partitions else Ranks)(parallel)
     n_parameters = sum(parameter.numel() for parameter in whole.parameters())
     n_matrix_weights = count_matrix_weights(whole)
     strategy.info = StrategyInfo(name, type(whole).__name__, n_parameters, n_matrix_weights)
