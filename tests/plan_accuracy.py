@@ -56,6 +56,11 @@ CONFIGS = {
     "ddp muon": f"{NANO} trainer.devices=2 optimizer=muon",
     "fsdp": f"{NANO} trainer.devices=2 strategy=fsdp",
     "fsdp muon": f"{NANO} trainer.devices=2 strategy=fsdp optimizer=muon",
+    "fsdp bf16": f"{NANO} trainer.devices=2 strategy=fsdp trainer.precision=bf16-mixed",
+    "fsdp bf16 full": f"{NANO} trainer.devices=2 strategy=fsdp trainer.precision=bf16-mixed "
+    "model.activation_checkpointing=full",
+    "fsdp bf16 llama": "model=llama_nano data.seq_len=129 data.batch_size=8 trainer.devices=2 "
+    "strategy=fsdp trainer.precision=bf16-mixed",
     "fsdp kept": f"{NANO} trainer.devices=2 strategy=fsdp strategy.reshard_after_forward=false",
     "tensor_parallel": f"{NANO} trainer.devices=2 strategy=tensor_parallel",
     "pipeline": f"{NANO} trainer.devices=2 strategy=pipeline",

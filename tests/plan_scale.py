@@ -1,6 +1,10 @@
-"""python -m tests.plan_scale: the planner beside published speeds of Llama 3 on 8 to 16,384 H100.
+"""python -m tests.plan_scale: the planner beside published speeds, on 1 to 16,384 GPUs.
 
-Sources of the rows: [1] Grattafiori et al. 2024, arXiv:2407.21783, table 4; [2] torchtitan,
+191 runs of MPT of 125 M to 70 B under FSDP on 8 to 128 A100 and H100 are in mpt_speeds.csv, from
+llm-foundry, scripts/train/benchmarking/README.md: tokens/s of a GPU, batch_size that of a
+micro-step; of three errors the middle one is the median, half of all lie between the others.
+
+Sources of the other rows: [1] Grattafiori et al. 2024, arXiv:2407.21783, table 4; [2] torchtitan,
 benchmarks/llama3_h100_202412_torchtitan.md; [3] its asyncTP_llama3_h100_2025-06_torchtitan.md,
 plain TP. All in bf16 at 8,192 positions; MFU of [2] and [3] from tokens/s, as we count FLOPs. Their
 GPUs had 500 W and 2.4 TB/s, "between SXM and NVL": counted as 835 TFLOP/s, MFU as of 989. The
@@ -9,11 +13,14 @@ pipelines are interleaved with two stages a rank, as ours; what [1] had in a ran
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
+from pathlib import Path
+from statistics import quantiles
 
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.hardware import DEVICES, LINKS
-from gptrain.costs.shape import llama_shape
+from gptrain.costs.shape import DecoderShape, llama_shape
 from gptrain.costs.speed import estimate, machine_of
 from gptrain.costs.work import Work
 from gptrain.parallel.dims import ParallelDims
@@ -42,6 +49,33 @@ ROWS = (
     ("405B", 64, 8, 16, 32, "none", "blocks", 0.43, "[1]"),
     ("405B", 128, 8, 16, 16, "none", "blocks", 0.41, "[1]"),
 )
+# d_model, heads, layers.
+MPT = {
+    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}  # fmt: skip
+
+
+def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
+    """By device: how far each run's predicted speed is off, and whether it is said to fit."""
+    found: dict[str, list[tuple[float, bool]]] = {}
+    with (Path(__file__).parent / "mpt_speeds.csv").open() as file:
+        for row in csv.DictReader(file):
+            d_model, n_heads, n_layers = MPT[row["net"]]
+            seq_len, n_gpus, batch = (int(row[k]) for k in ("positions", "gpus", "batch_size"))
+            sizes = (50368, d_model, n_heads, n_heads, n_layers, 4 * d_model)
+            shape = DecoderShape(*sizes, n_positions=seq_len, is_tied=True)
+            network = "ndr" if row["device"] == "h100_sxm" else "hdr"
+            machine = machine_of(DEVICES[row["device"]], 8, None, LINKS[f"infiniband_{network}"])
+            more = {"precision": "bf16-mixed", "checkpointing": row["checkpointing"]}
+            more["options"] = {"accumulate_shards": True}  # as FSDP1 does
+            dims, accumulate = ParallelDims(n_gpus), int(row["accumulate"])
+            work = Work(shape, "fsdp", dims, batch, seq_len, accumulate, **more)
+            made = estimate(work, machine)
+            error = made["tokens_per_s"] / n_gpus / float(row["tokens_per_s"]) - 1
+            found.setdefault(row["device"], []).append((error, made["fits"]))
+    return found
 
 
 def predict(row: tuple) -> tuple[float, float | None, float]:
@@ -63,7 +97,15 @@ def predict(row: tuple) -> tuple[float, float | None, float]:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints both tables."""
+    print("device          runs   error of the speed     within 15 %  said not to fit")
+    for device, rows in mpt_errors().items():
+        low, middle, high = quantiles((error for error, _ in rows), n=4)
+        near = sum(abs(error) <= 0.15 for error, _ in rows) / len(rows)
+        refused = sum(not fits for _, fits in rows)
+        print(f"{device:14} {len(rows):5} {low:+7.1%} {middle:+6.1%} {high:+6.1%} {near:14.0%}"
+              f" {refused:16}")  # fmt: skip
+    print()
     print(" net  GPUs = FSDP x TP x PP  recompute     memory      MFU published  error")
     for row in ROWS:
         net, data, tensor, pipeline, _, mode, *_, source = row

@@ -15,6 +15,7 @@ from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
 from gptrain.parallel.dims import ParallelDims
+from tests.plan_scale import mpt_errors
 
 GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
 
@@ -138,7 +139,8 @@ def test_fsdp_without_resharding_sends_what_ddp_sends():
     # an all-gather and a reduce-scatter are an all-reduce (arXiv:1910.02054, section 7.1)
     eight = ParallelDims(data=8)
     kept = sent("fsdp", eight, reshard_after_forward=False)
-    assert kept == pytest.approx(sent("ddp", eight)) == 2 * 7 / 8 * 4 * GPT2.n_parameters
+    filled_up = pytest.approx(sent("ddp", eight), rel=1e-4)  # 50,257 rows to a multiple of 8
+    assert kept == filled_up and sent("ddp", eight) == 2 * 7 / 8 * 4 * GPT2.n_parameters
 
 
 def test_resharding_costs_at_most_half_as_much_again():
@@ -161,8 +163,9 @@ def test_copies_of_the_shards_keep_the_weights_inside():
     """HSDP: gathers over the ranks of a copy alone, and an all-reduce of shards between copies."""
     of = {t.what: t.n_bytes for t in find_traffic(
         Work(GPT2, "fsdp", ParallelDims(data=8, replicas=4), 4, 512))}  # fmt: skip
-    assert of["gradients"] == pytest.approx(4 * GPT2.n_parameters / 2)
-    assert of["gradients of copies"] == pytest.approx(2 * 3 / 4 * 4 * GPT2.n_parameters / 2)
+    assert of["gradients"] == pytest.approx(4 * GPT2.n_parameters / 2, rel=1e-4)  # filled up
+    copies = 2 * 3 / 4 * 4 * GPT2.n_parameters / 2
+    assert of["gradients of copies"] == pytest.approx(copies, rel=1e-4)
 
 
 def test_a_hundred_megabytes_take_what_the_textbooks_say():
@@ -193,3 +196,9 @@ def test_muon_counts_its_products():
         for side in sides:
             orthogonalize(torch.ones(1, *side), torch.float32)
     assert shape.muon_flops == counter.get_total_flops()
+
+
+def test_published_runs_fit_and_are_as_fast_as_planned():
+    found = [row for rows in mpt_errors().values() for row in rows]
+    assert len(found) == 191 and all(fits for _, fits in found)
+    assert sum(abs(error) <= 0.15 for error, _ in found) >= 0.9 * len(found)

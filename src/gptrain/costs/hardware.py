@@ -1,8 +1,10 @@
 """What devices and links can do at most, as their makers and standards say.
 
-Dense FLOP/s with fp32 accumulation (headline figures for sparse matrices are twice as high); GB and
-TB are powers of ten; a link's bytes/s go one way, all links of one device together. A device's
-memory is its nominal size, a few percent less than the driver reports, which the context takes.
+Dense FLOP/s with fp32 accumulation (headline figures for sparse matrices are twice as high); GB/s
+and TB/s are powers of ten; a link's bytes/s go one way, all links of one device together. A
+device's memory is what its driver reports: of HBM the GiB that the data sheet calls GB, of GDDR
+with error correction 94 % of them (nvidia-smi's figures, thundergolfer.com/blog/
+nvidia-gpu-memory-capacity).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,33 @@ class Link:
     wait_s: float = 0.0
 
 
+class Reached(NamedTuple):
+    """What training reaches of a device's FLOP/s.
+
+    Attributes:
+        products: of matrices.
+        attention: over that of products; masked positions count as computed.
+    """
+
+    products: float
+    attention: float
+
+
+# By generation, fitted to published speeds; `python -m tests.plan_scale` shows what is left over.
+_OTHERS = Reached(0.6, 0.6)  # fitted to none
+_REACHED = {
+    # 39 TFLOP/s of a GPT of 1.2 B: Shoeybi et al. 2019, arXiv:1909.08053.
+    "v100": Reached(0.55, 0.5),
+    # MPT of 125 M to 70 B on 8 to 128 GPUs: llm-foundry, scripts/train/benchmarking/README.md.
+    "a100": Reached(0.73, 0.76),
+    # The same on 8 to 64 GPUs; torchtitan's tables, Llama of 8 B and 70 B on 8 to 256.
+    "h100": Reached(0.61, 0.5),
+    # Llama of 8 B, bf16, at less than full power: torchao, prototype/mx_formats/README.md.
+    "b200": Reached(0.37, 0.5),
+}
+_REACHED |= {"h200": _REACHED["h100"], "gh200": _REACHED["h100"], "gb200": _REACHED["b200"]}
+
+
 @dataclass(frozen=True)
 class Device:
     """One device, as the driver counts them, and the name of its fastest link within a node."""
@@ -38,6 +68,11 @@ class Device:
     memory_bytes_per_s: float
     link: str
     source: str = ""
+
+    @property
+    def reached(self) -> Reached:
+        """What training reaches of its flops_per_s."""
+        return _REACHED.get(self.name.partition("_")[0], _OTHERS)
 
 
 # Per message of a ring, protocol Simple: hwLat in NCCL 2.27, src/graph/tuning.cc.
@@ -65,56 +100,56 @@ _LINKS = (
 LINKS = {name: Link(name, gb * 1e9, wait, sheet) for name, gb, wait, sheet in _LINKS}
 
 _TYPES = "float32", "tf32", "float16", "bfloat16"
-# Name, words of the driver's name, GB, TB/s, link, TFLOP/s in _TYPES (0: not there), data sheet.
+# Name, words of the driver's name, GiB, TB/s, link, TFLOP/s in _TYPES (0: not there), data sheet.
 # The first whose words are all in the driver's name is the device: the special before the plain.
 _DEVICES = (
     ("v100_pcie_32gb", "V100 PCIE 32GB", 32, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
     ("v100_pcie", "V100 PCIE", 16, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
     ("v100_sxm2_32gb", "V100 32GB", 32, 0.9, "nvlink2", (15.7, 0, 125, 0), "V100, 2020"),
     ("v100_sxm2", "V100", 16, 0.9, "nvlink2", (15.7, 0, 125, 0), "V100, 2020"),
-    ("t4", "T4", 16, 0.32, "pcie3", (8.1, 0, 65, 0), "T4, 2019"),
-    ("a10g", "A10G", 24, 0.6, "pcie4", (35, 35, 70, 70), "A10G, 2021"),
-    ("a10", "A10", 24, 0.6, "pcie4", (31.2, 62.5, 125, 125), "A10, 2021"),
+    ("t4", "T4", 15, 0.32, "pcie3", (8.1, 0, 65, 0), "T4, 2019"),
+    ("a10g", "A10G", 22.5, 0.6, "pcie4", (35, 35, 70, 70), "A10G, 2021"),
+    ("a10", "A10", 22.5, 0.6, "pcie4", (31.2, 62.5, 125, 125), "A10, 2021"),
     ("a30", "A30", 24, 0.933, "pcie4", (10.3, 82, 165, 165), "A30, 2021"),
-    ("a40", "A40", 48, 0.696, "pcie4", (37.4, 74.8, 149.7, 149.7), "A40, 2021"),
+    ("a40", "A40", 45, 0.696, "pcie4", (37.4, 74.8, 149.7, 149.7), "A40, 2021"),
     ("a100_pcie_80gb", "A100 80GB PCIe", 80, 1.935, "pcie4", (19.5, 156, 312, 312), "A100, 2022"),
     ("a100_pcie_40gb", "A100 PCIe", 40, 1.555, "pcie4", (19.5, 156, 312, 312), "A100, 2021"),
     ("a100_sxm_80gb", "A100 80GB", 80, 2.039, "nvlink3", (19.5, 156, 312, 312), "A100, 2022"),
     ("a100_sxm_40gb", "A100", 40, 1.555, "nvlink3", (19.5, 156, 312, 312), "A100, 2021"),
-    ("l4", "L4", 24, 0.3, "pcie4", (30.3, 60, 121, 121), "L4, 2023"),
-    ("l40s", "L40S", 48, 0.864, "pcie4", (91.6, 183, 362, 362), "L40S, 2023"),
-    ("l40", "L40", 48, 0.864, "pcie4", (90.5, 90.5, 181, 181), "L40, 2022"),
+    ("l4", "L4", 22.5, 0.3, "pcie4", (30.3, 60, 121, 121), "L4, 2023"),
+    ("l40s", "L40S", 45, 0.864, "pcie4", (91.6, 183, 362, 362), "L40S, 2023"),
+    ("l40", "L40", 45, 0.864, "pcie4", (90.5, 90.5, 181, 181), "L40, 2022"),
     ("rtx_3090", "RTX 3090", 24, 0.936, "pcie4", (35.6, 35.6, 71, 71), "GA102 white paper"),
     ("rtx_4090", "RTX 4090", 24, 1.008, "pcie4", (82.6, 82.6, 165.2, 165.2), "Ada white paper"),
-    ("h100_pcie", "H100 PCIe", 80, 2.0, "pcie5", (51, 378, 756, 756), "H100, 2023"),
-    ("h100_nvl", "H100 NVL", 94, 3.9, "nvlink4_bridge", (60, 417, 835, 835), "H100, 2024"),
-    ("h100_sxm", "H100", 80, 3.35, "nvlink4", (67, 494, 989, 989), "H100, 2023"),
-    ("gh200", "GH200", 96, 4.0, "nvlink4", (67, 494, 989, 989), "GH200, 2023"),
-    ("h200_nvl", "H200 NVL", 141, 4.8, "nvlink4", (60, 417, 835, 835), "H200, 2024"),
-    ("h200", "H200", 141, 4.8, "nvlink4", (67, 494, 989, 989), "H200, 2024"),
-    ("gb200", "GB200", 186, 8.0, "nvlink5", (80, 1250, 2500, 2500), "GB200 NVL72, 2024"),
-    ("b200", "B200", 180, 7.7, "nvlink5", (80, 1100, 2250, 2250), "HGX B200, 2025"),
+    ("h100_pcie", "H100 PCIe", 79.6, 2.0, "pcie5", (51, 378, 756, 756), "H100, 2023"),
+    ("h100_nvl", "H100 NVL", 93.6, 3.9, "nvlink4_bridge", (60, 417, 835, 835), "H100, 2024"),
+    ("h100_sxm", "H100", 79.6, 3.35, "nvlink4", (67, 494, 989, 989), "H100, 2023"),
+    ("gh200", "GH200", 95.6, 4.0, "nvlink4", (67, 494, 989, 989), "GH200, 2023"),
+    ("h200_nvl", "H200 NVL", 140.4, 4.8, "nvlink4", (60, 417, 835, 835), "H200, 2024"),
+    ("h200", "H200", 140.4, 4.8, "nvlink4", (67, 494, 989, 989), "H200, 2024"),
+    ("gb200", "GB200", 185, 8.0, "nvlink5", (80, 1250, 2500, 2500), "GB200 NVL72, 2024"),
+    ("b200", "B200", 179, 7.7, "nvlink5", (80, 1100, 2250, 2250), "HGX B200, 2025"),
     ("mi300x", "MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), "MI300X, 2023"),
 )
 # Words of a slice, of what is slower than the device of the table, of a card without its links.
-_OTHERS = {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "FHHL"}
+_NOT_IN_TABLE = {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "FHHL"}
 DEVICES = {
     name: Device(
         name,
-        gb * 1e9,
+        gib * 2**30,
         {kind: value * 1e12 for kind, value in zip(_TYPES, tflops, strict=True) if value},
         tb_per_s * 1e12,
         link,
         f"data sheet, {sheet}",
     )
-    for name, _, gb, tb_per_s, link, tflops, sheet in _DEVICES
+    for name, _, gib, tb_per_s, link, tflops, sheet in _DEVICES
 }
 
 
 def device_of(driver_name: str) -> Device | None:
     """The device that the driver calls so; None for a slice of one and what is not in the table."""
     words = set(re.split(r"[\s_-]+", driver_name.upper()))
-    if words & _OTHERS:
+    if words & _NOT_IN_TABLE:
         return None
     found = (row[0] for row in _DEVICES if set(row[1].upper().split()) <= words)
     return DEVICES.get(next(found, ""))

@@ -53,14 +53,14 @@ def estimate_memory(work: Work) -> dict[str, float]:
     alive += (each > 1) * (work.dims.pipeline - 1) / each
     alive = n_micro if options.get("schedule") == "gpipe" else min(n_micro, alive)
     kept, again = block_activations(work)
-    row = shape.d_model * max(work.product_bytes, work.weight_bytes) / n  # of the residual stream
+    row = shape.d_model * work.row_bytes / n  # of the residual stream
     activations = tokens * (n_blocks * kept * alive + is_last * 2 * row)
     table = shape.table / n
     # The head's 16-bit copy and its gradient; a CPU adds that in fp32.
     casts = work.is_mixed * table * (8 if work.is_cpu else 4)
     rows = min(CHUNK_TOKENS if work.is_cpu else MANY_TOKENS, tokens)
     logits = is_last * (rows * shape.vocab_size / n * (4 + 2 * work.is_mixed) + casts)
-    inner = (1 + shape.is_gated) * shape.d_ff + work.is_mixed * shape.d_model
+    inner = (1 + shape.is_gated) * shape.d_ff + work.is_cast * shape.d_model
     once = row + inner / n * work.product_bytes
     # Gathered, and in the order of time; gloo may not have freed those of the collective before.
     once += (n > 1) * (8 if work.is_cpu else 4) * shape.d_model * work.product_bytes
@@ -68,26 +68,32 @@ def estimate_memory(work: Work) -> dict[str, float]:
 
     blocks, root = work.held
     copies = 0.0  # weights gathered, or in 16 bit until the backward pass; buckets
+    table *= work.weight_bytes
+    stay = work.accumulate > 1 or n_micro > 1 or work.strategy == "ddp"  # during a forward pass
+    early, head = stay * gradients, is_last * table
+    last = gradients + is_first * (1 + stay) * table
     if "fsdp" in work.strategy:
         whole = min(1, 2 / n_blocks) if options.get("reshard_after_forward", True) else 1
         copies = (root + whole * blocks) * work.product_bytes
-        copies += (root + blocks / n_blocks) * work.weight_bytes  # gradients, before they are cut
+        if work.accumulate > 1 and not options.get("accumulate_shards"):
+            early = (blocks + root) * work.weight_bytes
+        # Gradients as they are formed, and as they are sent, before they are cut.
+        cut = work.product_bytes + work.weight_bytes
+        once += blocks / n_blocks * cut
+        last = max(early, gradients) + root * (cut + work.is_cpu * work.weight_bytes)  # gloo's copy
     elif work.is_mixed and work.checkpointing != "full":
         copies = 2 * n_blocks * shape.block_matrices / n
     if work.strategy == "ddp" and not options.get("gradient_as_bucket_view", True):
         copies += gradients
-    table *= work.weight_bytes
-    stay = work.accumulate > 1 or n_micro > 1 or work.strategy == "ddp"  # during a forward pass
-    early, head = stay * gradients, is_last * table
     peaks = (
-        early + activations + is_last * tokens * row + head + logits,
-        early + activations + head + once,
-        gradients + tokens * kept + once,
-        gradients + is_first * (1 + stay) * table,
+        early + activations + is_last * tokens * row + head + logits + copies,
+        early + activations + head + once + copies,
+        max(early, gradients) + tokens * kept + once + copies,
+        last + copies * ("fsdp" not in work.strategy),
     )
-    once = max(once, max(peaks) - gradients - activations - logits)
+    once = max(once, max(peaks) - copies - gradients - activations - logits)
     parts = {"activations": activations, "logits": logits, "buffers": copies + once}
-    return states | parts | {"total": states["weights"] + states["optimizer"] + copies + max(peaks)}
+    return states | parts | {"total": states["weights"] + states["optimizer"] + max(peaks)}
 
 
 def block_activations(work: Work) -> tuple[float, float]:
@@ -95,21 +101,22 @@ def block_activations(work: Work) -> tuple[float, float]:
 
     The inputs of both norms; what q, k, v and the MLP multiply; q, k, v and the attention's output;
     the MLP's inner values; the statistics of norms and softmax. Under autocast each matrix has a
-    16-bit copy of its input to itself. A CPU's RMSNorm keeps what it multiplies by its weight, too,
-    where that is not fp32.
+    16-bit copy of its input to itself. A CPU's RMSNorm of 16 bits keeps its input, and what it
+    multiplies by its weight, in fp32.
     """
     shape, n, each = work.shape, work.dims.tensor, work.product_bytes
-    row = shape.d_model * max(each, work.weight_bytes) / n
-    normed = (4 + shape.is_gated if work.is_mixed else 2) * shape.d_model * each
-    # Numbers that a norm keeps.
-    n_norms = 1 + (work.is_cpu and not shape.has_biases and work.weight_bytes != 4)
+    row = shape.d_model * work.row_bytes / n
+    normed = (4 + shape.is_gated if work.is_cast else 2) * shape.d_model * each
+    # What a norm keeps of a number.
+    in_fp32 = work.is_cpu and not shape.has_biases and work.row_bytes != 4
+    norm = 8 if in_fp32 else work.row_bytes
     attended = (2 * shape.d_model + 2 * shape.d_kv) / n * each + 4 * shape.n_heads / n
     inner, out = shape.d_ff / n * each, shape.d_model / n * each
     # torch's fused attention for CPUs knows no dropout, whose masks are numbers there.
     scores = bool(work.dropout and work.is_cpu) * 3 * work.seq_len * shape.n_heads / n * each
     masks = bool(work.dropout) * 2 * shape.d_model / n * (each if work.is_cpu else 1)
-    heads = shape.has_qk_norm * n_norms * (shape.d_model + shape.d_kv) / n * each
-    whole = 2 * n_norms * row + 16 + normed + attended + (2 + 2 * shape.is_gated) * inner
+    heads = shape.has_qk_norm * (8 if in_fp32 else each) * (shape.d_model + shape.d_kv) / n
+    whole = 2 * norm * shape.d_model / n + 16 + normed + attended + (2 + 2 * shape.is_gated) * inner
     whole += heads + scores + masks
     outputs = attended + (1 + shape.is_gated) * inner + 2 * out
     kept = {"none": whole, "selective": row + outputs, "full": row}[work.checkpointing]

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -69,19 +70,31 @@ class DecoderShape:
         """Of the whole net, each once."""
         return int(self.parameters(self.n_layers, True, True))
 
-    def parameters(self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1) -> float:
+    def parameters(
+        self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1, n_shards: int = 1
+    ) -> float:
         """Those of some blocks, with the tables before all, with the norm and head after them.
 
         Where first and last are apart a tied table counts in both. Of one rank of n_tensor, which
-        has norms and the two row-split biases whole: exact where sizes divide.
+        has norms and the two row-split biases whole: exact where sizes divide. Of the first of
+        n_shards, which has its rows of each tensor, rounded up.
         """
-        biases = self.has_biases * (self.d_model + 2 * self.d_kv + (1 + self.is_gated) * self.d_ff)
-        norms = 2 * self.has_qk_norm * self.d_model // self.n_heads
-        norms += (2 + 4 * self.has_biases) * self.d_model
-        block = (self.block_matrices + biases) / n_tensor + norms
-        n_tables = is_first + is_last - (is_first and is_last and self.is_tied)
-        rows = is_first * self.n_positions + is_last * (1 + self.has_biases)
-        return n_blocks * block + n_tables * self.table / n_tensor + rows * self.d_model
+        width, n_heads, n_tables = self.d_model, self.n_heads, is_first + is_last
+        n_tables -= is_first and is_last and self.is_tied
+        split = [width, self.d_kv, self.d_kv, *[self.d_ff] * (1 + self.is_gated)]  # by rows
+        block: list[tuple[float, float]]
+        block = [(rows / n_tensor, width + self.has_biases) for rows in split]
+        block += [(width, side / n_tensor) for side in (width, self.d_ff)]  # by columns
+        block += [(width, 2 + 4 * self.has_biases), (width // n_heads, 2 * self.has_qk_norm)]
+        around = [(self.vocab_size / n_tensor, n_tables * width)]
+        around += [(is_first * self.n_positions, width), (width, is_last * (1 + self.has_biases))]
+
+        def held(tensors: Sequence[tuple[float, float]]) -> float:
+            if n_shards == 1:
+                return sum(rows * columns for rows, columns in tensors)
+            return sum(math.ceil(rows / n_shards) * columns for rows, columns in tensors)
+
+        return n_blocks * held(block) + held(around)
 
 
 def gpt_shape(

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from gptrain.costs.communication import Traffic, find_traffic
 from gptrain.costs.flops import train_flops_per_token
-from gptrain.costs.hardware import LINKS, Device, Link
+from gptrain.costs.hardware import LINKS, Device, Link, Reached
 from gptrain.costs.memory import block_activations, estimate_memory
 from gptrain.costs.work import Work
 from gptrain.parallel.dims import PIPELINE, TENSOR, ParallelDims
 
-# What training reaches of a data sheet's figures, fitted to published speeds: tests/plan_scale.py.
-PRODUCTS, BANDWIDTH, GPU_CALL_S = 0.6, 0.8, 5e-6
+# What training reaches of a data sheet's bandwidths; of its FLOP/s: costs.hardware.
+BANDWIDTH, GPU_CALL_S = 0.8, 5e-6
+CONTEXT_BYTES = 2**30  # of a GPU's memory: CUDA's context, workspaces of cuBLAS and NCCL
 THREADS = 0.87  # 2 to this power: how much faster two threads are than one
 MACHINE_NAME, MOST = "machine.json", 1e30  # no speed is higher
 
@@ -42,7 +43,7 @@ class Besides(NamedTuple):
 
 # A GPU's counted in both nets; a CPU's, which is not only moving bytes, fitted to real runs:
 # tests/plan_accuracy.py.
-ON_GPU = Besides(8, 4, per_logit=10, per_parameter=10, block_calls=60, step_calls=150)
+ON_GPU = Besides(7, 3, per_logit=10, per_parameter=10, block_calls=60, step_calls=150)
 ON_CPU = Besides(33, 18, per_logit=16, per_parameter=40, block_calls=450, step_calls=100)
 # Half of a core of 2024. Of a CPU that was never measured it says which strategy is the fastest,
 # and no speed.
@@ -51,6 +52,7 @@ UNMEASURED: dict[str, Any] = {
     "op_s": 4.3e-6,
     "links": {"gloo": {"2": {"latency_s": 2e-4, "bytes_per_s": 1.5e9, "wait_s": 2.5e-3}}},
 }  # fmt: skip
+WHOLE = Reached(1.0, 1.0)  # of speeds that were measured in training
 TIMES = ("step_s", "communication_s", "overlapped_s", "tokens_per_s", "mfu", "scaling_efficiency",
          "hours", "device_hours")  # fmt: skip
 
@@ -64,8 +66,9 @@ class Machine:
     """What ranks compute and send on.
 
     Attributes:
-        memory_bytes: of a device; of the node where is_cpu, for all its ranks.
+        memory_bytes: of a device, for tensors; of the node where is_cpu, for all its ranks.
         flops_per_s: of products in training, by torch's name of their type.
+        reached: of what the data sheet says, with attention's share of the products' speed.
         op_s: of a call of torch; a GPU computes meanwhile.
         link: within a node.   network: between nodes, of each device.
         has_bf16: it has instructions for it.
@@ -82,6 +85,7 @@ class Machine:
     link: Link
     network: Link
     source: str
+    reached: Reached = WHOLE
     is_cpu: bool = False
     has_bf16: bool = True
     is_measured: bool = True
@@ -97,13 +101,14 @@ def machine_of(
     return Machine(
         device.name,
         n_local,
-        device.memory_bytes,
-        {kind: PRODUCTS * peak for kind, peak in device.flops_per_s.items()},
+        device.memory_bytes - CONTEXT_BYTES,
+        {kind: device.reached.products * peak for kind, peak in device.flops_per_s.items()},
         BANDWIDTH * device.memory_bytes_per_s,
         GPU_CALL_S,
         replace(link, bytes_per_s=BANDWIDTH * link.bytes_per_s),
         replace(network, bytes_per_s=BANDWIDTH * network.bytes_per_s),
         f"{device.source}; {link.name}, {network.name}",
+        device.reached,
         has_bf16="bfloat16" in device.flops_per_s,
     )
 
@@ -173,10 +178,13 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     traffic = max(map(find_traffic, work.ends), key=lambda found: sum(one.n_bytes for one in found))
     sizes = (shape.matrix_weights, shape.n_layers, shape.d_model, work.seq_len)
     flops = work.step_tokens * train_flops_per_token(*sizes) / n_ranks
+    attention = work.step_tokens * train_flops_per_token(0, *sizes[1:]) / n_ranks
     each = 6 * work.step_tokens / n_ranks  # of a weight
     head, down = each * shape.table, each * shape.n_layers * shape.d_model * shape.d_ff
     # Of a block's forward pass all but its last product; "selective" repeats no product.
-    again = (flops - head - down) / 3 if work.checkpointing == "full" else 0.0
+    is_full = work.checkpointing == "full"
+    again = (flops - head - down) / 3 if is_full else 0.0
+    slower = (4 / 3 if is_full else 1) * attention * (1 / machine.reached.attention - 1)
     repeated = 1.5 if work.checkpointing != "none" else 1.0  # of all else the forward pass: half
     update = shape.n_layers * shape.muon_flops / n_ranks if work.is_muon else 0.0
 
@@ -198,7 +206,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     calls = repeated * besides.block_calls * shape.n_layers / n_stages + besides.step_calls
     calls_s = machine.op_s * work.accumulate * work.microbatches * calls
     # The last stage has the head besides its blocks.
-    busy_s = (flops + again + head * (n_stages - 1)) / peak + moved_s
+    busy_s = (flops + again + slower + head * (n_stages - 1)) / peak + moved_s
     busy_s = busy_s + calls_s if machine.is_cpu else max(busy_s, calls_s)
     idle_s = busy_s * (n_stages - 1) / (work.microbatches * work.stages_per_rank)
     update_s = update / max(speeds["float32"], speeds.get("bfloat16", 0))
@@ -227,7 +235,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
         "communication_s": all_s,
         "overlapped_s": all_s - shown_s,
         "tokens_per_s": work.step_tokens / step_s,
-        "mfu": flops / step_s / peak * (1 if machine.is_cpu else PRODUCTS),
+        "mfu": flops / step_s / peak * machine.reached.products,
         "scaling_efficiency": 1 - (idle_s + shown_s) / step_s,
     }
 

@@ -50,6 +50,16 @@ class Work:
         return self.weight_bytes == 4 and "16" in self.precision
 
     @property
+    def is_cast(self) -> bool:
+        """Each product casts what it multiplies; what FSDP gathers is cast, and all it makes."""
+        return self.is_mixed and "fsdp" not in self.strategy
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a number of the residual stream."""
+        return self.product_bytes if self.is_mixed and not self.is_cast else self.weight_bytes
+
+    @property
     def product_bytes(self) -> int:
         """Of a number that a matrix multiplies."""
         return 2 if self.is_mixed else self.weight_bytes
@@ -99,10 +109,14 @@ class Work:
 
     @property
     def held(self) -> tuple[float, float]:
-        """Parameters of its blocks, and of what is around them, before FSDP shards them."""
-        n_blocks, *ends = self.part
-        tensor, shape = self.dims.tensor, self.shape
-        return shape.parameters(n_blocks, False, False, tensor), shape.parameters(0, *ends, tensor)
+        """Parameters of its blocks, and of what is around them, before FSDP shards them.
+
+        With what fills each tensor up to as many rows for every rank.
+        """
+        n_blocks, is_first, is_last = self.part
+        n = self.dims.data // self.dims.replicas if "fsdp" in self.strategy else 1
+        blocks = self.shape.parameters(n_blocks, False, False, self.dims.tensor, n)
+        return n * blocks, n * self.shape.parameters(0, is_first, is_last, self.dims.tensor, n)
 
 
 def find_work(
