@@ -195,7 +195,7 @@ def test_muon_counts_its_products():
     with FlopCounterMode(display=False) as counter:
         for side in sides:
             orthogonalize(torch.ones(1, *side), torch.float32)
-    assert shape.muon_flops == counter.get_total_flops()
+    assert shape.muon_flops(n_blocks=1, n_ranks=1) == counter.get_total_flops()
 
 
 def test_published_runs_fit_and_are_as_fast_as_planned():

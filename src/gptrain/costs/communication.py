@@ -146,11 +146,11 @@ def _muon(work: Work) -> Iterator[Traffic]:
     back; gloo, which cannot send a rank its part alone, gathers them all both times.
     """
     dims, is_sharded = work.dims, "fsdp" in work.strategy or work.dims.tensor > 1
-    n = dims.tensor * (dims.data // dims.replicas if "fsdp" in work.strategy else 1)
-    n = n if is_sharded else work.step_ranks
-    each = 2 if work.has_bf16 else 4
-    matrices = work.is_muon * each * work.part[0] * work.shape.block_matrices
-    times = 1 + is_sharded
-    sent = times * gather_bytes(matrices if work.is_cpu or not is_sharded else matrices / n, n)
+    n, each, times = work.muon_ranks, work.is_muon * (2 if work.has_bf16 else 4), 1 + is_sharded
+    parts = work.shape.muon_parts(work.part[0], n)
+    updates = n * sum(short * long * number for short, long, number in parts)
+    matrices = is_sharded * work.part[0] * work.shape.block_matrices
+    sent = gather_bytes(each * (matrices + updates), n)
+    sent /= n if is_sharded and not work.is_cpu else 1
     shapes = len(set(work.shape.matrices)) + 1 + (dims.tensor > 1)  # down_proj; out_proj's shards
     yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, times * shapes, n - 1)

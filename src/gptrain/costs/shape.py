@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -54,11 +55,21 @@ class DecoderShape:
         """2 D D + 2 D kv + (2 or 3) D F."""
         return self.d_model * sum(self.matrices)
 
-    @property
-    def muon_flops(self) -> int:
-        """Of a block's update: five Newton-Schulz steps of three products each."""
-        sides = [sorted((self.d_model, other)) for other in self.matrices]
-        return sum(5 * short**2 * (4 * long + 2 * short) for short, long in sides)
+    def muon_parts(self, n_blocks: int, n_ranks: int) -> list[tuple[int, int, int]]:
+        """(shorter side, longer, how many) of the matrices that the first of n_ranks updates.
+
+        Ranks divide those of some blocks that have one shape among themselves, rounded up.
+        """
+        width, inner = self.d_model, [(self.d_ff, self.d_model)] * (1 + self.is_gated)
+        outer = [(self.d_kv, width)] * 2 + [(width, width)] * 2 + [(width, self.d_ff)]
+        alike = Counter(outer + inner)
+        found = ((min(one), max(one), n_blocks * n) for one, n in alike.items())
+        return [(short, long, math.ceil(n / n_ranks)) for short, long, n in found]
+
+    def muon_flops(self, n_blocks: int, n_ranks: int) -> int:
+        """Of their updates: five Newton-Schulz steps of three products each."""
+        parts = self.muon_parts(n_blocks, n_ranks)
+        return sum(n * 5 * short**2 * (4 * long + 2 * short) for short, long, n in parts)
 
     @property
     def matrix_weights(self) -> int:

@@ -186,7 +186,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     again = (flops - head - down) / 3 if is_full else 0.0
     slower = (4 / 3 if is_full else 1) * attention * (1 / machine.reached.attention - 1)
     repeated = 1.5 if work.checkpointing != "none" else 1.0  # of all else the forward pass: half
-    update = shape.n_layers * shape.muon_flops / n_ranks if work.is_muon else 0.0
+    update = shape.muon_flops(work.part[0], work.muon_ranks) if work.is_muon else 0
 
     half = "bfloat16" if "bf16" in work.precision else "float16"
     kinds = (half,) if work.product_bytes == 2 else ("tf32",)  # which train.py allows

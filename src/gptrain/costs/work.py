@@ -85,6 +85,14 @@ class Work:
         return self.dims.data // n_replicas if self.strategy == "diloco" else self.dims.data
 
     @property
+    def muon_ranks(self) -> int:
+        """Those that divide the update of the hidden matrices of this rank's blocks."""
+        dims = self.dims
+        if "fsdp" in self.strategy:
+            return dims.tensor * dims.data // dims.replicas
+        return dims.tensor if dims.tensor > 1 else self.step_ranks
+
+    @property
     def stages_per_rank(self) -> int:
         return dims.STAGES_PER_RANK.get(self.options.get("schedule", ""), 1)
 

@@ -121,6 +121,7 @@ def traced(cfg: DictConfig, values: dict[str, Any], machine: Machine) -> dict[st
         "strategies": {found["strategy"]: row},
         "machine": {"name": machine.name, "source": machine.source},
         "traced": True,
+        "layers": found["layers"],
     }
 
 
@@ -133,6 +134,9 @@ def traced_lines(found: dict[str, Any]) -> str:
         )
         computed = f"a step    {row['flops'] / 1e12:,.4g} TFLOP of a device, traced"
         lines.append(f"{computed}; sent: {sent or 'nothing'}")
+    if found["layers"]:
+        few, more, count = found["layers"]
+        lines.append(f"layers    of {count}; {few} and {more} were traced, each more adds the same")
     return "\n".join(lines)
 
 

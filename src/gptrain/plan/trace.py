@@ -3,7 +3,9 @@
 The net, its module, optimizer and strategy are made as train.py makes them, on tensors that have
 shapes and no numbers (torch's FakeTensorMode), as rank 0 of a process group that sends nothing.
 Two steps run: in the first FLOPs and collectives are counted and the optimizer makes its states, of
-the second the peak is kept. Kernels are those of a CPU; torch.compile is left out.
+the second the peak is kept. Of a net of many layers, nets of 6 and of 12 are traced, and what a
+layer adds is taken as often as there are more. Kernels are those of a CPU; torch.compile is left
+out.
 """
 
 # B batch, T time
@@ -11,15 +13,18 @@ the second the peak is kept. Kernels are those of a CPU; torch.compile is left o
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,25 +35,27 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.assemble.parts import as_config_errors, build_module, module_class, plan_lengths
+from gptrain.config.compose import plain
 from gptrain.lit.strategies import build_strategy
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit, tied_names
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.parallel.step_mean import StepMean
+from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
 from gptrain.problems import ConfigError
 
 TRACED = ("single", "ddp", "fsdp", "tensor_parallel")  # DTensor's mixes read numbers
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
-COLLECTIVES = ("allreduce", "allgather", "reducescatter")
 N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
+LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")  # our key, transformers'
+FEW, MORE, MANY = 6, 12, 16  # patterns of layers repeat every 2, 3 or 6 of them
 
 
 def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
@@ -58,10 +65,59 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
         cfg: checked; trainer.precision is not `auto`.
         sample_tokens: positions of a sample; None: the first sample of data.train is read.
 
-    Returns: {"strategy", "parameters", "row": {"bytes_per_device", "flops",
-        "wire_bytes_per_step", "wire"}}; flops with what is recomputed.
+    Returns: {"strategy", "parameters", "layers", "row": {"bytes_per_device", "flops",
+        "wire_bytes_per_step", "wire"}}; flops with what is recomputed. Of `layers` a net was
+        traced each; empty: the whole one.
     Raises: ConfigError.
     """
+    found = find_layers(cfg)
+    if found is None or found[1] <= MANY:
+        return {**trace_whole(cfg, world_size, sample_tokens), "layers": []}
+    few, more = (trace_whole(cut(cfg, *found, n), world_size, sample_tokens) for n in (FEW, MORE))
+    times = (found[1] - MORE) / (MORE - FEW)
+    return {**along_a_line(few, more, times), "layers": [FEW, MORE, found[1]]}
+
+
+def find_layers(cfg: DictConfig) -> tuple[str, int] | None:
+    """Key and number of the net's layers, where its config names them."""
+    model = plain(cfg)["model"]
+    for group, keys in (("model", model), ("model.config", hugging_face_config(model))):
+        for name in LAYERS:
+            if isinstance(keys.get(name), int):
+                return f"{group}.{name}", keys[name]
+    return None
+
+
+def hugging_face_config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a net of transformers, of its folder and of its config; of another net none."""
+    file = Path(model.get("path") or "") / "config.json"
+    given = model.get("config")
+    of_folder = json.loads(file.read_text()) if file.is_file() else {}
+    return of_folder | (given if isinstance(given, dict) else {})
+
+
+def cut(cfg: DictConfig, key: str, count: int, n_layers: int) -> DictConfig:
+    """The config of a net of n_layers, and of what lists say of each of `count` layers."""
+    cfg = deepcopy(cfg)
+    changes = {key: n_layers} | {
+        f"model.config.{name}": value[:n_layers]
+        for name, value in hugging_face_config(plain(cfg)["model"]).items()
+        if isinstance(value, list) and len(value) == count
+    }
+    for name, value in changes.items():
+        OmegaConf.update(cfg, name, value, force_add=True)
+    return cfg
+
+
+def along_a_line(few: Any, more: Any, times: float) -> Any:
+    """`more`, and the difference of its numbers to those of `few` so many times besides."""
+    if isinstance(more, dict):
+        return {key: along_a_line(few.get(key, 0), more[key], times) for key in more}
+    return more if isinstance(more, str) else round(more + times * (more - few))
+
+
+def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
+    """`trace`, of every layer."""
     name = strategy_name(cfg.strategy.name, world_size)
     if name not in TRACED:
         wrong = f"not traced; traced: {', '.join(TRACED)}"
@@ -271,63 +327,6 @@ class Step:
         states = [_local(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
-
-
-class Sent(TorchDispatchMode):
-    """Inside the block, `n_bytes` grows by what each kind of collective sends, taken as a ring's.
-
-    Of b bytes that n ranks hold or will hold whole a rank sends (n-1)/n b in an all-gather or a
-    reduce-scatter, twice that in an all-reduce (Patarasuk & Yuan 2009,
-    doi:10.1016/j.jpdc.2008.09.002).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_bytes = dict.fromkeys(COLLECTIVES, 0.0)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # its own dispatch calls the collectives
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._opname.strip("_").replace("_", "")
-            for kind in COLLECTIVES:
-                if name.startswith(kind):
-                    self.n_bytes[kind] += _ring_bytes(kind, args, out)
-        return out
-
-
-def _ring_bytes(kind: str, args: Any, out: Any) -> float:
-    """What a rank sends: of a collective that changes its arguments, or returns its result."""
-    if kind != "allreduce":
-        here, there = args[:2] if isinstance(args[1], Tensor) else (args[0], out)
-        return abs(here.nbytes - there.nbytes)  # one is a part of the other
-    tensors = args[0] if isinstance(args[0], list) else [args[0]]
-    if isinstance(args[1], str):  # the operation, and then the group's name
-        size = dist.distributed_c10d._resolve_process_group(args[2]).size()
-    else:
-        size = dist.ProcessGroup.unbox(args[1]).size()
-    return 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) / size
-
-
-def _product(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return 2 * sdpa_flop_count(q, k, v)  # without what the kernel computes again
-
-
-# What torch's counter does not know: the chunked loss adds products in place; the CPU's attention.
-FLOPS = {
-    torch.ops.aten.addmm_: _product,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
 
 
 def _leaves(sample: Any) -> Iterator[Tensor]:
