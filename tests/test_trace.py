@@ -46,6 +46,7 @@ FEW = [
     ("fsdp", 8, f"{LLAMA} {FSDP} {HALF}"),
     ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE}"),
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel"),
+    ("diloco", 8, f"{GPT} strategy=diloco"),
 ]
 MORE = [
     ("single", 1, f"{GPT} {HALF}"),
@@ -70,6 +71,10 @@ MORE = [
     ("fsdp", 64, f"{GPT} {FSDP} strategy.replicas=8"),
     ("fsdp", 512, f"{LLAMA} {FSDP}"),
     ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE} strategy.accumulate_shards=true"),
+    ("diloco", 8, f"{GPT} strategy=diloco strategy.replicas=2"),
+    ("diloco", 4, f"{LLAMA} strategy=diloco strategy.outer_dtype=bf16"),
+    ("fsdp_tensor_parallel", 4, f"{GPT} strategy=fsdp_tensor_parallel"),
+    ("fsdp_tensor_parallel", 8, f"{LLAMA} strategy=fsdp_tensor_parallel {HALF}"),
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel"),
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel optimizer=muon"),
     ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel {HALF}"),

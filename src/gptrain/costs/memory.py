@@ -66,10 +66,11 @@ def estimate_memory(work: Work) -> dict[str, float]:
     once += (n > 1) * (8 if work.is_cpu else 4) * shape.d_model * work.product_bytes
     once = tokens * (again + once)  # in the backward pass of one block
 
-    blocks, root = work.held
+    blocks, root = work.parameters()
     copies = 0.0  # weights gathered, or in 16 bit until the backward pass; buckets
     table *= work.weight_bytes
-    stay = work.accumulate > 1 or n_micro > 1 or work.strategy == "ddp"  # during a forward pass
+    has_buckets = work.strategy in ("ddp", "diloco") and work.step_ranks > 1
+    stay = work.accumulate > 1 or n_micro > 1 or has_buckets  # during a forward pass
     early, head = stay * gradients, is_last * table
     last = gradients + is_first * (1 + stay) * table
     if "fsdp" in work.strategy:

@@ -121,10 +121,16 @@ class Work:
 
         With what fills each tensor up to as many rows for every rank.
         """
-        n_blocks, is_first, is_last = self.part
         n = self.dims.data // self.dims.replicas if "fsdp" in self.strategy else 1
-        blocks = self.shape.parameters(n_blocks, False, False, self.dims.tensor, n)
-        return n * blocks, n * self.shape.parameters(0, is_first, is_last, self.dims.tensor, n)
+        blocks, root = self.parameters(n)
+        return n * blocks, n * root
+
+    def parameters(self, n_shards: int = 1) -> tuple[float, float]:
+        """Those of its blocks and of what is around them, of the first of so many shards."""
+        n_blocks, is_first, is_last = self.part
+        blocks = self.shape.parameters(n_blocks, False, False, self.dims.tensor, n_shards)
+        root = self.shape.parameters(0, is_first, is_last, self.dims.tensor, n_shards)
+        return blocks, root
 
 
 def find_work(

@@ -28,8 +28,7 @@ def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
     Every rank must call it, after the process group exists.
     """
     sizes = tuple(getattr(dims, axis) for axis in AXES)
-    with unset_fake_temporarily():  # a plan traces without numbers, but ranks are counted by some
-        return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
@@ -41,7 +40,7 @@ def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     if dims.replicas == 1:
         return mesh["data"]
     sizes = (dims.replicas, dims.data // dims.replicas)
-    with unset_fake_temporarily():
+    with unset_fake_temporarily():  # a traced net is sharded without numbers
         return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 

@@ -63,6 +63,7 @@ class Pipeline(Whole):
         self.rank, self.last = axis.get_local_rank(), axis.size() - 1
         self.microbatches = count_microbatches(self.options.microbatches, axis.size())
         self.replicas = mesh["data"] if self.dims.data > 1 else None
+        self.ends = mesh.mesh[[0, -1], :, 0].T.tolist()  # ranks, of every pipeline
         self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
         self._loss: Loss  # of the pass that is run
         self._checks_scale = True
@@ -73,9 +74,8 @@ class Pipeline(Whole):
         self.n_blocks, self.n_stages = len(net.blocks), n_ranks * STAGES_PER_RANK[self.schedule]
         self.indices = range(self.rank, self.n_stages, n_ranks)
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
-        ends = self.mesh.mesh[[0, -1], :, 0].T.tolist()  # of every pipeline
         if self.stages.aliases:  # all ranks make all groups
-            self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
+            self.ends_group, _ = dist.new_subgroups_by_enumeration(self.ends)
         keep_stages(net, self.indices, self.n_stages)
         net.forward = net.hidden = _refuse
 

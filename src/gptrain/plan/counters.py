@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_flop_count
 
-COLLECTIVES = ("allreduce", "allgather", "reducescatter")
+COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast")
 
 
 class Sent(TorchDispatchMode):
     """Inside the block, `n_bytes` grows by what each kind of collective sends, taken as a ring's.
 
     Of b bytes that n ranks hold or will hold whole a rank sends (n-1)/n b in an all-gather or a
-    reduce-scatter, twice that in an all-reduce (Patarasuk & Yuan 2009,
+    reduce-scatter, on average in a broadcast, twice that in an all-reduce (Patarasuk & Yuan 2009,
     doi:10.1016/j.jpdc.2008.09.002).
     """
 
@@ -40,7 +40,7 @@ class Sent(TorchDispatchMode):
 
 def _ring_bytes(kind: str, args: Any, out: Any) -> float:
     """What a rank sends: of a collective that changes its arguments, or returns its result."""
-    if kind != "allreduce":
+    if kind in ("allgather", "reducescatter"):
         here, there = args[:2] if isinstance(args[1], Tensor) else (args[0], out)
         return abs(here.nbytes - there.nbytes)  # one is a part of the other
     tensors = args[0] if isinstance(args[0], list) else [args[0]]
@@ -48,7 +48,8 @@ def _ring_bytes(kind: str, args: Any, out: Any) -> float:
         size = dist.distributed_c10d._resolve_process_group(args[2]).size()
     else:
         size = dist.ProcessGroup.unbox(args[1]).size()
-    return 2 * sum(tensor.nbytes for tensor in tensors) * (size - 1) / size
+    times = 2 if kind == "allreduce" else 1
+    return times * sum(tensor.nbytes for tensor in tensors) * (size - 1) / size
 
 
 def _product(total: Any, left: Any, right: Any, *_: Any, **__: Any) -> int:

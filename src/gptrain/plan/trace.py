@@ -13,18 +13,15 @@ out.
 from __future__ import annotations
 
 import gc
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from copy import deepcopy
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -33,13 +30,13 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.assemble.parts import as_config_errors, build_module, module_class, plan_lengths
-from gptrain.config.compose import plain
 from gptrain.lit.strategies import build_strategy
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
@@ -47,15 +44,16 @@ from gptrain.parallel.fit import check_fit, tied_names
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.parallel.step_mean import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
+from gptrain.plan.layers import along_a_line, cut, find_layers
 from gptrain.problems import ConfigError
 
-TRACED = ("single", "ddp", "fsdp", "tensor_parallel")  # DTensor's mixes read numbers
+# A pipeline's stages tell each other shapes, which needs numbers.
+TRACED = ("single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel", "diloco")
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
 N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
-LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")  # our key, transformers'
-FEW, MORE, MANY = 6, 12, 16  # patterns of layers repeat every 2, 3 or 6 of them
+FEW, MORE, MANY = 6, 12, 16  # layers; patterns of them repeat every 2, 3 or 6
 
 
 def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
@@ -78,44 +76,6 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
     return {**along_a_line(few, more, times), "layers": [FEW, MORE, found[1]]}
 
 
-def find_layers(cfg: DictConfig) -> tuple[str, int] | None:
-    """Key and number of the net's layers, where its config names them."""
-    model = plain(cfg)["model"]
-    for group, keys in (("model", model), ("model.config", hugging_face_config(model))):
-        for name in LAYERS:
-            if isinstance(keys.get(name), int):
-                return f"{group}.{name}", keys[name]
-    return None
-
-
-def hugging_face_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a net of transformers, of its folder and of its config; of another net none."""
-    file = Path(model.get("path") or "") / "config.json"
-    given = model.get("config")
-    of_folder = json.loads(file.read_text()) if file.is_file() else {}
-    return of_folder | (given if isinstance(given, dict) else {})
-
-
-def cut(cfg: DictConfig, key: str, count: int, n_layers: int) -> DictConfig:
-    """The config of a net of n_layers, and of what lists say of each of `count` layers."""
-    cfg = deepcopy(cfg)
-    changes = {key: n_layers} | {
-        f"model.config.{name}": value[:n_layers]
-        for name, value in hugging_face_config(plain(cfg)["model"]).items()
-        if isinstance(value, list) and len(value) == count
-    }
-    for name, value in changes.items():
-        OmegaConf.update(cfg, name, value, force_add=True)
-    return cfg
-
-
-def along_a_line(few: Any, more: Any, times: float) -> Any:
-    """`more`, and the difference of its numbers to those of `few` so many times besides."""
-    if isinstance(more, dict):
-        return {key: along_a_line(few.get(key, 0), more[key], times) for key in more}
-    return more if isinstance(more, str) else round(more + times * (more - few))
-
-
 def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
     """`trace`, of every layer."""
     name = strategy_name(cfg.strategy.name, world_size)
@@ -129,7 +89,7 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
     sample = sample_of(cfg, sample_tokens)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True), meshes_with_numbers():
             return Step(cfg, name, dims, sample).trace()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         wrong = f"its step reads the numbers of tensors ({error}), which a traced one has not"
@@ -137,6 +97,22 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
     finally:
         dist.destroy_process_group()
         gc.collect()  # FSDP's hooks hold the net in cycles
+
+
+@contextmanager
+def meshes_with_numbers() -> Generator[None, None, None]:
+    """Inside the block a mesh is made outside of a FakeTensorMode: it reads its ranks."""
+    make: Any = DeviceMesh.__init__
+
+    def make_with_numbers(*args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            make(*args, **kwargs)
+
+    DeviceMesh.__init__ = make_with_numbers
+    try:
+        yield
+    finally:
+        DeviceMesh.__init__ = make
 
 
 def sample_of(cfg: DictConfig, sample_tokens: int | None) -> Any:
@@ -171,7 +147,8 @@ class Step:
                 activation_checkpointing=mode,
                 precision=self.precision,
             )
-            self.strategy, self.parallel = strategy, strategy.parallel
+            self.strategy = strategy
+            self.parallel: Any = strategy.parallel
             sizes = [leaf for leaf in _leaves(sample) if leaf.ndim and not leaf.is_floating_point()]
             lengths = plan_lengths(cfg, N_SAMPLES, len(sizes[0]) if sizes else 1, dims.data)
             self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
@@ -181,7 +158,7 @@ class Step:
         self.batch = tree_map(lambda one: _repeated(one, size), sample)
         self.optimizer = self.attach(lengths.n_steps)
         self.is_last = True  # the micro-step after which gradients are reduced
-        if name == "ddp":
+        if self.parallel.ddp is not None:
             self.reduce_as_ddp()
 
     def make_net(self) -> nn.Module:
@@ -245,7 +222,7 @@ class Step:
         def reduce(parameter: nn.Parameter) -> None:
             if self.is_last and parameter.grad is not None:
                 sent = parameter.grad.to(half) if half != torch.float32 else parameter.grad
-                dist.all_reduce(sent)
+                dist.all_reduce(sent, group=self.parallel.data_group)
 
         for parameter in self.module.parameters():
             if parameter.requires_grad:
@@ -257,7 +234,7 @@ class Step:
         held = self.held_bytes()
         tracker = MemTracker()
         self.zero_grad()
-        tracker.track_external(self.module, self.optimizer)
+        tracker.track_external(self.module, self.optimizer, *self.between_meetings())
         with tracker:
             for index in range(min(self.accumulate, 2)):
                 tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
@@ -282,6 +259,8 @@ class Step:
         """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
         flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
+        if self.name == "diloco":
+            runs.append((partial(self.parallel.sync, 0), 1 / self.cfg.strategy.sync_every))
         if self.accumulate > 1:
             runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
         self.zero_grad()
@@ -293,7 +272,7 @@ class Step:
         return flops, sent
 
     def zero_grad(self) -> None:
-        keeps = self.name == "ddp" and self.cfg.strategy.get("gradient_as_bucket_view", True)
+        keeps = self.parallel.ddp is not None and self.parallel.ddp["gradient_as_bucket_view"]
         if not keeps:
             self.optimizer.zero_grad()
             return
@@ -319,12 +298,18 @@ class Step:
         self.parallel.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
         self.optimizer.step()
 
+    def between_meetings(self) -> list[Tensor]:
+        """What replicas keep from one meeting to the next: where they were, and their momentum."""
+        found = self.parallel.state() if self.name == "diloco" else {}
+        return [*found.get("anchors", {}).values(), *found.get("momentum", {}).values()]
+
     def held_bytes(self) -> dict[str, float]:
         """Bytes of this rank's weights, gradients and optimizer states, each once."""
         weights = [_local(p) for p in self.module.parameters()]
         gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for one in self.optimizer.state.values() for t in one.values()]
         states = [_local(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
+        states += self.between_meetings()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
 

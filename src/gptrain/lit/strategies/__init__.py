@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.diloco import DiLoCo
@@ -48,7 +49,8 @@ def build_strategy(
     with torch.random.fork_rng(devices=[]):
         whole = make_to_look_at(make_net)
     made: type[Whole] = resolve_name(STRATEGIES[name].made)
-    parallel = made(options, dims, device, precision, n_nodes)
+    with unset_fake_temporarily():  # a plan traces without numbers, but ranks are counted by some
+        parallel = made(options, dims, device, precision, n_nodes)
 
     def partition(net: Any) -> None:
         parallel.split(net)
