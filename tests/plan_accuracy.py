@@ -203,7 +203,7 @@ def predict(words: list[str]) -> dict[str, Any]:
     """The planner's estimate of the strategy that these words run."""
     from gptrain.config.cli import compose_command
     from gptrain.config.compose import plain
-    from gptrain.config.schema import sample_tokens
+    from gptrain.config.data_schema import sample_tokens
     from gptrain.parallel.dims import strategy_name
 
     values = plain(compose_command([*words, *QUIET]), resolve=True)

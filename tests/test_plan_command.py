@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gptrain.config.schema import sample_tokens
+from gptrain.config.data_schema import sample_tokens
 from gptrain.plan.__main__ import main
 from tests.conftest import ROOT
 

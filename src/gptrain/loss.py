@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gptrain.lengths import loss_rows
+
 # Rows of logits begin at a multiple of so many numbers: on a CPU, where they then begin on cache
 # lines, products are 1.4 x faster; a GPU has no 16-bit kernels of full speed for other widths
 # (NVIDIA's guide to matrix multiplication; nanoGPT's 50304 for 50257).
 WIDTH = 64
-IGNORED = -100  # a target that counts for nothing: F.cross_entropy's own default
-CHUNK_TOKENS = {"cpu": 256}  # 128 reads the head twice as often, 512 takes 50 MB more
-MANY_TOKENS = 4096  # elsewhere: enough for whole kernels, each chunk rewrites the head's gradient
+IGNORED = -100  # a target that no loss counts: F.cross_entropy's own default
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def chunked_next_token_loss(
         this, chunk_tokens=128, 256, 508                    0.76           103, 154, 205 MB
     of which the head's gradient is 103 MB. So this one is used wherever the net allows it.
     """
-    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden.device.type, MANY_TOKENS)
+    chunk_tokens = chunk_tokens or loss_rows(hidden.device.type)
     cross_entropy = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     hidden = hidden.flatten(0, -2)  # (N, D)
     targets = targets.flatten()  # (N,)
@@ -235,7 +235,7 @@ def logits_in_chunks(
     The rows of `hidden @ head_weight.T` whose target is not -100, chunk_tokens at a time, with the
     products taken as in chunked_next_token_loss. Without gradient.
     """
-    chunk_tokens = chunk_tokens or CHUNK_TOKENS.get(hidden.device.type, MANY_TOKENS)
+    chunk_tokens = chunk_tokens or loss_rows(hidden.device.type)
     targets = targets.flatten()  # (N,)
     counts = targets != IGNORED
     hidden, targets = hidden.detach().flatten(0, -2)[counts], targets[counts]

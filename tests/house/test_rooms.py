@@ -32,7 +32,7 @@ LEAVES = {
 # Room -> rooms of gptrain that it may import.
 MAY_IMPORT = {
     "models": set(),
-    "loss": set(),
+    "loss": {"lengths"},
     "sampling": set(),
     "small_files": set(),
     "conf": set(),  # yaml
@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "measure": {"costs"},
     "progress": set(),
     "streams": {"problems"},
-    "data": {"small_files", "progress"},
+    "data": {"loss", "small_files", "progress"},
     "resilience": {"small_files", "problems", "progress"},
     "runs": {"home", "streams", "resilience", "small_files", "problems"},
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
@@ -218,5 +218,5 @@ def test_nothing_but_the_house_shows_at_the_top():
 def test_the_house_fits_in_the_head():
     lines = sum(len(path.read_text().splitlines()) for path in modules())
     assert lines <= 20_050, f"src/gptrain has {lines} lines"  # may fall; 14,500 is the goal
-    long = [path for path in modules() if len(path.read_text().splitlines()) > 400]
+    long = [path for path in modules() if len(path.read_text().splitlines()) > 350]
     assert not long, long

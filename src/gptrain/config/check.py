@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gptrain.config.compose import plain
-from gptrain.config.schema import DATA, DUMMY, NETS, STRATEGIES, Run
+from gptrain.config.data_schema import DATA, DUMMY
+from gptrain.config.schema import NETS, STRATEGIES, Run
 from gptrain.config.values import find_wrong_values, walk
 from gptrain.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.parallel.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims

@@ -1,11 +1,11 @@
-"""What a value of a config may be: numbers in a range, local paths, devices, durations."""
+"""What a value of a config may be: numbers in a range, local paths, devices, durations, groups."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, NonNegativeFloat
 
 from gptrain.lengths import warmup_steps
 
@@ -88,3 +88,17 @@ Interval = Annotated[
 ]
 TokenCount = Annotated[float, Field(ge=1, le=2**63)]
 Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps)]
+
+
+class Closed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
+    """Every key is known."""
+
+
+class Open(Closed, extra="allow"):
+    """Keys that our code reads; every other key belongs to the `_target_`, or to the user."""
+
+
+class Built(Open):
+    """Any object that is made."""
+
+    target: Any = Field(alias="_target_")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import Config, check_cpu, check_world, find_world_size
-from gptrain.config.schema import DATA, GROUPS, KNOWN, Run, sample_tokens
+from gptrain.config.data_schema import DATA, sample_tokens
+from gptrain.config.schema import GROUPS, KNOWN, Run
 from gptrain.config.suggest import nearest
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.costs.memory import estimate_states

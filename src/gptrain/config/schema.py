@@ -7,17 +7,17 @@ key: its line in conf/, its line here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from gptrain.config.kinds import (
     SEED_MAX,
-    WORKERS_MAX,
     Batches,
     BelowOne,
     Betas,
+    Built,
+    Closed,
     Count,
     Devices,
     Duration,
@@ -25,8 +25,8 @@ from gptrain.config.kinds import (
     Interval,
     Limit,
     LocalPath,
-    LocalPaths,
     Name,
+    Open,
     Positive,
     RunName,
     TokenCount,
@@ -34,23 +34,6 @@ from gptrain.config.kinds import (
     between,
 )
 from gptrain.parallel.dims import STRATEGIES as STRATEGY_NAMES
-
-DUMMY = "gptrain.data.DummyTextDataset"
-
-
-class Closed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """Every key is known."""
-
-
-class Open(Closed, extra="allow"):
-    """Keys that our code reads; every other key belongs to the `_target_`, or to the user."""
-
-
-class Built(Open):
-    """Any object that is made."""
-
-    target: Any = Field(alias="_target_")
-
 
 # Groups with a `_target_`: what our code reads of any class, then the classes that ship.
 
@@ -188,7 +171,7 @@ class LightningTrainer(Trainer, extra="forbid"):
     sync_batchnorm: bool = False
 
 
-GROUPS: dict[str, type[BaseModel]] = {
+GROUPS: dict[str, type[Closed]] = {
     "model": Model, "module": Open, "optimizer": Optimizer, "scheduler": Scheduler,
     "trainer": Trainer,
 }  # fmt: skip
@@ -196,7 +179,7 @@ NETS: dict[str, type[Model]] = {  # whose sizes are known
     "gptrain.models.SimpleGPT": SimpleGPT,
     "gptrain.models.Llama": Llama,
 }
-KNOWN: dict[str, type[BaseModel]] = {
+KNOWN: dict[str, type[Closed]] = {
     **NETS,
     "gptrain.models.HuggingFace": HuggingFace,
     "gptrain.lit.LanguageModel": LanguageModel,
@@ -211,69 +194,6 @@ KNOWN: dict[str, type[BaseModel]] = {
 
 
 # Groups without a `_target_`.
-
-
-class Data(Open):
-    """Of any data group; what else its yaml has, its datasets refer to."""
-
-    batch_size: Count
-    global_batch_size: Count | None
-    num_workers: Annotated[int, between(0, WORKERS_MAX)]
-    train: Built
-    val: Built
-    test: Built | None = None
-
-
-class DummyText(Data):
-    num_samples: Count
-    seq_len: Annotated[int, between(2)]
-
-
-class Text(Data):
-    seq_len: Count
-    path: LocalPaths | None
-    pattern: Name
-    format: Literal["text", "jsonl", "parquet"] | None
-    text_key: Name
-    on_bad_record: Literal["error", "skip"]
-    tokenizer: LocalPath
-    end_of_document: bool | None
-    documents: Literal["packed", "separate"]
-    val_fraction: Annotated[float, Field(gt=0, lt=1)]
-
-
-class Tokens(Data):
-    seq_len: Count
-    train_path: LocalPaths
-    val_path: LocalPaths
-    dtype: Literal["uint16", "uint32"]
-
-
-class Part(Open):
-    """Of a mixture: another data group, or its two datasets alone."""
-
-    weight: Positive = 1
-    train: Built
-    val: Built
-
-
-class Mixture(Data):
-    seq_len: Count
-    parts: dict[str, Part]
-
-
-DATA: dict[str, type[Data]] = {  # by the class of data.train
-    DUMMY: DummyText,
-    "gptrain.data.TextDataset.from_corpus": Text,
-    "gptrain.data.TokenDataset": Tokens,
-    "gptrain.data.Mixture": Mixture,
-}
-
-
-def sample_tokens(data: Mapping[str, Any]) -> int | None:
-    """Positions of a sample of a checked data group; the last of dummy text is a target only."""
-    length, target = data.get("seq_len"), data["train"].get("_target_")
-    return length - (target == DUMMY) if isinstance(length, int) else None
 
 
 class Strategy(Closed):

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gptrain.config.schema import DATA, GROUPS, KNOWN, STRATEGIES, Data, Mixture, Run, Strategy
+from gptrain.config.data_schema import DATA, Data, Mixture
+from gptrain.config.schema import GROUPS, KNOWN, STRATEGIES, Run, Strategy
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.problems import Problem, show
 

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from gptrain.costs.work import Work
+from gptrain.lengths import loss_rows
 
 # States per parameter of torch's optimizers; of all others two, as Adam has.
 _STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
-CHUNK_TOKENS, MANY_TOKENS = 256, 4096  # rows of the loss's chunk on a CPU and elsewhere
 
 
 def estimate_states(work: Work) -> dict[str, float]:
@@ -58,7 +58,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     table = shape.table / n
     # The head's 16-bit copy and its gradient; a CPU adds that in fp32.
     casts = work.is_mixed * table * (8 if work.is_cpu else 4)
-    rows = min(CHUNK_TOKENS if work.is_cpu else MANY_TOKENS, tokens)
+    rows = min(loss_rows("cpu" if work.is_cpu else "cuda"), tokens)
     logits = is_last * (rows * shape.vocab_size / n * (4 + 2 * work.is_mixed) + casts)
     inner = (1 + shape.is_gated) * shape.d_ff + work.is_cast * shape.d_model
     once = row + inner / n * work.product_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-IGNORE = -100  # targets that no loss counts; F.cross_entropy's own default
+from gptrain.loss import IGNORED
 
 
 def len_of(dataset: Dataset) -> int:
@@ -74,14 +74,14 @@ def collate(batch: Any) -> Any:
 def count_batch_targets(batch: Any) -> int:
     """Targets that a loss counts in a batch; 0 where none are known."""
     key = _key_of_targets(batch)
-    return 0 if key is None else int((batch[key] != IGNORE).sum())
+    return 0 if key is None else int((batch[key] != IGNORED).sum())
 
 
 def _ignore_targets(batch: Any, padding: Tensor) -> Any:
     key = _key_of_targets(batch)
     if key is None:
         return batch
-    ignored = batch[key].masked_fill(padding.view(-1, *[1] * (batch[key].ndim - 1)), IGNORE)
+    ignored = batch[key].masked_fill(padding.view(-1, *[1] * (batch[key].ndim - 1)), IGNORED)
     return {**batch, key: ignored} if isinstance(batch, Mapping) else (batch[0], ignored)
 
 

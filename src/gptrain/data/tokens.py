@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptrain.data.samples import IGNORE, BatchDataset
+from gptrain.data.samples import BatchDataset
 from gptrain.data.token_files import TokenFile, find_token_files, open_token_file
+from gptrain.loss import IGNORED
 from gptrain.small_files import DataError
 
 _SAMPLE_BLOCKS = 16  # of 2^14 tokens that are looked at when opened: all of a file below 512 KiB
@@ -105,7 +106,7 @@ class TokenDataset(BatchDataset):
         if self.vocab_size is not None and rows.max() >= self.vocab_size:
             for row, first in zip(rows, places[:, 0].tolist(), strict=True):
                 file.check(row, self.vocab_size, first)
-        rows[places >= ends[:, None]] = IGNORE
+        rows[places >= ends[:, None]] = IGNORED
         return rows
 
     def _places(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,8 +14,8 @@ from pydantic import Field, PositiveFloat
 from gptrain import config, home
 from gptrain import ladder as package
 from gptrain.config.compose import plain
-from gptrain.config.kinds import SEED_MAX, Count, Name, between
-from gptrain.config.schema import Closed, Run
+from gptrain.config.kinds import SEED_MAX, Closed, Count, Name, between
+from gptrain.config.schema import Run
 from gptrain.ladder.sizes import Size, compose_size, find_phases, make_size, merged, scaled
 from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
 from gptrain.plan.__main__ import PlanRun, find_machine

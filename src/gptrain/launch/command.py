@@ -34,8 +34,8 @@ from pydantic import Field
 
 from gptrain import config
 from gptrain.config.compose import line_of, parse
-from gptrain.config.kinds import Count, LocalPath, between
-from gptrain.config.schema import Closed, Run
+from gptrain.config.kinds import Closed, Count, LocalPath, between
+from gptrain.config.schema import Run
 from gptrain.home import find_project
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.ranks.process import run_stamp

@@ -31,7 +31,9 @@ from gptrain import config
 from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
 from gptrain.collectives.__main__ import CollectivesRun, default_devices
 from gptrain.config.compose import plain
-from gptrain.config.schema import Closed, Run, sample_tokens
+from gptrain.config.data_schema import sample_tokens
+from gptrain.config.kinds import Closed
+from gptrain.config.schema import Run
 from gptrain.costs.choice import command_line, compare
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.speed import DamagedMeasurement, Machine, machine_of, this_machine, unit_of
