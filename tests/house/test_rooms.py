@@ -217,6 +217,6 @@ def test_nothing_but_the_house_shows_at_the_top():
 
 def test_the_house_fits_in_the_head():
     lines = sum(len(path.read_text().splitlines()) for path in modules())
-    assert lines <= 20_050, f"src/gptrain has {lines} lines"  # may fall; 14,500 is the goal
+    assert lines <= 19_970, f"src/gptrain has {lines} lines"  # may fall; 14,500 is the goal
     long = [path for path in modules() if len(path.read_text().splitlines()) > 350]
     assert not long, long
