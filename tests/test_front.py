@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -59,17 +58,19 @@ def test_a_wrong_command_starts_and_writes_nothing_and_imports_nothing_heavy(com
     assert list(outputs.iterdir()) == []
 
 
-def test_a_wrong_command_is_answered_soon(command):
-    def seconds(*words: str) -> float:
-        """Processor time: on a shared machine a clock measures somebody else's work, too."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command(*words)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    hydra_s = min(seconds("-c", "import hydra, pydantic") for _ in range(3))
-    ours_s = min(seconds("train.py", "trainer.devices=0") for _ in range(3))
-    assert ours_s <= 1.5 * hydra_s + 0.5
+def test_a_wrong_command_imports_little_more_than_hydra_and_pydantic(command):
+    """Which is what it takes before its answer: a second, where torch takes six."""
+    wrong = """
+import runpy, sys
+sys.argv = ["train.py", "trainer.devices=0"]
+try:
+    runpy.run_path("train.py", run_name="__main__")
+except SystemExit:
+    print(len(sys.modules))
+"""
+    theirs = int(command("-c", "import hydra, pydantic, sys; print(len(sys.modules))").stdout)
+    ours = int(command("-c", wrong).stdout)
+    assert theirs < ours < theirs + 250
 
 
 def test_help_fits_one_screen_and_names_every_choice(capsys):
