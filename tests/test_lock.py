@@ -156,7 +156,7 @@ def test_of_simultaneous_starts_exactly_one_wins_and_the_others_name_it(tmp_path
     for run in runs:
         run.start()
     start.set()
-    answers = [winners.get(timeout=200) for _ in runs]
+    answers = [winners.get(timeout=60) for _ in runs]
     for run in runs:
         run.kill()
         run.join()

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import socket
+import stat
 import time
 import uuid
 from pathlib import Path
@@ -152,9 +153,12 @@ def _check_no_links(run_dir: Path) -> None:
     """
     for name in (*_FILES, *_FOLDERS):
         path = run_dir / name
-        is_ours = path.is_file() if name in _FILES else path.is_dir()
-        if path.is_symlink() or (path.exists() and not is_ours):
-            what = "a link" if path.is_symlink() else "none that a run makes"
+        try:
+            mode = path.lstat().st_mode  # once: another start may be making it
+        except FileNotFoundError:
+            continue
+        if not (stat.S_ISREG(mode) if name in _FILES else stat.S_ISDIR(mode)):
+            what = "a link" if stat.S_ISLNK(mode) else "none that a run makes"
             raise UnsafeFolder(f"{path}: {what}; remove it, or choose another folder")
 
 
