@@ -27,10 +27,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.costs.choice import compare
 from gptrain.costs.speed import this_machine
+from gptrain.plan.counters import FLOPS
 from tests.strategies.count_bytes import CountBytes
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +90,7 @@ class Meter(pl.Callback):
             self.found |= held_bytes(module, trainer.optimizers[0])
         self.mode = (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True),
-            FlopCounterMode(display=False, custom_mapping=UNKNOWN),
+            FlopCounterMode(display=False, custom_mapping=FLOPS),
             CountBytes(),
         )[step - 2]
         self.mode.__enter__()
@@ -155,26 +156,6 @@ def highest(profiled: profile) -> float:
             there.pop(address, None)
         most = max(most, sum(there.values()))
     return most
-
-
-def _product(total, left, right, *_, **__) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def _attention(q, k, v, *_, **__) -> int:
-    return sdpa_flop_count(q, k, v)
-
-
-def _attention_backward(grad, q, k, v, *_, **__) -> int:
-    return 2 * sdpa_flop_count(q, k, v)  # the model's: without what the kernel computes again
-
-
-# What the counter does not know: the chunked loss adds products in place; the CPU's kernel.
-UNKNOWN = {
-    torch.ops.aten.addmm_: _product,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
 
 
 METERED = ("trainer.max_steps=6", "+callbacks.meter={_target_: tests.plan_accuracy.Meter}")

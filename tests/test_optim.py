@@ -211,7 +211,8 @@ def test_muon_is_torchs_two_optimizers_in_one(monkeypatch):
     train(ours, [muon], range(3))
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         # Of steps of 3e-3. A CPU with instructions for bf16 rounds products in batches otherwise.
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-6, msg=name)
+        most = 1e-6 if torch.cpu._is_avx512_bf16_supported() else 0.0
+        torch.testing.assert_close(mine, other, rtol=0, atol=most, msg=name)
 
 
 def test_an_orthogonalized_matrix_keeps_its_directions_and_evens_its_singular_values():

@@ -98,7 +98,9 @@ def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name
     flops = theirs["flops"] + theirs["recomputed_flops"] + theirs["muon_flops"]
     assert mine["flops"] == pytest.approx(flops, rel=0.01)
     sent = theirs["wire_bytes_per_step"]
-    assert mine["wire_bytes_per_step"] == pytest.approx(sent, rel=0.06, abs=100)
+    rows_of_16_bits = "tensor" in name and HALF in words
+    most = 0.06 if rows_of_16_bits else 0.05
+    assert mine["wire_bytes_per_step"] == pytest.approx(sent, rel=most, abs=100)
 
 
 def test_of_many_layers_some_are_traced_and_the_others_add_the_same(plan, monkeypatch):

@@ -46,7 +46,7 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
 
 def find_traffic(work: Work) -> list[Traffic]:
     """What work.rank sends in a step; nothing on one device."""
-    data = _fsdp if "fsdp" in work.strategy else _ddp
+    data = _fsdp if work.has_fsdp else _ddp
     alone = _diloco(work) if work.strategy == "diloco" else ()
     found = (*_tensor_parallel(work), *_pipeline(work), *data(work), *_muon(work), *alone)
     return [traffic for traffic in found if traffic.n_bytes]
@@ -91,7 +91,7 @@ def _fsdp(work: Work) -> Iterator[Traffic]:
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
     """
     (blocks, root), copies, n_blocks = work.held, work.dims.replicas, work.part[0]
-    n, whole, each = work.dims.data // copies, blocks + root, work.weight_bytes
+    n, whole, each = work.n_shards, blocks + root, work.weight_bytes
     passes = work.accumulate * (2 if work.options.get("reshard_after_forward", True) else 1)
     gathered = passes * blocks + work.accumulate * root
     sent, calls = gather_bytes(gathered * work.product_bytes, n), passes * n_blocks + 1
@@ -145,12 +145,12 @@ def _muon(work: Work) -> Iterator[Traffic]:
     Where all hold them whole they gather what is new. Shards go to the rank that updates them and
     back; gloo, which cannot send a rank its part alone, gathers them all both times.
     """
-    dims, is_sharded = work.dims, "fsdp" in work.strategy or work.dims.tensor > 1
+    dims, is_sharded = work.dims, work.has_fsdp or work.dims.tensor > 1
     n, each, times = work.muon_ranks, work.is_muon * (2 if work.has_bf16 else 4), 1 + is_sharded
     parts = work.shape.muon_parts(work.part[0], n)
     updates = n * sum(short * long * number for short, long, number in parts)
     matrices = is_sharded * work.part[0] * work.shape.block_matrices
     sent = gather_bytes(each * (matrices + updates), n)
     sent /= n if is_sharded and not work.is_cpu else 1
-    shapes = len(set(work.shape.matrices)) + 1 + (dims.tensor > 1)  # down_proj; out_proj's shards
+    shapes = len(parts) + (dims.tensor > 1)  # out_proj's shards
     yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, times * shapes, n - 1)

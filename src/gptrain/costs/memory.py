@@ -17,7 +17,6 @@ def estimate_states(work: Work) -> dict[str, float]:
     Mixed precision keeps fp32 weights. Exact where sizes divide; else off by less than a row of a
     matrix per parameter. Uneven stages: ask for the first rank and the last.
     """
-    shards = work.dims.data / work.dims.replicas if "fsdp" in work.strategy else 1
     held = sum(work.held)
     states = held * states_per_weight(work.optimizer, work.momentum)
     if work.is_muon:  # one of hidden matrices, AdamW's two of the rest
@@ -25,7 +24,7 @@ def estimate_states(work: Work) -> dict[str, float]:
     if work.strategy == "diloco":  # where all were when they last met, and the outer momentum
         states += held * (1 + bool(work.options.get("outer_momentum", 0.9)))
     sizes = {"weights": held, "gradients": held, "optimizer": states}
-    return {key: n * work.weight_bytes / shards for key, n in sizes.items()}
+    return {key: n * work.weight_bytes / work.n_shards for key, n in sizes.items()}
 
 
 def states_per_weight(optimizer: str, momentum: float) -> int:
@@ -72,8 +71,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     has_buckets = work.strategy in ("ddp", "diloco") and work.step_ranks > 1
     stay = work.accumulate > 1 or n_micro > 1 or has_buckets  # during a forward pass
     early, head = stay * gradients, is_last * table
-    last = gradients + is_first * (1 + stay) * table
-    if "fsdp" in work.strategy:
+    if work.has_fsdp:
         whole = min(1, 2 / n_blocks) if options.get("reshard_after_forward", True) else 1
         copies = (root + whole * blocks) * work.product_bytes
         if work.accumulate > 1 and not options.get("accumulate_shards"):
@@ -82,15 +80,17 @@ def estimate_memory(work: Work) -> dict[str, float]:
         cut = work.product_bytes + work.weight_bytes
         once += blocks / n_blocks * cut
         last = max(early, gradients) + root * (cut + work.is_cpu * work.weight_bytes)  # gloo's copy
-    elif work.is_mixed and work.checkpointing != "full":
-        copies = 2 * n_blocks * shape.block_matrices / n
-    if work.strategy == "ddp" and not options.get("gradient_as_bucket_view", True):
-        copies += gradients
+    else:
+        if work.is_mixed and work.checkpointing != "full":
+            copies = 2 * n_blocks * shape.block_matrices / n
+        if work.strategy == "ddp" and not options.get("gradient_as_bucket_view", True):
+            copies += gradients
+        last = gradients + is_first * (1 + stay) * table + copies
     peaks = (
         early + activations + is_last * tokens * row + head + logits + copies,
         early + activations + head + once + copies,
         max(early, gradients) + tokens * kept + once + copies,
-        last + copies * ("fsdp" not in work.strategy),
+        last,
     )
     once = max(once, max(peaks) - copies - gradients - activations - logits)
     parts = {"activations": activations, "logits": logits, "buffers": copies + once}

@@ -50,9 +50,18 @@ class Work:
         return self.weight_bytes == 4 and "16" in self.precision
 
     @property
+    def has_fsdp(self) -> bool:
+        return "fsdp" in self.strategy
+
+    @property
+    def n_shards(self) -> int:
+        """Ranks over which FSDP shards; 1 without it."""
+        return self.dims.data // self.dims.replicas if self.has_fsdp else 1
+
+    @property
     def is_cast(self) -> bool:
         """Each product casts what it multiplies; what FSDP gathers is cast, and all it makes."""
-        return self.is_mixed and "fsdp" not in self.strategy
+        return self.is_mixed and not self.has_fsdp
 
     @property
     def row_bytes(self) -> int:
@@ -87,10 +96,8 @@ class Work:
     @property
     def muon_ranks(self) -> int:
         """Those that divide the update of the hidden matrices of this rank's blocks."""
-        dims = self.dims
-        if "fsdp" in self.strategy:
-            return dims.tensor * dims.data // dims.replicas
-        return dims.tensor if dims.tensor > 1 else self.step_ranks
+        is_sharded = self.has_fsdp or self.dims.tensor > 1
+        return self.dims.tensor * self.n_shards if is_sharded else self.step_ranks
 
     @property
     def stages_per_rank(self) -> int:
@@ -121,9 +128,8 @@ class Work:
 
         With what fills each tensor up to as many rows for every rank.
         """
-        n = self.dims.data // self.dims.replicas if "fsdp" in self.strategy else 1
-        blocks, root = self.parameters(n)
-        return n * blocks, n * root
+        blocks, root = self.parameters(self.n_shards)
+        return self.n_shards * blocks, self.n_shards * root
 
     def parameters(self, n_shards: int = 1) -> tuple[float, float]:
         """Those of its blocks and of what is around them, of the first of so many shards."""

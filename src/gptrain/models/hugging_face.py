@@ -42,8 +42,7 @@ class HuggingFace(nn.Module):
             from transformers.models.auto import modeling_auto as known
         except ImportError as error:
             raise ValueError(f'{error}; try: pip install -e ".[export]"') from error
-        given = _read_config(Path(path)) if path is not None else {}
-        keys = _without_code({"vocab_size": vocab_size, **given, **(config or {})})
+        keys: dict[str, Any] = {"vocab_size": vocab_size, **config_keys(config, path)}
         kind = str(keys.get("model_type"))
         if kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(f"model_type={kind}: no causal language model of this transformers")
@@ -126,6 +125,12 @@ class HuggingFace(nn.Module):
         found = {tensor: given[name] for name, tensor in state.items() if name in given}
         tied = {name: found[tensor] for name, tensor in state.items() if tensor in found}
         return {f"model.{name}": tensor for name, tensor in {**given, **tied}.items()}
+
+
+def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
+    """Keys of a folder's config and those given, which win; of code none.   Raises: ValueError."""
+    of_folder = _read_config(Path(path)) if path is not None else {}
+    return _without_code({**of_folder, **(config or {})})
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gptrain.parallel.dims import DATA, PIPELINE, TENSOR, ParallelDims
@@ -40,8 +39,7 @@ def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     if dims.replicas == 1:
         return mesh["data"]
     sizes = (dims.replicas, dims.data // dims.replicas)
-    with unset_fake_temporarily():  # a traced net is sharded without numbers
-        return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def start_group(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.config.compose import plain
+from gptrain.models.hugging_face import config_keys
 
 LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")  # our key, transformers'
 
 
 def find_layers(cfg: DictConfig) -> tuple[str, int] | None:
-    """Key and number of the net's layers, where its config names them."""
+    """Key and number of the net's layers, where its config names them.   Raises: ValueError."""
     model = plain(cfg)["model"]
     for group, keys in (("model", model), ("model.config", hugging_face_config(model))):
         for name in LAYERS:
@@ -26,11 +25,9 @@ def find_layers(cfg: DictConfig) -> tuple[str, int] | None:
 
 
 def hugging_face_config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of a net of transformers, of its folder and of its config; of another net none."""
-    file = Path(model.get("path") or "") / "config.json"
-    given = model.get("config")
-    of_folder = json.loads(file.read_text()) if file.is_file() else {}
-    return of_folder | (given if isinstance(given, dict) else {})
+    """Keys of the config of a net of transformers; of another net none.   Raises: ValueError."""
+    is_theirs = model["_target_"] == "gptrain.models.HuggingFace"
+    return config_keys(model.get("config"), model.get("path")) if is_theirs else {}
 
 
 def cut(cfg: DictConfig, key: str, count: int, n_layers: int) -> DictConfig:

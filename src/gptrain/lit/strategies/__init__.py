@@ -52,6 +52,7 @@ def build_strategy(
     with unset_fake_temporarily():  # a plan traces without numbers, but ranks are counted by some
         parallel = made(options, dims, device, precision, n_nodes)
 
+    @unset_fake_temporarily()
     def partition(net: Any) -> None:
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
