@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import socket
@@ -48,16 +47,12 @@ class Browser:
     def __init__(self, url: str):
         self.url = url
 
-    def ask(self, method: str, path: str, **body: Any) -> Any:
-        """One command of the protocol."""
-        return ask(method, f"{self.url}/{path}", body)
-
     def open(self, url: str) -> None:
-        self.ask("POST", "url", url=url)
+        ask("POST", f"{self.url}/url", {"url": url})
 
     def run(self, script: str) -> Any:
         """What a script returns in the page."""
-        return self.ask("POST", "execute/sync", script=script, args=[])
+        return ask("POST", f"{self.url}/execute/sync", {"script": script, "args": []})
 
     def text(self) -> str:
         """All text of the page that is shown."""
@@ -66,18 +61,6 @@ class Browser:
     def wait_for(self, *words: str) -> str:
         """The text of the page, once all of these words are in it."""
         return wait(self.text, lambda text: all(word in text for word in words), words)
-
-    def click(self, css: str, words: str = "") -> None:
-        """Clicks the first element that matches, of those that say so."""
-        script = (
-            f"const all = [...document.querySelectorAll({json.dumps(css)})];"
-            f"const one = all.find(e => e.textContent.includes({json.dumps(words)}));"
-            "if (one) one.click(); return Boolean(one);"
-        )
-        wait(lambda: self.run(script), bool, (css, words))
-
-    def screenshot(self, path: str | Path) -> None:
-        Path(path).write_bytes(base64.b64decode(self.ask("GET", "screenshot")))
 
 
 def wait(get: Callable[[], Any], is_good: Callable[[Any], bool], what: object) -> Any:

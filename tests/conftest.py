@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["GPTRAIN_CONF"] = str(Path(__file__).parents[1] / "conf")  # wherever a test goes
 
+# A shell's job in the background ignores it, and all that such a job starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 import pytest
 from composed_once import compose_once
 from no_network import forbid_network
@@ -25,34 +30,13 @@ from no_network import forbid_network
 ROOT = Path(__file__).parents[1]
 # Files that take longest begin first: the last ones to end decide how long the suite takes.
 LONGEST = [
-    "test_nodes",  # this and the next two: slow
-    "test_adopt",
-    "test_slurm_cluster",
-    "test_run_mixes",
-    "test_faults",
-    "test_run_fsdp",
-    "test_run_options",
-    "test_signals_run",
-    "test_habits",
-    "test_run_tensor_parallel",
-    "test_readme",
-    "test_own_modules",
-    "test_watchdog",
-    "test_bench",
-    "test_states",
-    "test_bad_inputs",
-    "test_own_classes",
-    "test_run_pipeline",
-    "test_ranks",
-    "test_sweeps",
-    "test_plan_bytes",
-    "test_front",
-    "test_strangers",
-    "test_config_property",
-    "test_train",
-    "test_run_one_device",
-    "test_bring_your_own",
-]
+    "test_nodes", "test_adopt", "test_slurm_cluster", "test_faults",  # slow
+    "test_fitting", "test_streams", "test_trace", "test_run_fsdp", "test_run_mixes",
+    "test_run_options", "test_generate", "test_habits", "test_run_nets", "test_run_diloco",
+    "test_resume_changes", "test_train", "test_plan_accuracy", "test_learning_rate",
+    "test_run_tensor_parallel", "test_mirror", "test_run_pipeline", "test_run_one_device",
+    "test_own_modules", "test_run_ddp", "test_strangers_files", "test_watchdog",
+]  # fmt: skip
 
 forbid_network()
 compose_once()
@@ -136,8 +120,10 @@ def _fixed_seed():
 
 
 @pytest.fixture(autouse=True)
-def _rank_0_again():
-    """Lightning reads once for the process which rank its loggers are of: in the first test."""
+def _nothing_of_the_run_before():
+    """Of whose folders classes are trusted; and of which rank Lightning's loggers are."""
+    if "hydra.core.hydra_config" in sys.modules:
+        sys.modules["hydra.core.hydra_config"].HydraConfig.instance().cfg = None
     if "lightning.fabric" in sys.modules:
         sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = 0
 
@@ -145,6 +131,19 @@ def _rank_0_again():
 @pytest.fixture(autouse=True)
 def _own_output(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(tmp_path_factory.mktemp("outputs")))
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(request, tmp_path_factory):
+    """Of the user's own tests, too, which know nothing of it."""
+    if request.path.stem != "test_project":
+        yield
+        return
+    from forked import forked_ranks
+
+    said = tmp_path_factory.mktemp("ranks")
+    with forked_ranks(said / "out", said / "err"):
+        yield
 
 
 @pytest.fixture
@@ -160,6 +159,19 @@ def command() -> Callable[..., subprocess.CompletedProcess]:
             timeout=timeout_s,
             **options,
         )
+
+    return run
+
+
+@pytest.fixture
+def typed(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """Calls a command's main as if these words were typed: exit code, stdout, stderr."""
+
+    def run(main: Callable[[], object], *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["command", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code or 0, *capfd.readouterr()
 
     return run
 
@@ -235,12 +247,41 @@ def train(monkeypatch, capfd, tmp_path) -> Callable[..., Finished]:
     return run
 
 
+CORPUS = "naïve café, 數據 and def f(x): return x\n" * 40
+
+
 @pytest.fixture
-def saved_twice(train) -> Finished:
-    """A run with two checkpoints, the first the better one: the second step is far too long."""
+def speaker(train, tmp_path, tmp_path_factory) -> Path:
+    """A run on CORPUS, which lay elsewhere and is gone since, copied to another place."""
+    kept = tmp_path_factory.getbasetemp() / "speaker"
+    if not kept.exists():
+        text = tmp_path_factory.mktemp("elsewhere") / "corpus.txt"
+        text.write_text(CORPUS)
+        run = train(
+            "data=text", f"data.path={text}", "data.val_fraction=0.5", "logger=none",
+            "callbacks=none", "trainer.max_steps=2", f"output_dir={tmp_path / 'cache'}",
+        )  # fmt: skip
+        assert run.code == 0, run.err
+        assert f"task=test data.path={text}" in run.out  # the command that is shown at the end
+        shutil.rmtree(tmp_path / "cache")
+        text.unlink()
+        run.folder.rename(kept)
+    return shutil.copytree(kept, tmp_path / "moved")
+
+
+@pytest.fixture
+def saved_twice(train, tmp_path, tmp_path_factory) -> Finished:
+    """A run with two checkpoints, the first the better one: the second step is far too long.
+
+    Trained once for all tests of a process, each of which gets a copy.
+    """
+    kept = tmp_path_factory.getbasetemp() / "saved_twice"
+    if kept.exists():
+        return Finished(0, "", "", shutil.copytree(kept, tmp_path / "run"))
     run = train(
         "logger=none", "trainer.val_check_interval=2", "optimizer.lr=0.3", "model.dropout=0.1",
         "scheduler.warmup_steps=3", "scheduler.start_factor=0.0001",
     )  # fmt: skip
     assert run.code == 0, run.err
+    shutil.copytree(run.folder, kept)
     return run

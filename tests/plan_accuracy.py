@@ -35,36 +35,36 @@ from gptrain.plan.counters import FLOPS
 from tests.strategies.count_bytes import CountBytes
 
 ROOT = Path(__file__).parents[1]
-NANO = "model=gpt_nano data.seq_len=129 data.batch_size=8"
-CONFIGS = {
-    "gpt_nano": NANO,
-    "gpt_nano dropout": f"{NANO} model.dropout=0.1",
-    "gpt_nano accumulate": f"{NANO} trainer.accumulate_grad_batches=4",
-    "gpt_nano full": f"{NANO} model.activation_checkpointing=full",
-    "gpt_nano selective": f"{NANO} model.activation_checkpointing=selective",
-    "gpt_nano bf16": f"{NANO} trainer.precision=bf16-mixed",
-    "gpt_nano sgd": f"{NANO} ~optimizer.betas ~optimizer.eps ~optimizer.fused "
+NANO = ("model=gpt_nano", "data.seq_len=129", "data.batch_size=8")
+HALF, FULL = "trainer.precision=bf16-mixed", "model.activation_checkpointing=full"
+FSDP = "trainer.devices=2 strategy=fsdp"
+CONFIGS = {  # beside NANO
+    "gpt_nano": "",
+    "gpt_nano dropout": "model.dropout=0.1",
+    "gpt_nano accumulate": "trainer.accumulate_grad_batches=4",
+    "gpt_nano full": FULL,
+    "gpt_nano selective": "model.activation_checkpointing=selective",
+    "gpt_nano bf16": HALF,
+    "gpt_nano sgd": "~optimizer.betas ~optimizer.eps ~optimizer.fused "
     "optimizer._target_=torch.optim.SGD",
-    "gpt_nano muon": f"{NANO} optimizer=muon",
-    "wide vocabulary": f"{NANO} model.vocab_size=20000 model.n_layers=2 data.batch_size=4",
-    "long": "model=gpt_nano model.max_seq_len=1024 data.seq_len=1025 data.batch_size=1",
-    "larger": "model=gpt_nano model.d_model=384 model.n_heads=6 model.n_layers=6 data.batch_size=4",
-    "llama_nano": "model=llama_nano data.seq_len=129 data.batch_size=8",
-    "llama_nano full": "model=llama_nano data.seq_len=129 data.batch_size=8 "
-    "model.activation_checkpointing=full",
-    "ddp": f"{NANO} trainer.devices=2",
-    "ddp bf16 hook": f"{NANO} trainer.devices=2 strategy=ddp strategy.comm_hook=bf16",
-    "ddp muon": f"{NANO} trainer.devices=2 optimizer=muon",
-    "fsdp": f"{NANO} trainer.devices=2 strategy=fsdp",
-    "fsdp muon": f"{NANO} trainer.devices=2 strategy=fsdp optimizer=muon",
-    "fsdp bf16": f"{NANO} trainer.devices=2 strategy=fsdp trainer.precision=bf16-mixed",
-    "fsdp bf16 full": f"{NANO} trainer.devices=2 strategy=fsdp trainer.precision=bf16-mixed "
-    "model.activation_checkpointing=full",
-    "fsdp bf16 llama": "model=llama_nano data.seq_len=129 data.batch_size=8 trainer.devices=2 "
-    "strategy=fsdp trainer.precision=bf16-mixed",
-    "fsdp kept": f"{NANO} trainer.devices=2 strategy=fsdp strategy.reshard_after_forward=false",
-    "tensor_parallel": f"{NANO} trainer.devices=2 strategy=tensor_parallel",
-    "pipeline": f"{NANO} trainer.devices=2 strategy=pipeline",
+    "gpt_nano muon": "optimizer=muon",
+    "wide vocabulary": "model.vocab_size=20000 model.n_layers=2 data.batch_size=4",
+    "long": "model.max_seq_len=1024 data.seq_len=1025 data.batch_size=1",
+    "larger": "model.d_model=384 model.n_heads=6 model.n_layers=6 data.seq_len=128 "
+    "data.batch_size=4",
+    "llama_nano": "model=llama_nano",
+    "llama_nano full": f"model=llama_nano {FULL}",
+    "ddp": "trainer.devices=2",
+    "ddp bf16 hook": "trainer.devices=2 strategy=ddp strategy.comm_hook=bf16",
+    "ddp muon": "trainer.devices=2 optimizer=muon",
+    "fsdp": FSDP,
+    "fsdp muon": f"{FSDP} optimizer=muon",
+    "fsdp bf16": f"{FSDP} {HALF}",
+    "fsdp bf16 full": f"{FSDP} {HALF} {FULL}",
+    "fsdp bf16 llama": f"model=llama_nano {FSDP} {HALF}",
+    "fsdp kept": f"{FSDP} strategy.reshard_after_forward=false",
+    "tensor_parallel": "trainer.devices=2 strategy=tensor_parallel",
+    "pipeline": "trainer.devices=2 strategy=pipeline",
 }
 QUIET = ["checkpoint=none", "logger=none", "callbacks=none", "trainer.enable_progress_bar=false"]
 QUIET += ["trainer.limit_val_batches=0", "trainer.accelerator=cpu"]
@@ -212,7 +212,7 @@ def main(wanted: list[str]) -> None:
     for name, line in CONFIGS.items():
         if wanted and not any(word in name for word in wanted):
             continue
-        words = line.split()
+        words = [*NANO, *line.split()]
         with tempfile.TemporaryDirectory() as folder:
             real = measure(words, Path(folder))
         ratios = compare_all(predict(words), real).values()

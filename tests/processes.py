@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -23,28 +24,27 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
+def living() -> dict[int, list[str]]:
+    """Processes but for zombies: name, state, parent, group, session and on, of proc(5)."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it is gone
+            head, _, rest = path.read_text().rpartition(")")
+            if rest.split()[0] not in "ZX":
+                found[int(path.parent.name)] = [head.partition("(")[2], *rest.split()]
+    return found
+
+
 def family(pid: int) -> list[int]:
     """A process and all that it has started, directly or not."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and is_alive(int(entry.name)):
-            parents[int(entry.name)] = int(state(int(entry.name))[1])
-    found = [pid]
+    parents, found = {child: int(fields[2]) for child, fields in living().items()}, [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
     return found
 
 
 def is_alive(pid: int) -> bool:
-    return state(pid)[0] not in "ZX"
-
-
-def state(pid: int) -> list[str]:
-    """State and parent of a process, from proc(5)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X", "0"]
+    return pid in living()
 
 
 def listeners(pid: int) -> list[str]:

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from processes import is_alive
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -150,14 +152,6 @@ def stop(cluster: Cluster) -> None:
             wait_for(lambda pid=pid: not is_alive(pid), lambda pid=pid: f"{pid} lives on", 15)
 
 
-def is_alive(pid: int) -> bool:
-    """Neither gone nor a zombie that its new parent has not asked for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def left_processes(folder: Path) -> list[str]:
     """Command lines of processes that have to do with a folder, but for this one."""
     found = []
@@ -170,10 +164,8 @@ def left_processes(folder: Path) -> list[str]:
 
 
 def free_ports(n: int) -> list[int]:
-    with_sockets = [socket.socket() for _ in range(n)]
-    for one in with_sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in with_sockets]
-    for one in with_sockets:
-        one.close()
-    return ports
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

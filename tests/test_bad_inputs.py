@@ -26,7 +26,6 @@ ONE_LINE = {
     "scheduler.warmup_steps=2000 scheduler.total_steps=1000": [
         "scheduler.warmup_steps=2000", "<= scheduler.total_steps=1000",
     ],
-    "optimizer.weight_decay=-0.1": ["optimizer.weight_decay=-0.1", ">= 0"],
     "optimizer.name=adamz": ["optimizer.name=adamz", 'did you mean "adamw"', "optimizer=adamw"],
     "trainer.max_steps=-5": ["trainer.max_steps=-5", "must be -1 or >= 1"],
     "trainer.max_epochs=-1": ["no stop condition", "trainer.max_steps", "trainer.max_time"],
@@ -50,7 +49,6 @@ ONE_LINE = {
     "strategy.name=ddpp": ["strategy.name=ddpp", 'did you mean "ddp"'],
     "+module.metrics.x=3": ["module.metrics.x=3", "not a group of keys"],
     "optimizer._target_=torch.optim.Adafactor": ["'betas'", "conf/optimizer/mine.yaml"],
-    "seed=18446744073709551616": ["seed=18446744073709551616", "<= 4294967295"],
     "logger=tensorbord": ["logger=tensorbord", 'did you mean "tensorboard"'],
     "data.global_batch_size=10 data.batch_size=1 trainer.devices=4": [
         "data.global_batch_size=10", "4 ranks x data.batch_size 1", "8, 12",
@@ -58,21 +56,14 @@ ONE_LINE = {
     "data.num_samples=3": ["data.num_samples=3", "one step needs 32"],
     # No key of this choice, or no key at all -> the one that was meant.
     "trainer.device=2": ["trainer.devices"],
-    "trainer.precison=32": ["trainer.precision"],
-    "model.n_layer=3": ["model.n_layers"],
     "model.hidden_size=3": ["model.d_model"],
     "n_heads=2": ["model.n_heads"],
     "lr=1e-3": ["optimizer.lr"],
-    "optimizer.learning_rate=1": ["optimizer.lr"],
     "batch_size=3": ["data.batch_size"],
     "++trainer.gpus=2": ["trainer.devices"],
-    "epochs=3": ["trainer.max_epochs"],
     "optimiser.lr=1": ["optimizer.lr"],
-    "schedular.warmup_steps=3": ["scheduler.warmup_steps"],
     "strategy=fsdp strategy.cpu_ofload=true trainer.devices=2": ["strategy.cpu_offload"],
     "checkpoint.every_n_step=2": ["checkpoint.every_n_steps"],
-    "launcher.max_restart=2": ["launcher.max_restarts"],
-    "ckpt=x": ["ckpt_path"],
     "sede=3": ["seed"],
     "model.name=gpt3": ["model=gpt2"],
     "trainer.logger=csv": ["logger=csv"],
@@ -90,7 +81,9 @@ ONE_LINE = {
     "strategy=pipeline trainer.devices=4 strategy.microbatches=2": ["microbatch per stage (4)"],
     "strategy=fsdp strategy.replicas=3 trainer.devices=4": ["strategy.replicas=3", "1, 2, 4"],
     "strategy=tensor_parallel trainer.devices=3": ["strategy.tensor_parallel_size", "n_heads=8"],
-    "strategy=fsdp_tensor_parallel trainer.devices=3": ["strategy", "3 ranks"],
+    "strategy=fsdp_tensor_parallel trainer.devices=3": [
+        "there are 3 ranks; tensor_parallel_size must divide 3: 1, 3",
+    ],
     "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["does not scale losses"],
     "strategy=fsdp model.compile=model trainer.devices=2": ["model.compile=blocks"],
     "strategy.backend=nccl trainer.accelerator=cpu": ["nccl needs GPUs"],
@@ -102,7 +95,6 @@ ONE_LINE = {
     "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "both end the run"],
     "trainer.num_nodes=2": ["trainer.num_nodes=2", "torchrun"],
     "trainer.devices=100000": ["trainer.devices=100000"],
-    "data.num_workers=5000": ["data.num_workers=5000"],
     "+callbacks.x=1": ["callbacks.x=1"],
     # Words that cannot be read.
     "seed": ["seed: not key=value"],
@@ -131,16 +123,11 @@ ONE_LINE = {
     "+trainer.strategy=deepspeed_stage_3": ["try: strategy=fsdp"],
     "trainer=ddp_sim": ["trainer=cpu trainer.devices=2"],
     "model.optimizer.lr=0.1": ["optimizer.lr"],
-    "model.scheduler.warmup_steps=3": ["scheduler.warmup_steps"],
     "model.net.d_model=64": ["model.d_model"],
     "debug=fdr": ["trainer.fast_dev_run=true"],
-    "debug=overfit": ["trainer.overfit_batches=1"],
-    "debug=profiler": ["profiler=torch"],
     "train=False": ["task=test"],
-    "test=False": ["task=fit"],
     "logger=many_loggers": ["logger=[csv,tensorboard]"],
     "optimized_metric=val/loss": ["objective"],
-    "task_name=mine": ["name=mine"],
     "paths.output_dir=/x": ["output_dir=/x"],
 }  # fmt: skip
 
@@ -233,15 +220,14 @@ def test_what_is_right_is_accepted(words):
     assert not [line for line in lines if "more processes than" not in line]
 
 
-@pytest.mark.parametrize("devices, right", [("8", False), ("[0,2]", False), ("2", True)])
-def test_more_gpus_than_visible_names_how_many_and_the_variable(devices, right):
+@pytest.mark.parametrize("devices", ["8", "[0,2]"])
+def test_more_gpus_than_visible_names_how_many_and_the_variable(devices):
     run = check_config(compose_command([f"trainer.devices={devices}"]))
-    found = list(check_visible(run, visible=2, shown="0,1"))
-    assert bool(found) != right
-    for problem in found:
-        assert "only 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)" in problem.line
-    if devices != "2":  # a launcher may show each rank its own GPU alone
-        assert not list(check_visible(run, visible=1, shown="3", is_rank=True))
+    (problem,) = check_visible(run, visible=2, shown="0,1")
+    assert "only 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)" in problem.line
+    assert not list(check_visible(run, visible=8, shown=None))
+    # A launcher may show each rank its own GPU alone.
+    assert not list(check_visible(run, visible=1, shown="3", is_rank=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -256,12 +242,6 @@ def test_devices_that_are_not_what_the_launcher_started(monkeypatch):
     (line,) = refused("trainer.devices=2", *NANO)
     assert "trainer.devices=2: 2 x trainer.num_nodes=1 = 2, but WORLD_SIZE=4" in line
     assert "trainer.devices=4" in line
-
-
-def test_a_size_that_does_not_divide_the_ranks():
-    words = ("strategy=fsdp_tensor_parallel", "strategy.tensor_parallel_size=3", "model.n_heads=6")
-    (line,) = refused(*words, "model.d_model=510", "trainer.devices=4")
-    assert "there are 4 ranks; tensor_parallel_size must divide 4: 1, 2, 4" in line
 
 
 def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():

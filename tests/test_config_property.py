@@ -66,7 +66,7 @@ def commands(draw: st.DrawFn) -> list[str]:
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -107,20 +107,22 @@ BEARABLE = {
 }
 
 
+NANO = ("model=gpt_nano", "model.d_model=64", "trainer.accelerator=cpu")
+
+
 @cache
-def accepted_mutations(n: int, seed: int) -> list[list[str]]:
-    rng, found = random.Random(seed), []
-    while len(found) < n:
-        keys = rng.sample(sorted(BEARABLE), 4)
+def accepted_mutations() -> list[list[str]]:
+    """Four, of six keys each."""
+    rng, found = random.Random(1), []
+    while len(found) < 4:
+        keys = rng.sample(sorted(BEARABLE), 6)
         command = [f"{key}={rng.choice(BEARABLE[key])}" for key in keys]
-        if answer("model=gpt_nano", "trainer.accelerator=cpu", *command)[0] == 0:
+        if answer(*NANO, *command)[0] == 0:
             found.append(command)
     return found
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(4))
 def test_what_is_accepted_starts(number, train):
-    command = accepted_mutations(6, seed=1)[number]
-    nano = ("model=gpt_nano", "trainer.accelerator=cpu", "trainer.fast_dev_run=true")
-    done = train(*nano, *command, tiny=False)
-    assert done.code == 0, (command, done.err)
+    done = train(*NANO, "trainer.fast_dev_run=true", *accepted_mutations()[number], tiny=False)
+    assert done.code == 0, (accepted_mutations()[number], done.err)

@@ -11,15 +11,11 @@ from gptrain.problems import ConfigError, Problem, ending_of
 from gptrain.ranks.process import attempt_folder
 from gptrain.ranks.rank import forget_old_starts
 from gptrain.ranks.supervisor import note_start
-from gptrain.resilience.draft import NoSpace, SaveFailed
+from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
 from gptrain.resilience.safe_load import UnsafeCheckpoint
 from gptrain.resilience.status import NonFinite, Preempted
 from gptrain.resilience.watchdog import Heartbeat, read_lives
-
-
-def unusable(number):
-    return OSError(number, "refused", "/some/file")
 
 
 @pytest.mark.parametrize(
@@ -35,12 +31,11 @@ def unusable(number):
         (DamagedCheckpoint("step-1", "state.ckpt is missing"), 65, "data"),
         (UnsafeCheckpoint("step-1", "contains os.system"), 65, "data"),
         (NoGoodCheckpoint("checkpoints", []), 65, "data"),
-        (NoSpace("checkpoints", 10, 5), 74, "disk"),
         (SaveFailed(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
         (SaveFailed(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
-        (unusable(errno.ENOSPC), 74, "disk"),
-        (unusable(errno.EACCES), 73, "disk"),
-        (unusable(errno.ENOENT), 70, "error"),
+        (OSError(errno.ENOSPC, "refused", "/some/file"), 74, "disk"),
+        (OSError(errno.EACCES, "refused", "/some/file"), 73, "disk"),
+        (OSError(errno.ENOENT, "refused", "/some/file"), 70, "error"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), 76, "hang"),
         (RuntimeError("Watchdog caught collective operation timeout"), 76, "hang"),
@@ -76,7 +71,7 @@ def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
     assert (victim / "file").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "5", "fruitless": 1}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "5", "fruitless": 1}'])
 def test_a_count_of_starts_that_is_garbage_is_ignored(tmp_path, text):
     (tmp_path / ".restarts").write_text(text)
     assert note_start(tmp_path, 5, again=True) == 0

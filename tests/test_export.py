@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 from pathlib import Path
@@ -29,8 +28,8 @@ from gptrain.nets.weights import load_weights
 from gptrain.problems import IO_ERROR, ConfigError, code_of
 from gptrain.resilience.manifest import DamagedCheckpoint
 
-# vocabulary, width, heads, layers, positions; prime and even vocabularies, one head and many
-SIZES = [(61, 24, 1, 1, 8), (97, 36, 3, 2, 16), (256, 40, 5, 3, 32), (512, 64, 16, 2, 16)]
+# vocabulary, width, heads, layers, positions; one head and many
+SIZES = [(61, 24, 1, 1, 8), (97, 36, 3, 2, 16)]
 
 
 def theirs(vocab_size, d_model, n_heads, n_layers, positions, **options) -> GPT2LMHeadModel:
@@ -55,8 +54,10 @@ def ours(vocab_size, d_model, n_heads, n_layers, positions, activation="gelu_tan
     return SimpleGPT(vocab_size, d_model, n_heads, n_layers, positions, 0.0, activation).eval()
 
 
-def tokens_for(size) -> torch.Tensor:
-    return torch.randint(size[0], (2, size[4]))  # (B, T)
+def assert_same_logits(net, gpt2, size) -> None:
+    tokens = torch.randint(size[0], (2, size[4]))  # (B, T)
+    # The same sums in another order: a few units in the last place of fp32.
+    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture
@@ -72,26 +73,15 @@ def export_run(capfd, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_gpt2_saved_by_transformers_gives_the_same_logits_here(tmp_path, size):
-    gpt2, net, tokens = theirs(*size), ours(*size), tokens_for(size)
-    gpt2.save_pretrained(tmp_path)
-    load_weights(net, tmp_path)
-    # The same sums in another order: a few units in the last place of fp32.
-    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size, activation", [*zip(SIZES, ("gelu", "gelu_tanh"), strict=True)])
 def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(
     tmp_path, size, activation
 ):
-    net, back, tokens = ours(*size, activation), ours(*size, activation), tokens_for(size)
+    net, back = ours(*size, activation), ours(*size, activation)
     for parameter in net.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     write_net(net, tmp_path, "hf", "fp32")
-    gpt2 = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(gpt2(tokens).logits, net(tokens), rtol=1e-5, atol=1e-5)
+    assert_same_logits(net, GPT2LMHeadModel.from_pretrained(tmp_path).eval(), size)
     load_weights(back, tmp_path)
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
@@ -117,23 +107,9 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
             torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-10)
 
 
-def test_the_tokenizer_of_the_data_goes_along(train, export_run, tmp_path):
-    text = "naïve café, 數據\r\n\tdef f(x): return x  # \x00\x7f"
-    (tmp_path / "corpus.txt").write_text(text * 40)
-    run = train(
-        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
-        "data.pattern='*'", "logger=none", "trainer.max_steps=1",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    _, folder, said = export_run(f"from_run={run.folder}", "format=hf")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer(text)["input_ids"] == ByteTokenizer().encode(text).tolist(), said
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_an_export_speaks_like_its_run_alone(train, export_run, capfd, tmp_path, form):
-    """Both moved, the run and its data gone."""
+def test_an_export_speaks_like_its_run_alone(speaker, export_run, capfd, tmp_path, form):
+    """Both moved, the run gone, and its data, of which no word is needed."""
     command = pytest.importorskip("gptrain.generate.__main__")
 
     def spoken(source: Path) -> str:
@@ -143,81 +119,51 @@ def test_an_export_speaks_like_its_run_alone(train, export_run, capfd, tmp_path,
         assert code == 0, err
         return out
 
-    (tmp_path / "corpus.txt").write_text("naïve café, 數據 and def f(x): return x\n" * 40)
-    run = train(
-        "data=text", f"data.path={tmp_path / 'corpus.txt'}", "data.val_fraction=0.5",
-        "logger=none", "callbacks=none", "trainer.max_steps=2",
-    )  # fmt: skip
-    assert run.code == 0, run.err
-    (tmp_path / "corpus.txt").unlink()
-    moved = run.folder.rename(tmp_path / "moved")
-    expected = spoken(moved)
-    _, folder, _ = export_run(f"from_run={moved}", f"format={form}")
-    shutil.rmtree(moved)
+    expected = spoken(speaker)
+    _, folder, said = export_run(f"from_run={speaker}", f"format={form}")
+    shutil.rmtree(speaker)
     elsewhere = folder.rename(tmp_path / "elsewhere")
-    assert spoken(elsewhere) == expected and expected.startswith("def é")
+    assert spoken(elsewhere) == expected and expected.startswith("def é"), said
     assert str(tmp_path) not in (elsewhere / ".hydra" / "config.yaml").read_text()
 
 
 def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
     write_tokenizer(ByteTokenizer(), tmp_path, "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    text = "".join(map(chr, range(0x250))) + "\U0001f600"
+    text = "".join(map(chr, range(0x250))) + "\U0001f600\r\n\tdef f(x): return x  # \x00\x7f"
     assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
 
 
-def test_old_files_of_gpt2_with_bare_names_and_masks_are_read(tmp_path):
-    size = SIZES[1]
-    gpt2, net = theirs(*size), ours(*size)
+def test_files_of_transformers_are_read_also_old_ones_with_bare_names_and_masks(tmp_path):
+    gpt2, net, old = theirs(*SIZES[1]), ours(*SIZES[1]), ours(*SIZES[1])
     gpt2.save_pretrained(tmp_path)
+    load_weights(net, tmp_path)
+    assert_same_logits(net, gpt2, SIZES[1])
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
     bare["lm_head.weight"] = bare["wte.weight"].clone()
     save_file(bare, tmp_path / "model.safetensors")
-    load_weights(net, tmp_path)
-    tokens = tokens_for(size)
-    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
+    load_weights(old, tmp_path)
+    assert_same_logits(old, gpt2, SIZES[1])
 
 
 def test_weights_in_several_files_are_read_and_a_missing_one_is_told(tmp_path):
-    size = SIZES[1]
-    gpt2, net = theirs(*size), ours(*size)
+    gpt2, net = theirs(*SIZES[1]), ours(*SIZES[1])
     gpt2.save_pretrained(tmp_path, max_shard_size="20KB")
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 1
     load_weights(net, tmp_path)
-    tokens = tokens_for(size)
-    torch.testing.assert_close(net(tokens), gpt2(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert_same_logits(net, gpt2, SIZES[1])
     files[-1].unlink()
     with pytest.raises(DamagedCheckpoint, match=f"names {files[-1].name}, which is not there"):
         load_weights(net, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        ('{"weight_map": {"wte.weight": "../elsewhere.safetensors"}}', "elsewhere.*no safetensors"),
-        ('{"weight_map": {"wte.weight": "/dev/zero"}}', "/dev/zero, which is no safetensors file"),
-        ('{"weight_map": {"wte.weight": "model.safetensors.index.json"}}', "no safetensors file"),
-        ('{"weight_map": ["model.safetensors"]}', "no weight_map"),
-        ("[" * 100_000, "nested too deeply"),
-    ],
-)
-def test_an_index_that_leads_elsewhere_is_refused_in_one_line(tmp_path, content, said):
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(DamagedCheckpoint, match=said) as refused:
-        load_weights(ours(*SIZES[0]), tmp_path)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_config_that_is_no_file_is_refused_and_does_not_block(tmp_path):
-    size = SIZES[0]
-    theirs(*size).save_pretrained(tmp_path)
-    (tmp_path / "config.json").unlink()
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(DamagedCheckpoint, match="not a regular file"):
-        load_weights(ours(*size), tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for names, said in ({"a": "../a.safetensors"}, "no safetensors file beside"), ([], "no weight"):
+        index.write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(DamagedCheckpoint, match=said):
+            load_weights(net, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +192,12 @@ def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path)
     assert code == 66 and str(tmp_path / "nothing") in said and not folder.exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.uint16], ids=str)
-def test_what_is_no_floating_point_number_is_exported_as_it_is(dtype, tmp_path):
-    own = torch.tensor([[0, 1], [1, 0]]).to(dtype)
-    write_tensors(tmp_path / "model.safetensors", {"own": own}, torch.bfloat16)
-    read = load_file(tmp_path / "model.safetensors")["own"]
-    assert read.dtype == dtype and torch.equal(read, own)
+def test_what_is_no_floating_point_number_is_exported_as_it_is(tmp_path):
+    dtypes = (torch.bool, torch.int64, torch.uint8, torch.uint16)
+    own = {str(dtype): torch.tensor([[0, 1], [1, 0]]).to(dtype) for dtype in dtypes}
+    write_tensors(tmp_path / "model.safetensors", own, torch.bfloat16)
+    read = load_file(tmp_path / "model.safetensors")
+    assert all(str(t.dtype) == name and torch.equal(t, own[name]) for name, t in read.items())
 
 
 def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path):
@@ -301,16 +247,6 @@ def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, t
     _, folder, _ = export_run(f"from_run={saved_twice.folder}", "format=hf")
     (saved_twice.folder / name).unlink()
     assert (folder / "config.json").exists() and not (folder / name).exists()
-
-
-def test_an_export_needs_no_word_of_data_that_lie_elsewhere(train, export_run, tmp_path_factory):
-    text = tmp_path_factory.mktemp("elsewhere") / "text.txt"
-    text.write_text("to be or not to be\n" * 400)
-    run = train("data=text", f"data.path={text}", "model.vocab_size=256", "trainer.max_steps=1")
-    assert run.code == 0, run.err
-    assert f"task=test data.path={text}" in run.out  # the command that is shown at the end
-    code, folder, said = export_run(f"from_run={run.folder}")
-    assert code == 0 and (folder / "model.safetensors").exists(), said
 
 
 def test_an_export_goes_into_no_runs_folder(saved_twice, export_run):

@@ -50,6 +50,7 @@ def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_p
         gptrain.fit(conf=tmp_path / "conf")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_an_exception_with_its_code_and_folder(tmp_path):
     words = (*WORDS, "optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'run'}")
     with pytest.raises(gptrain.RunFailed, match="error: ") as failed:
@@ -82,7 +83,9 @@ def test_a_script_without_a_guard_may_ask_for_two_ranks(tmp_path):
     assert script.communicate(timeout=200)[1].splitlines()[-1] == str(tmp_path / "run")
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "by", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_what_stops_the_script_lets_the_run_save(by, tmp_path):
     words = ("trainer.max_steps=100000", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5")
     script, checkpoints = started(tmp_path, *words), tmp_path / "run" / "checkpoints"

@@ -73,23 +73,22 @@ def test_a_folder_without_a_run_is_named(tmp_path):
     assert caught.value.code == 66
 
 
-@pytest.mark.parametrize("task, metric", [("validate", "val/loss"), ("test", "test/loss")])
-def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_own(
-    train, task, metric
-):
+def test_the_best_checkpoint_is_evaluated_to_the_very_number_in_a_folder_of_its_own(train):
     run = train(
         "trainer.val_check_interval=2", "optimizer.lr=0.3", "scheduler.warmup_steps=3",
         "scheduler.start_factor=0.0001", "trainer.limit_test_batches=2", "logger=csv",
     )  # fmt: skip
     assert run.code == 0, run.err
     before = hashes(run.folder)
-    again = train(f"task={task}", f"from_run='{run.folder}'", tiny=False, name=f"{task} = again")
-    assert again.code == 0, again.err
     manifest = read_manifest(run.folder / "checkpoints" / "step-00000002")
-    assert again.metrics[metric] == manifest["metrics"]["val/loss"] < run.metrics["val/loss"]
-    other = {"validate": "ckpt_path=last", "test": "checkpoint.mode=max"}[task]  # the worse one
-    last = train(f"task={task}", f"from_run='{run.folder}'", other, tiny=False, name="last")
-    assert last.metrics[metric] == run.metrics["val/loss"]
+    worse = {"validate": "ckpt_path=last", "test": "checkpoint.mode=max"}
+    for task, metric in (("validate", "val/loss"), ("test", "test/loss")):
+        words = (f"task={task}", f"from_run='{run.folder}'")
+        again = train(*words, tiny=False, name=f"{task} = again")
+        assert again.code == 0, again.err
+        assert again.metrics[metric] == manifest["metrics"]["val/loss"] < run.metrics["val/loss"]
+        last = train(*words, worse[task], tiny=False, name=f"{task} last")
+        assert last.metrics[metric] == run.metrics["val/loss"]
     assert hashes(run.folder) == before
 
 

@@ -11,20 +11,15 @@ from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.speed import DamagedMeasurement, this_machine
 
 
-@pytest.mark.parametrize("generation, transfers_per_s", [(3, 8e9), (4, 16e9), (5, 32e9)])
-def test_pcie_is_sixteen_lanes_with_two_of_130_bits_for_the_code(generation, transfers_per_s):
-    bytes_per_s = 16 * transfers_per_s * 128 / 130 / 8
-    assert LINKS[f"pcie{generation}"].bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
-
-
-@pytest.mark.parametrize("name, total", [("nvlink2", 300e9), ("nvlink4", 900e9)])
-def test_a_link_goes_one_way(name, total):
-    assert 2 * LINKS[name].bytes_per_s == total  # the data sheets' headline adds both ways
-
-
-@pytest.mark.parametrize("name, bits", [("hdr", 200e9), ("ndr", 400e9), ("xdr", 800e9)])
-def test_networks_are_named_by_bits(name, bits):
-    assert LINKS[f"infiniband_{name}"].bytes_per_s == bits / 8
+def test_links_have_the_arithmetic_of_their_standards():
+    """Sixteen lanes with 2 of 130 bits for the code; data sheets add both ways; names are bits."""
+    for name, transfers_per_s in (("pcie3", 8e9), ("pcie4", 16e9), ("pcie5", 32e9)):
+        bytes_per_s = 16 * transfers_per_s * 128 / 130 / 8
+        assert LINKS[name].bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
+    for name, both_ways in (("nvlink2", 300e9), ("nvlink4", 900e9)):
+        assert 2 * LINKS[name].bytes_per_s == both_ways
+    for name, bits in (("hdr", 200e9), ("ndr", 400e9), ("xdr", 800e9)):
+        assert LINKS[f"infiniband_{name}"].bytes_per_s == bits / 8
 
 
 def test_every_device_has_a_link_of_the_table_and_every_row_a_source():

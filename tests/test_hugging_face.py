@@ -47,7 +47,7 @@ def test_it_computes_what_transformers_computes_and_its_weights_travel(tmp_path,
     assert torch.equal(back(TOKENS), net(TOKENS))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_activation_checkpointing_changes_no_gradient(name):
     gradients = []
     for mode in ("none", "full"):
@@ -59,7 +59,7 @@ def test_activation_checkpointing_changes_no_gradient(name):
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])  # a tied head and transposed matrices; neither
 def test_it_takes_a_step_of_train_py(train, name):
     config = json.dumps(CONFIGS[name]).replace('"', "")
     run = train(
@@ -76,7 +76,7 @@ def test_a_model_that_bounds_its_logits_offers_no_head():
     assert not hasattr(net, "head") and not hasattr(net, "hidden") and len(net.blocks) == 2
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_net_without_memory_offers_what_it_offers_with_it(name):
     """So that a model of billions of weights is not made to see whether a strategy takes it."""
     net = make_to_look_at(lambda: HuggingFace(61, CONFIGS[name]))
@@ -124,10 +124,7 @@ def test_a_folder_is_read_as_data(tmp_path):
         ({"path": "/nowhere"}, "path=/nowhere: no config.json there"),
         ({"config": {**CONFIGS["llama"], "vocab_size": 5}}, "vocab_size=61: .* says 5"),
         ({"config": {**CONFIGS["llama"], "hidden_size": 33}}, "this llama: .*33.* not a multiple"),
-        (
-            {"config": {**CONFIGS["llama"], "num_key_value_heads": 3}},
-            "this llama: .*size of tensor",
-        ),
+        ({"config": {**CONFIGS["llama"], "num_key_value_heads": 3}}, "this llama: .*of tensor"),
         ({"config": {**CONFIGS["gpt2"], "n_layer": "x"}}, "this gpt2: .*n_layer.*expected int"),
     ],
 )

@@ -36,8 +36,7 @@ def launch(monkeypatch, capfd):
 def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path):
     code, script, err = launch(
         "slurm", "trainer.devices=8", "trainer.num_nodes=2", "data.num_workers=3",
-        "slurm.time=1-12:00:00", "slurm.account=me",
-        f"output_dir={tmp_path}",
+        "slurm.time=1-12:00:00", "slurm.account=me", f"output_dir={tmp_path}",
     )  # fmt: skip
     assert code == 0, err
     asked = {line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line}
@@ -77,9 +76,8 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
     fake = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}\n"
     environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     for _ in range(2):  # the log of a requeued job goes on
-        assert (
-            subprocess.run(["bash", "-c", fake + script], env=environment | PATH).returncode == code
-        )
+        ended = subprocess.run(["bash", "-c", fake + script], env=environment | PATH)
+        assert ended.returncode == code
     (log,) = tmp_path.glob("*/slurm-7.log")
     assert log.read_text() == 2 * ("requeue 7\n" if goes_on else "")
 
@@ -93,14 +91,8 @@ def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, rest
         (("slurm", "trainer.num_nodes=auto"), "error: trainer.num_nodes=auto: the cluster chooses"),
         (("slurm", "slurm.account='a\nb'"), "error: slurm.account=a\\nb: "),
         (("slurm", "-m", "seed=1,-2"), "error: seed=-2: must be"),
-        (
-            ("kubernetes", "-m", "seed=1,2", "kubernetes.image=a", "kubernetes.claim=b"),
-            "error: -m: for slurm alone",
-        ),
-        (
-            ("kubernetes", "kubernetes.image=a", "kubernetes.claim=b", "run_dir=/elsewhere"),
-            "error: run_dir=/elsewhere: not in output_dir",
-        ),
+        (("kubernetes", "-m", "seed=1,2"), "error: -m: for slurm alone"),
+        (("kubernetes", "run_dir=/elsewhere"), "error: run_dir=/elsewhere: not in output_dir"),
         (("kubernetes", "kubernetes.claim=null"), "error: kubernetes.claim=null"),
     ],
 )
@@ -132,14 +124,12 @@ def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
 def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):
     code, text, _ = launch("kubernetes", "trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b")
     assert code == 0 and "# FROM python" in text
-    copied = [
-        word for line in text.splitlines() if line.startswith("# COPY") for word in line.split()
-    ]
-    for name in set(copied) - {"#", "COPY", "./"}:
+    copied = [line.split()[2:] for line in text.splitlines() if line.startswith("# COPY")]
+    for name in {word for words in copied for word in words} - {"./"}:
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("name", ["a;touch x", "a\n#SBATCH --wrap=x", '`id`"'])
+@pytest.mark.parametrize("name", ["a;touch x", "a\n#SBATCH --wrap=x"])
 @pytest.mark.parametrize(
     "words", [("slurm",), ("kubernetes", "kubernetes.image=a", "kubernetes.claim=b")]
 )
@@ -147,9 +137,8 @@ def test_a_strangers_run_puts_nothing_of_its_own_into_a_script(launch, tmp_path,
     (tmp_path / ".hydra").mkdir()
     old = [f"name={quoted(name)}", "trainer=cpu"]
     (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(old))
-    code, out, err = launch(*words, f"from_run={tmp_path}")
+    words = (*words, f"from_run={tmp_path}")
+    code, out, err = launch(*words)
     assert (code, out) == (2, "") and ": must be made of letters" in err, err
-    code, out, err = launch(
-        *words, f"from_run={tmp_path}", f"output_dir={tmp_path}", f"run_dir={tmp_path}/a"
-    )
+    code, out, err = launch(*words, f"output_dir={tmp_path}", f"run_dir={tmp_path}/a")
     assert code == 0 and name not in out, err

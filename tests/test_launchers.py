@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from command_line import accepted, refused
 
 from gptrain.ranks.process import LAUNCHERS, Process, this_process
 from tests.conftest import ROOT, TINY
@@ -78,14 +79,13 @@ def test_a_rank_that_fails_ends_what_mpirun_started_with_its_code(tmp_path):
 
 
 DIES = """
-import sys
+import sys, time
 conf, *sys.argv = sys.argv[1:]
 from gptrain import config, ranks
+from gptrain.ranks.process import this_process
 from gptrain.small_files import DataError
 
 def train(cfg, guard):
-    from gptrain.ranks.process import this_process
-    import time
     if this_process().rank == 1:
         raise DataError("the other one waits")
     time.sleep(100)
@@ -113,17 +113,13 @@ def test_a_rank_knows_its_place(launcher, launched):
     assert this_process() == Process(launcher, rank=5, local_rank=1, world_size=8, n_nodes=2)
 
 
-def test_what_mpi_starts_on_slurms_nodes_is_mpis(launched):
-    launched("slurm", 1, 2, 0)  # srun has started a daemon on each node
-    launched("openmpi", 5, 8, 1, 4)
-    assert this_process().launcher == "openmpi"
-
-
-def test_srun_with_pmi_is_srun(launched, monkeypatch):
+def test_srun_with_pmi_is_srun_and_what_mpi_starts_on_slurms_nodes_is_mpis(launched, monkeypatch):
     launched("slurm", 1, 2, 0)
     launched("mpich", 1, 2)
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
     assert this_process() == Process("slurm", rank=1, local_rank=0, world_size=2, n_nodes=2)
+    launched("openmpi", 5, 8, 1, 4)  # by a daemon on each node, which srun has started
+    assert this_process().launcher == "openmpi"
 
 
 def test_a_single_process_of_mpirun_starts_ranks_itself(launched):
@@ -131,17 +127,12 @@ def test_a_single_process_of_mpirun_starts_ranks_itself(launched):
     assert not this_process().is_rank
 
 
-def test_ranks_that_cannot_be_told_apart_are_no_two_runs(launched):
-    from command_line import refused
-
+def test_ranks_that_cannot_be_told_apart_and_devices_that_mpirun_has_not_started_are_refused(
+    launched,
+):
     launched("mpich", 1, 2)  # of a launcher that has other names for the rest
     (line,) = refused("trainer.accelerator=cpu")
     assert "the launcher's environment cannot be read: 'MPI_LOCALRANKID'" in line
-
-
-def test_devices_that_mpirun_has_not_started_are_refused(launched):
-    from command_line import refused
-
     launched("openmpi", 0, 2, 0, 2)
     (line,) = refused("trainer.accelerator=cpu")
     assert line.startswith("error: trainer.devices=1: 1 x trainer.num_nodes=1 = 1")
@@ -150,8 +141,6 @@ def test_devices_that_mpirun_has_not_started_are_refused(launched):
 
 
 def test_mpirun_on_two_nodes_is_asked_where_the_ranks_meet(launched, monkeypatch, tmp_path):
-    from command_line import accepted, refused
-
     launched("openmpi", 0, 4, 0, 2)
     words = ("trainer.devices=2", "trainer.num_nodes=auto", "trainer.accelerator=cpu")
     (line,) = refused(*words, f"run_dir={tmp_path / 'seen_by_all'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from omegaconf import OmegaConf
 
 import gptrain
 from gptrain.problems import ConfigError
-from gptrain.resilience.manifest import NoGoodCheckpoint, read_manifest
+from gptrain.resilience.manifest import NoGoodCheckpoint
 
 
 def equal(net, state) -> bool:
@@ -22,10 +21,8 @@ def equal(net, state) -> bool:
 
 def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     rng = torch.get_rng_state()
-    best, last = (
-        gptrain.load(saved_twice.folder),
-        gptrain.load(str(saved_twice.folder), which="last"),
-    )
+    best = gptrain.load(saved_twice.folder)
+    last = gptrain.load(str(saved_twice.folder), which="last")
     assert equal(best, saved_twice.state(2)["state_dict"])
     assert equal(last, saved_twice.state(4)["state_dict"])
     assert not best.training and {p.device.type for p in best.parameters()} == {"cpu"}
@@ -33,19 +30,6 @@ def test_the_best_and_the_last_net_come_back_ready_to_use(saved_twice):
     assert best.head.weight is best.token_embedding.weight
     assert torch.equal(rng, torch.get_rng_state())
     assert not GlobalHydra.instance().is_initialized()
-
-
-def test_a_sharded_checkpoint_loads_like_a_full_one(train):
-    options = ("logger=none", "trainer.max_steps=2")
-    full = train(*options, "strategy=single", name="full")
-    shards = train(*options, "strategy=fsdp", name="shards")
-    assert shards.code == 0, shards.err
-    assert read_manifest(shards.folder / "checkpoints" / "step-00000002")["kind"] == "sharded"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        net = gptrain.load(shards.folder)
-    for name, tensor in full.state(2)["state_dict"].items():
-        torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-5, atol=1e-7)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
@@ -62,7 +46,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(saved_twice):
     "model",
     [
         {"_target_": "os.system", "command": "touch {mark}"},
-        {"_target_": "subprocess.Popen", "args": ["touch", "{mark}"]},
         {"_target_": "torch.hub.load", "repo_or_dir": "x", "model": "y"},
         {
             "_target_": "torch.nn.Sequential",

@@ -88,7 +88,7 @@ def test_a_batch_has_the_samples_of_its_parts():
         assert tokens[row].equal(expected[0]) and targets[row].equal(expected[1])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_batch_that_is_evaluated_is_of_one_part_and_every_sample_is_read_once(world_size):
     ranks = [EvalBatches([5, 12, 20], 4, rank, world_size) for rank in range(world_size)]
     read = [list(batches) for batches in ranks]

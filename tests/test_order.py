@@ -41,13 +41,9 @@ def run_of(order, n_epochs, position=0, **options):
 
 
 def test_every_size_is_permuted():
-    for n_samples in range(1, 301):
-        assert sorted(epoch_of(n_samples, seed=n_samples)) == list(range(n_samples))
-
-
-@pytest.mark.parametrize("n_samples", [65_535, 65_536, 65_537, 300_007])
-def test_large_sizes_are_permuted(n_samples):
-    assert np.array_equal(np.sort(epoch_of(n_samples, seed=1, epoch=3)), np.arange(n_samples))
+    for n_samples in (*range(1, 301), 65_536, 300_007):
+        order = epoch_of(n_samples, seed=n_samples, epoch=3)
+        assert np.array_equal(np.sort(order), np.arange(n_samples))
 
 
 def test_a_huge_data_set_costs_no_memory():
@@ -81,20 +77,17 @@ def test_all_orders_of_three_samples_occur():
     assert len({tuple(epoch_of(3, seed=0, epoch=epoch)) for epoch in range(200)}) == 6
 
 
-def test_a_position_beyond_the_epoch_is_refused():
+def test_a_position_beyond_the_epoch_and_an_epoch_of_no_samples_are_refused():
     with pytest.raises(IndexError, match="10 samples"):
         SampleOrder(10, 0).index(0, np.array([10]))
-
-
-def test_no_samples_are_an_error():
-    with pytest.raises(DataError, match="0 sequences"):
-        SampleOrder(0, 0)
+    with pytest.raises(DataError, match="0 sequences, one step needs 2"):
+        TrainBatches(SampleOrder(0, 0), 2)
 
 
 # ---- training
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(
     n_samples=st.integers(24, 700),
     splits=st.permutations([1, 2, 3, 4]),
@@ -117,20 +110,7 @@ def test_a_step_has_the_same_samples_however_it_is_dealt(n_samples, splits, seed
     assert steps == [set(whole[24 * s : 24 * s + 24]) for s in range(len(steps))]
 
 
-def test_no_sample_is_seen_twice_in_an_epoch_and_few_are_left_out():
-    ranks = [list(TrainBatches(SampleOrder(103, 1), 5, 2, rank, 2)) for rank in range(2)]
-    seen = [sample for rank in ranks for batch in rank for sample in batch]
-    assert len(seen) == len(set(seen)) == 100
-    assert [len(rank) for rank in ranks] == [10, 10]
-
-
-def test_other_samples_are_left_out_in_another_epoch():
-    order = SampleOrder(103, 1)
-    left_out = [frozenset(order.index(epoch, np.arange(100, 103))) for epoch in range(5)]
-    assert len(set(left_out)) == 5
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(
     n_samples=st.integers(12, 200),
     world_size=st.integers(1, 3),
@@ -160,18 +140,8 @@ def test_the_position_is_asked_when_the_iterator_is_made():
     assert next(iter(batches)) == run_of(SampleOrder(40, 0), 1, batch_size=4)[7]
 
 
-def test_an_epoch_is_one_permutation_unless_its_length_is_given():
-    whole = TrainBatches(SampleOrder(43, 0), batch_size=2, accumulate=2)
-    assert len(whole) == len(list(whole)) == 20  # 10 steps of 4 samples, 3 are left out
-    short = TrainBatches(SampleOrder(43, 0), batch_size=2, accumulate=2, epoch_steps=3)
-    assert len(short) == len(list(short)) == 6
-
-
-@given(
-    n_samples=st.integers(8, 60),
-    epoch_steps=st.integers(1, 40),
-    where=st.integers(0, 150),
-)
+@settings(max_examples=40)
+@given(st.integers(8, 60), st.integers(1, 40), st.integers(0, 150))
 def test_the_length_of_an_epoch_does_not_change_what_a_step_has(n_samples, epoch_steps, where):
     order = SampleOrder(n_samples, seed=5)
     dealt = dict(batch_size=2, accumulate=2, rank=1, world_size=2)
@@ -251,31 +221,6 @@ def test_evaluation_takes_every_sample_once_in_equal_batches(n_samples, batch_si
     assert sorted(real) == list(range(n_samples))
 
 
-class Squares(Dataset):
-    """A data set of the bare contract, as a user would write it."""
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, index):
-        tokens = torch.arange(index, index + 4)
-        return tokens**2, (tokens + 1) ** 2
-
-
-@pytest.mark.parametrize("dataset", [Squares(), DummyTextDataset(5, seq_len=5)])
-def test_padding_counts_for_nothing(dataset):
-    loader = DataLoader(
-        PaddedDataset(dataset), batch_sampler=EvalBatches([5], 2, rank=0, world_size=2),
-        collate_fn=collate,
-    )  # fmt: skip
-    (first, first_targets), (last, last_targets) = loader
-    assert torch.equal(first, torch.stack([dataset[0][0], dataset[1][0]]))
-    assert torch.equal(first_targets, torch.stack([dataset[0][1], dataset[1][1]]))
-    assert torch.equal(last, torch.stack([dataset[4][0], dataset[0][0]]))
-    assert torch.equal(last_targets[0], dataset[4][1])
-    assert (last_targets[1] == -100).all()
-
-
 class Samples(Dataset):
     """A user's own data set: samples of any form, made of a number."""
 
@@ -287,6 +232,22 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         return self.sample(torch.full((3,), index))
+
+
+@pytest.mark.parametrize(
+    "dataset", [Samples(lambda x: (x**2, (x + 1) ** 2)), DummyTextDataset(5, seq_len=5)]
+)
+def test_padding_counts_for_nothing(dataset):
+    loader = DataLoader(
+        PaddedDataset(dataset), batch_sampler=EvalBatches([5], 2, rank=0, world_size=2),
+        collate_fn=collate,
+    )  # fmt: skip
+    (first, first_targets), (last, last_targets) = loader
+    assert torch.equal(first, torch.stack([dataset[0][0], dataset[1][0]]))
+    assert torch.equal(first_targets, torch.stack([dataset[0][1], dataset[1][1]]))
+    assert torch.equal(last, torch.stack([dataset[4][0], dataset[0][0]]))
+    assert torch.equal(last_targets[0], dataset[4][1])
+    assert (last_targets[1] == -100).all()
 
 
 @pytest.mark.parametrize(
@@ -307,13 +268,7 @@ def test_integer_targets_of_dicts_and_pairs_are_padded_with_what_no_loss_counts(
 
 
 @pytest.mark.parametrize(
-    "sample",
-    [
-        lambda x: (x, x, x),
-        lambda x: (x, x / 2),
-        lambda x: {"tokens": x},
-        lambda x: x,
-    ],
+    "sample", [lambda x: (x, x, x), lambda x: (x, x / 2), lambda x: {"tokens": x}, lambda x: x]
 )
 def test_samples_of_another_form_are_repeated_as_torchs_distributed_sampler_does(sample):
     dataset = Samples(sample)
@@ -323,13 +278,6 @@ def test_samples_of_another_form_are_repeated_as_torchs_distributed_sampler_does
     _, last = loader
     expected = collate([dataset[3], dataset[4], dataset[0]])
     assert str(last) == str(expected)
-
-
-def test_both_kinds_of_data_set_go_through_one_loader():
-    for dataset in (Squares(), DummyTextDataset(5, seq_len=5)):
-        batches = list(DataLoader(dataset, batch_sampler=[[1, 0], [4]], collate_fn=collate))
-        assert torch.equal(batches[0][0], torch.stack([dataset[1][0], dataset[0][0]]))
-        assert torch.equal(batches[1][1], dataset[4][1][None])
 
 
 def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():

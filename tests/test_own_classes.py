@@ -143,16 +143,15 @@ YAML = {
     "model/net": f"{NET}n_layers: [2, 2, 6, 2]\nactivation: silu\nn_heads: 3\nd_model: 10",
     "model/text": f"{NET}d_model: small\nn_heads: null\nn_layers: {{encoder: 2, decoder: 4}}",
     "model/ranges": f"{NET}dropout: -0.5\nmax_seq_len: 0\nactivation: [relu, silu]",
-    "model/any_key": f"{ANY}rope_theta: 1e6\nmoe: {{experts: 8, top: 2}}\ntied: no",
-    "model/nothing": f"{ANY}d_ff: null\nbias: null\nnames: []\nmap: {{}}",
-    "model/words": f"{ANY}name: a name, with = and []\nurl: https://example.org/x?y=z",
-    "model/words_of_ours": f"{ANY}lr: 3\nstrategy: ring\nseed: x\ncallbacks: [1]",
-    "model/numbers": f"{ANY}eps: 1e-12\nbig: 10000000000000\ninfinite: .inf\nratio: 2.6667",
+    "model/any_key": f"{ANY}rope_theta: 1e6\nmoe: {{experts: 8, top: 2}}\ntied: no\nd_ff: null\n"
+    "names: []\nmap: {}\nname: a name, with = and []\nurl: https://example.org/x?y=z\nlr: 3\n"
+    "strategy: ring\nseed: x\ncallbacks: [1]\neps: 1e-12\nbig: 10000000000000\ninfinite: .inf",
     "model/made": "_target_: mine.make_net\nwidth: wide",
     "model/partial": "_target_: mine.make_net\nwidth: 1\n"
     "make: {_target_: mine.Net, _partial_: true, n_layers: 3}",
     "model/linear": "_target_: torch.nn.Linear\nin_features: 3\nout_features: 3",
-    "model/nested": "_target_: torch.nn.Sequential\n_args_: [{_target_: torch.nn.Identity}]",
+    "model/nested": "_target_: torch.nn.Sequential\n"
+    "_args_: [{_target_: torch.nn.Linear, in_features: 3, out_features: 3}]",
     "model/deep": f"{ANY}parts: [{{_target_: torch.nn.GELU}}, "
     "{of: {_target_: torch.nn.Linear, in_features: 2, out_features: 3}}]",
     "model/convert": f"{NET}_convert_: all\n_recursive_: false\nn_layers: [1]",
@@ -172,7 +171,6 @@ YAML = {
     "scheduler/own_class": "_target_: mine.Step\nmilestones: [10, 20]",
     "scheduler/cosine": f"{SCHEDULES}.CosineAnnealingLR\nT_max: 10",
     "scheduler/one_cycle": f"{SCHEDULES}.OneCycleLR\nmax_lr: 0.1\ntotal_steps: 10",
-    "scheduler/restarts": f"{SCHEDULES}.CosineAnnealingWarmRestarts\nT_0: 5\nT_mult: 2",
     "scheduler/multi": f"{SCHEDULES}.MultiStepLR\nmilestones: [3, 6]\ngamma: 0.5",
     "data/mine": f"{DATA}path: s3://bucket/x\ntrain: {{_target_: mine.Data, path: '${{data.path}}',"
     " tokenizer: gpt2, dtype: float32}\nval: {_target_: mine.Data.from_hub, name: x}\n"
@@ -180,26 +178,22 @@ YAML = {
     "data/hub": f"{DATA}train: {{_target_: mine.Data.from_hub, name: org/set, split: 'a[:1%]'}}\n"
     f"{VAL}",
     "data/made": f"{DATA}train: {{_target_: mine.make_data, n: 3}}\n{VAL}",
-    "data/lists": f"{DATA}train: {{_target_: mine.Data, path: [a, b], seq_len: [8, 16]}}\n{VAL}",
-    "data/nothing": f"{DATA}train: {{_target_: mine.Data, path: null, tokenizer: null}}\n{VAL}",
+    "data/lists": f"{DATA}train: {{_target_: mine.Data, path: [a, b], seq_len: [8, 16],"
+    f" tokenizer: null, mask: {{p: 2}}}}\n{VAL}",
     "data/nested": f"{DATA}train: {{_target_: torch.utils.data.ConcatDataset, "
     f"datasets: [{{_target_: mine.Data, path: a}}, {{_target_: mine.Data, path: b}}]}}\n{VAL}",
     "data/subset": f"{DATA}train: {{_target_: torch.utils.data.Subset, dataset: "
     f"{{_target_: mine.Data, path: a}}, indices: [0, 1, 2, 3, 4]}}\n{VAL}",
-    "data/any_key": f"{DATA}train: {{_target_: mine.Data, path: a, mask: {{p: 2}}}}\n{VAL}",
-    "data/own_words": f"{DATA}language: de\nweights: {{a: 1, b: -2}}\nsplit: ~\n"
+    "data/own_words": f"{DATA}language: de\nweights: {{a: 1, b: -2}}\nsplit: ~\nseq_len: long\n"
+    "vocab_size: many\n"
     f"train: {{_target_: mine.Data, path: a, weights: '${{data.weights}}'}}\n{VAL}",
-    "data/no_length": f"{DATA}seq_len: long\nvocab_size: many\n"
-    f"train: {{_target_: mine.Data, path: a}}\n{VAL}",
     "callbacks/mine": "a: {_target_: mine.Mine, every: 3}\nb: null\n"
     "c: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/accuracy}",
     "callbacks/options": "a: {_target_: mine.Mine, options: {x: [1, {y: null}]}}",
-    "callbacks/checkpoint": f"a: {{{LIGHTNING}.callbacks.ModelCheckpoint, monitor: val/loss,"
-    " save_top_k: 3, mode: min}",
-    "callbacks/averages": f"a: {{{LIGHTNING}.callbacks.EMAWeightAveraging, decay: 0.99}}",
-    "callbacks/device": f"a: {{{LIGHTNING}.callbacks.DeviceStatsMonitor}}\n"
-    f"b: {{{LIGHTNING}.callbacks.LearningRateMonitor, logging_interval: step}}",
-    "callbacks/lambda": f"a: {{{LIGHTNING}.callbacks.Timer, duration: '00:01:00:00'}}",
+    "callbacks/lightnings": f"a: {{{LIGHTNING}.callbacks.ModelCheckpoint, monitor: val/loss,"
+    f" save_top_k: 3, mode: min}}\nb: {{{LIGHTNING}.callbacks.EMAWeightAveraging, decay: 0.99}}\n"
+    f"c: {{{LIGHTNING}.callbacks.LearningRateMonitor, logging_interval: step}}\n"
+    f"d: {{{LIGHTNING}.callbacks.Timer, duration: '00:01:00:00'}}",
     "logger/mine": "x: {_target_: mine.Log}",
     "logger/options": "x: {_target_: mine.Log, project: p, tags: [a], mode: offline, save_dir: x}",
     "logger/lightning": f"x: {{{LIGHTNING}.loggers.CSVLogger, save_dir: '${{run_dir}}', name: y}}",
@@ -221,8 +215,13 @@ YAML = {
     "name: mine",
 }
 
-# Nets without a vocab_size, to which the default data would refer.
-NO_VOCABULARY = ("model/made", "model/partial", "model/linear", "model/nested")
+ALONE = ("module/alone", "experiment/all")  # they fit no choice of another group
+GROUPS: dict[str, list[str]] = {}
+for group, choice in (name.split("/") for name in YAML if name not in ALONE):
+    GROUPS.setdefault(group, []).append(f"{group}={choice}")
+N_ROWS = max(map(len, GROUPS.values()))
+# Of every group a choice, until each was taken.
+TOGETHER = [[choices[n % len(choices)] for choices in GROUPS.values()] for n in range(N_ROWS)]
 
 
 @pytest.fixture(scope="module")
@@ -245,25 +244,17 @@ def mine(written, monkeypatch) -> tuple[str, ...]:
     return "--config-dir", str(written / "conf"), *NANO
 
 
-def test_there_are_sixty():
-    assert len(YAML) >= 60
-
-
-@pytest.mark.parametrize("name", YAML)
-def test_every_class_of_ones_own_is_taken_as_it_is(mine, name, capfd):
+@pytest.mark.parametrize("words", [*TOGETHER, ["module=alone"], ["experiment=all"]], ids=str)
+def test_every_class_of_ones_own_is_taken_as_it_is(mine, words, capfd):
     """By both checks of train.py, that of the config and that of what the classes make."""
-    words = [*mine, *["data=mine"] * (name in NO_VOCABULARY), name.replace("/", "=")]
-    code = run_command(assemble.check, words)
+    code = run_command(assemble.check, [*mine, *words])
     assert (code, capfd.readouterr().err) == (0, "")
 
 
 @pytest.mark.parametrize(
     "words",
-    [
-        "experiment=all", "data=hub model=net scheduler=noam",
-        "data=mine model=any_key module=keys optimizer=sgd callbacks=options",
-    ],
-)  # fmt: skip
+    ["experiment=all data=hub scheduler=noam", "data=mine model=any_key module=keys optimizer=sgd"],
+)
 def test_and_trains(mine, words, train):
     small = ("trainer.max_steps=2", "logger=none", "trainer.enable_progress_bar=false")
     run = train(*mine[:2], *mine[3:], *words.split(), *small, tiny=False)
@@ -283,15 +274,8 @@ REFUSED = {
     "data=mine model=net ~model.vocab_size": "missing a required argument: 'vocab_size'",
     "model=net model._target_=mine.Nett": "nothing of that name in mine",
     "model=net model._target_=nosuch.Net": "no module named nosuch",
-    "model=net model._target_=mine.Opt": "no Module, as this place needs",
     "model=net model._target_=torch.load": "no Module, as this place needs",
     "model=net model._target_=5": "not a dotted name",
-    "optimizer=opt optimizer._target_=torch.hub.load": "no Optimizer",
-    "trainer._target_=lightning.fabric.Fabric": "no Trainer",
-    "scheduler=halving scheduler._target_=mine.Net": "no LRScheduler",
-    "module=mine module._target_=mine.Net": "no LightningModule",
-    "callbacks=mine callbacks.a._target_=mine.Net": "no Callback",
-    "data=mine data.val._target_=mine.Mine": "no dataset",
     "+optimizer.nesterov=true": "AdamW: got an unexpected keyword argument 'nesterov'",
     "+trainer.max_step=3": "did you mean trainer.max_steps?",
 }
@@ -301,3 +285,19 @@ REFUSED = {
 def test_a_wrong_class_or_keyword_is_one_line(mine, words):
     lines = refused(*mine, *words.split())
     assert any(REFUSED[words] in line for line in lines), lines
+
+
+def test_what_is_of_another_kind_than_its_place_needs_is_a_line(mine):
+    """Of every group, all at once."""
+    kinds = {
+        "optimizer._target_=torch.hub.load": "no Optimizer",
+        "trainer._target_=lightning.fabric.Fabric": "no Trainer",
+        "scheduler._target_=mine.Net": "no LRScheduler",
+        "module._target_=mine.Net": "no LightningModule",
+        "callbacks.a._target_=mine.Net": "no Callback",
+        "data.val._target_=mine.Mine": "no dataset",
+    }
+    choices = ("optimizer=opt", "scheduler=halving", "module=mine", "callbacks=mine", "data=mine")
+    lines = refused(*mine, *choices, *kinds)
+    for word, kind in kinds.items():
+        assert sum(line.startswith(f"error: {word}: {kind}") for line in lines) == 1, (word, lines)

@@ -10,28 +10,32 @@ from gptrain.costs.shape import gpt_shape
 from tests.plan_accuracy import METERED, QUIET, compare_all, predict, read_meters
 
 SMALL = "model.d_model=64 model.n_layers=2 data.seq_len=65 data.batch_size=4"
+TWO, MUON = "trainer.devices=2", "optimizer=muon"
 CONFIGS = {
-    "gpt": f"model=gpt_nano {SMALL}",
-    "gpt, accumulated, dropout": f"model=gpt_nano {SMALL} model.dropout=0.1 "
-    "trainer.accumulate_grad_batches=2",
-    "gpt, bf16": f"model=gpt_nano {SMALL} trainer.precision=bf16-mixed",
-    "gpt, full": f"model=gpt_nano {SMALL} model.activation_checkpointing=full",
-    "gpt, selective": f"model=gpt_nano {SMALL} model.activation_checkpointing=selective",
-    "wide vocabulary": f"model=gpt_nano {SMALL} model.vocab_size=4000",
-    "llama": f"model=llama_nano {SMALL}",
-    "ddp": f"model=gpt_nano {SMALL} trainer.devices=2",
-    "ddp, muon": f"model=gpt_nano {SMALL} trainer.devices=2 optimizer=muon",
-    "fsdp, muon": f"model=gpt_nano {SMALL} trainer.devices=2 optimizer=muon strategy=fsdp",
-    "fsdp": f"model=gpt_nano {SMALL} trainer.devices=2 strategy=fsdp",
-    "tensor parallel": "model=gpt_nano data.seq_len=129 data.batch_size=8 trainer.devices=2 "
-    "strategy=tensor_parallel",
-    "pipeline": f"model=gpt_nano {SMALL} trainer.devices=2 strategy=pipeline",
+    "accumulated, dropout": "model.dropout=0.1 trainer.accumulate_grad_batches=2",
+    "bf16": "trainer.precision=bf16-mixed",
+    "full": "model.activation_checkpointing=full",
+    "selective": "model.activation_checkpointing=selective",
+    "wide vocabulary": "model.vocab_size=4000",
+    "llama": "model=llama_nano",
+    "ddp, muon": f"{TWO} {MUON}",
+    "fsdp": f"{TWO} strategy=fsdp",
+    "pipeline": f"{TWO} strategy=pipeline",
+}
+SLOW = {
+    "fsdp, muon": f"{TWO} {MUON} strategy=fsdp",
+    "tensor parallel": f"{TWO} strategy=tensor_parallel model.d_model=128 model.n_layers=4 "
+    "data.seq_len=129 data.batch_size=8",
 }
 
 
-@pytest.mark.parametrize("words", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(
+    "words",
+    [*CONFIGS.values(), *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW.values())],
+    ids=[*CONFIGS, *SLOW],
+)
 def test_a_real_step_takes_what_the_plan_says(train, words):
-    words = words.split()
+    words = ["model=gpt_nano", *SMALL.split(), *words.split()]
     run = train(*words, *QUIET, *METERED, tiny=False)
     assert run.code == 0, run.err
     ratios = compare_all(predict(words), read_meters(run.folder))
@@ -42,7 +46,7 @@ def test_a_real_step_takes_what_the_plan_says(train, words):
 
 
 def test_muon_without_instructions_for_bf16_sends_fp32(monkeypatch):
-    words = CONFIGS["ddp, muon"].split()
+    words = f"model=gpt_nano {SMALL} {TWO} {MUON}".split()
     for has_bf16 in (True, False):
         monkeypatch.setattr(speed, "cpu_has_bf16", lambda known=has_bf16: known)
         sent = predict(words)["wire"]["updates of Muon, data axis, gloo"]

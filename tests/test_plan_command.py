@@ -22,17 +22,9 @@ GPU3\tPXB\tPXB\tNV12\t X \t0-31
 
 
 @pytest.fixture
-def plan(monkeypatch, capfd, tmp_path):
-    """Runs the command in this process: exit code, stdout, stderr."""
-
-    def run(*words):
-        argv = ["gptrain.plan", f"output_dir={tmp_path}", *words]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as left:
-            main()
-        return left.value.code or 0, *capfd.readouterr()
-
-    return run
+def plan(typed, tmp_path):
+    """Runs the command: exit code, stdout, stderr."""
+    return lambda *words: typed(main, f"output_dir={tmp_path}", *words)
 
 
 def answer(plan, *words):
@@ -106,9 +98,8 @@ def test_pairs_of_gpus_keep_tensor_parallelism_inside(plan, tmp_path):
     plain = answer(plan, *words)["strategies"]
     for name in ("ddp", "tensor_parallel"):  # over PCIe now
         assert found["strategies"][name]["communication_s"] > 5 * plain[name]["communication_s"]
-    inside = {one: found["strategies"]["fsdp_tensor_parallel"]["wire"][one]
-              for one in found["strategies"]["fsdp_tensor_parallel"]["wire"]}  # fmt: skip
-    assert any("tensor axis" in name for name in inside)
+    wire = found["strategies"]["fsdp_tensor_parallel"]["wire"]
+    assert any("tensor axis" in name for name in wire)
 
 
 def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path):
@@ -139,7 +130,7 @@ def test_a_token_of_a_sample_is_a_target_alone_in_dummy_data_only():
         (["hardware=h1000"], "error: hardware.name=h1000: unknown, did you mean"),
         (
             ["hardware=t4", "hardware.link=rope"],
-            "error: hardware.link=rope: unknown; allowed: pcie3,",
+            "error: hardware.link=rope: unknown; allow",
         ),
         (["hardware=h100_sxm", "trainer.devices=auto"], "error: trainer.devices=auto: devices of"),
         (["topology=nowhere"], "error: topology=nowhere: No such file"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,19 @@ ROOT = Path(__file__).parents[1]
 MINE = ("model=my_lstm", "data=my_digits", "module=my_module", "callbacks=my_callback")
 
 
-def run(*options: str, cwd: Path) -> str:
-    """What `python train.py <options>` prints, on the CPU, with all output in `cwd`."""
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "trainer.accelerator=cpu",
-        f"run_dir={cwd}/run",
-    ]
-    done = subprocess.run(
-        [*command, *options], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Callable[..., Path]:
+    """Does what `python train.py <options>` does, on the CPU; the folder of the run."""
+
+    def train(*options: str) -> Path:
+        here = ("trainer.accelerator=cpu", f"run_dir={tmp_path}/run")
+        monkeypatch.setattr(sys, "argv", ["train.py", *here, *options])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        assert not left.value.code
+        return tmp_path / "run"
+
+    return train
 
 
 def test_the_net_makes_logits_of_tokens_that_do_not_see_the_future():
@@ -57,16 +58,16 @@ def test_the_accuracy_counts_targets_among_the_likeliest_tokens():
         assert metric.compute() == pytest.approx(right)
 
 
-def test_every_part_goes_through_one_step(tmp_path):
-    run(*MINE, "trainer.fast_dev_run=true", cwd=tmp_path)
+def test_every_part_goes_through_one_step(run):
+    run(*MINE, "trainer.fast_dev_run=true")
 
 
-def test_all_of_it_trains_on_two_ranks(tmp_path):
+def test_all_of_it_trains_on_two_ranks(run):
     steps = ("trainer.max_steps=20", "trainer.log_every_n_steps=5", "logger=csv")
-    run(*MINE, *steps, "trainer.devices=2", "strategy=ddp", "optimizer.lr=1e-2", cwd=tmp_path)
-    metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
+    folder = run(*MINE, *steps, "trainer.devices=2", "strategy=ddp", "optimizer.lr=1e-2")
+    metrics = json.loads((folder / "result.json").read_text())["metrics"]
     assert metrics["val/loss"] < 2.2  # below ln 10 = 2.303 of a guess
     assert 0.1 < metrics["val/my_accuracy"] <= 1
-    with open(tmp_path / "run" / "metrics.csv", newline="") as file:
+    with open(folder / "metrics.csv", newline="") as file:
         logged = {name for row in csv.DictReader(file) for name, value in row.items() if value}
     assert {"train/entropy", "weights_norm"} <= logged

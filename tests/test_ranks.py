@@ -1,4 +1,4 @@
-"""Two processes over gloo: the same run as one, whichever launcher started them.
+"""Two processes over gloo: one run, whichever launcher started them.
 
 Spawned ones, as a person's are, start in test_signals_run.py.
 """
@@ -6,7 +6,6 @@ Spawned ones, as a person's are, start in test_signals_run.py.
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.conftest import ROOT, TINY
 
@@ -19,14 +18,10 @@ def one_log_and_no_traces_of_other_ranks(folder):
     assert not [name for name in names if "rank" in name or "process" in name]
 
 
-def test_two_ranks_take_the_same_steps_as_one(train):
-    one = train(*LOGGED, "data.batch_size=8", name="one")
+def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
+    """That they train what one does: tests/strategies."""
     two = train(*LOGGED, "trainer.devices=2", name="two words = ä")
     assert two.code == 0, two.err
-    assert one.losses() == pytest.approx(two.losses(), rel=1e-5)
-    for key, weight in one.state(4)["state_dict"].items():
-        torch.testing.assert_close(weight, two.state(4)["state_dict"][key], rtol=1e-4, atol=1e-6)
-    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-6)
     one_log_and_no_traces_of_other_ranks(two.folder)
     labels = [line.split()[0] for line in two.out.splitlines()]
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]

@@ -64,9 +64,12 @@ def four(tmp_path) -> Path:
     return tmp_path
 
 
-def test_the_best_run_is_first_and_what_varied_is_shown(four, show):
+def test_the_best_run_is_first_and_what_varied_is_shown(four, show, monkeypatch):
+    write(four / "export/.hydra/config.yaml", "model: {}")  # which is no run
     code, lines, err = show(four)
-    assert code == 0 and not err
+    assert code == 0 and not err and len(lines) == 5
+    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(four))
+    assert show()[1] == lines
     assert lines[0].split() == ["run", "optimizer.lr", "val/loss", "steps", "seconds", "ended"]
     assert [line.split()[0] for line in lines[1:]] == ["sweep/0", "a", "sweep/1", "sweep/10"]
     assert lines[2].endswith("early stop: val/loss=3.5 not better than 3.4, at step 10")
@@ -92,17 +95,10 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
     (last / ".hydra/config.yaml").unlink()
     lines = show(four / "a", four / "sweep", last)[1]
     assert [line.split()[0] for line in lines[1:3]] == ["sweep/0", "a"]
-    (four / "sweep/10/.hydra/config.yaml").unlink()
-    (four / "sweep/1/.hydra/config.yaml").unlink()
-    (four / "sweep/0/.hydra/config.yaml").unlink()
+    for name in ("0", "1", "10"):
+        (four / "sweep" / name / ".hydra/config.yaml").unlink()
     lines = show(four / "a", four / "sweep", last)[1]
     assert [line.split()[0] for line in lines[1:3]] == ["a", "sweep/0"]
-
-
-def test_an_export_is_no_run(four, show):
-    write(four / "export/.hydra/config.yaml", "model: {}")
-    code, lines, err = show(four)
-    assert code == 0 and len(lines) == 5 and not err
 
 
 @pytest.mark.parametrize(
@@ -163,13 +159,8 @@ def test_an_odd_file_costs_a_run_a_warning_at_most(name, four, show):
     assert show(four)[0] == 0
 
 
-def test_the_folder_of_all_output_is_read_where_none_is_named(four, show, monkeypatch):
-    monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(four))
-    assert len(show()[1]) == 5
-
-
 def test_a_run_that_goes_on_shows_its_newest_checkpoint(train, show):
-    run = train("trainer.val_check_interval=2")
+    run = train()
     (run.folder / "status.json").unlink()
     with (run.folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -182,7 +173,7 @@ def test_a_run_that_goes_on_shows_its_newest_checkpoint(train, show):
 
 
 def test_hundreds_of_runs_take_seconds_and_no_torch(tmp_path):
-    for number in range(300):
+    for number in range(200):
         make_run(tmp_path / str(number), f"seed={number}", loss=number)
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     words = "import runpy, sys\n"
@@ -191,14 +182,14 @@ def test_hundreds_of_runs_take_seconds_and_no_torch(tmp_path):
     before, run = os.times(), [sys.executable, "-c", words, tmp_path]
     said = subprocess.run(run, capture_output=True, text=True, env=env, check=True).stdout
     after, lines = os.times(), said.splitlines()
-    assert len(lines) == 302 and lines[-1] == "set()" and lines[1].split()[0] == "0"
-    assert after.children_user - before.children_user < 5
+    assert len(lines) == 202 and lines[-1] == "set()" and lines[1].split()[0] == "0"
+    assert after.children_user - before.children_user < 4
 
 
 def test_diff_shows_what_differs_and_nothing_else(train, show):
     """Two runs of one code on one machine: an option, and what came of it."""
-    one = train("optimizer.lr=1e-3", "logger=csv", name="one")
-    other = train("optimizer.lr=2e-3", "logger=csv", name="other")
+    one = train("optimizer.lr=1e-3", "logger=none", name="one")
+    other = train("optimizer.lr=2e-3", "logger=none", name="other")
     code, lines, _ = show("--diff", one.folder, other.folder)
     assert code == 0 and lines[0].split() == ["one", "other"]
     keys = {line.split()[0] for line in lines[1:]}

@@ -90,8 +90,8 @@ def test_a_seed_decides_what_is_drawn_and_the_runs_own_numbers_stay():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 9, "top_p": 0.9}], ids=str)
-@pytest.mark.parametrize("length", [1, 7, 23, 24, 25, 40])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 9, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("length", [1, 23, 24, 40])
 def test_with_a_cache_the_same_tokens_come_also_beyond_max_seq_len(length, options):
     net, prompt = learned(), torch.randint(61, (length,)).tolist()
     plain = write(net, 30, prompt, **options)
@@ -125,12 +125,10 @@ SHARES = torch.tensor([0.05, 0.4, 0.2, 0.25, 0.1])
         ({"temperature": 0}, {1}),
         ({"top_k": 1}, {1}),
         ({"top_k": 3}, {1, 2, 3}),
-        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_k": 99, "top_p": 1.0, "min_p": 0.0}, {0, 1, 2, 3, 4}),
         ({"top_p": 0.39}, {1}),
         ({"top_p": 0.41}, {1, 3}),  # the fewest that reach it
         ({"top_p": 0.84}, {1, 2, 3}),
-        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
-        ({"min_p": 0.0}, {0, 1, 2, 3, 4}),
         ({"min_p": 0.24}, {1, 2, 3, 4}),  # 0.24 * 0.4 = 0.096
         ({"min_p": 0.26}, {1, 2, 3}),
         ({"min_p": 1.0}, {1}),
@@ -149,10 +147,10 @@ def test_a_limit_leaves_these_and_their_ratios(options, kept):
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():
-    drawn = write(Counts(2.0), 4000, top_k=2)[1:]  # the successor, and the first of eleven others
-    followed = sum(b == (a + 1) % V for a, b in pairwise([5, *drawn])) / 4000
+    drawn = write(Counts(2.0), 1000, top_k=2)[1:]  # the successor, and the first of eleven others
+    followed = sum(b == (a + 1) % V for a, b in pairwise([5, *drawn])) / 1000
     share = 2.718281828**2 / (2.718281828**2 + 1)
-    assert followed == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
+    assert followed == pytest.approx(share, abs=4 * (share * (1 - share) / 1000) ** 0.5)
 
 
 def test_a_temperature_near_zero_is_greedy_and_no_overflow():

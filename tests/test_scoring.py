@@ -42,7 +42,7 @@ def test_every_token_is_scored_after_all_that_the_net_can_see(net):
 
 
 @pytest.mark.parametrize("context", [1, 3, None])
-def test_a_token_is_scored_once_in_windows_that_give_it_its_context(net, context, monkeypatch):
+def test_a_token_is_scored_once_in_windows_that_give_it_its_context(net, context):
     tokens, seen = torch.as_tensor(BYTES.encode(TEXT)), []
     net.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     (score,) = gptrain.score(net, BYTES, [TEXT], context=context)

@@ -82,11 +82,13 @@ def start():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_sets_the_flag_and_the_run_ends_as_it_likes(start, number):
-    process = start(RUN, "0.7")
-    process.send_signal(number)
-    assert process.wait(30) == 75
-    assert process.stdout.read().split() == [number.name.encode()]
+def test_a_signal_sets_the_flag(number):
+    with StopFlag() as flag:
+        assert not flag
+        os.kill(os.getpid(), number)
+        assert flag and flag.signal == number.name
+        flag.set("time limit")
+        assert flag.signal == number.name  # the first
 
 
 def test_a_second_interrupt_leaves_at_once(start):
@@ -113,14 +115,15 @@ def test_a_scheduler_that_signals_often_does_not_end_the_run_early(start):
         process.send_signal(number)
         time.sleep(0.1)
     assert process.wait(30) == 75
+    assert process.stdout.read() == b"SIGUSR1\n"
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_data_worker_survives_a_signal_to_the_group(start, number):
+def test_a_data_worker_survives_signals_to_the_group(start):
     process = start(WORKER)
-    os.killpg(process.pid, number)
+    for number in SIGNALS:
+        os.killpg(process.pid, number)
     out, _ = process.communicate(timeout=30)
-    assert out.decode().split() == [number.name, "True"]
+    assert out.decode().split()[1] == "True"
 
 
 def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):
@@ -139,15 +142,8 @@ def test_previous_handlers_come_back():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_stop_may_be_asked_for_without_a_signal():
-    flag = StopFlag()
-    assert not flag
-    flag.set("time limit")
-    flag.set("later")
-    assert flag.signal == "time limit"
-
-
 def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
+    """And a library on the way, as Hydra when it imports a class, makes no other error of it."""
     with (
         StopFlag() as flag,
         Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
@@ -155,7 +151,10 @@ def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
         started_s = time.monotonic()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(Preempted), guard.nothing_to_save():
-            time.sleep(30)  # a corpus is tokenized
+            try:
+                time.sleep(30)  # a corpus is tokenized
+            except Exception as error:
+                raise ImportError("error locating target") from error
         assert time.monotonic() - started_s < 10
         with pytest.raises(Preempted), guard.nothing_to_save():
             pytest.fail("it was asked to stop before")
@@ -177,16 +176,3 @@ def test_a_signal_just_after_the_question_ends_the_wait_too(tmp_path):
         guard.nothing_to_save(),
     ):
         pytest.fail("would tokenize for hours")
-
-
-def test_a_library_on_the_way_cannot_make_another_error_of_it(tmp_path):
-    with (
-        StopFlag() as flag,
-        Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
-        pytest.raises(Preempted),
-        guard.nothing_to_save(),
-    ):
-        try:  # as Hydra imports the class of a dataset
-            os.kill(os.getpid(), signal.SIGTERM)
-        except Exception as error:
-            raise ImportError("error locating target") from error

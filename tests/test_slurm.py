@@ -30,8 +30,7 @@ def task(monkeypatch):
     """Puts this process into such a step, with these changes."""
 
     def put(**changes: str) -> None:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        for name in names:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, "")  # so that it is put back
             monkeypatch.delenv(name)
         for name, value in {**TASK, **changes}.items():
@@ -42,43 +41,36 @@ def task(monkeypatch):
 
 @pytest.mark.parametrize(
     "nodes, first",
-    [
-        ("login1", "login1"),
-        ("a,b", "a"),
-        ("gpu[003-007,9],login1", "gpu003"),
-        ("r[1-2]n[03,05]", "r1n03"),
-        ("node-12,node-13", "node-12"),
-    ],
-)
+    [("a,b", "a"), ("gpu[003-007,9],login1", "gpu003"), ("r[1-2]n[03,05]", "r1n03"),
+     ("node-12,node-13", "node-12")],
+)  # fmt: skip
 def test_the_first_host_of_a_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
-def test_a_task_of_several_nodes_meets_the_others_at_the_first_node(task, monkeypatch):
-
+def test_tasks_of_several_nodes_meet_at_the_first_node_or_where_the_job_script_says(
+    task, monkeypatch
+):
     task()
     assert this_process() == Process("slurm", rank=3, local_rank=1, world_size=4, n_nodes=2)
     set_rendezvous("/runs/a")
     assert os.environ["MASTER_ADDR"] == "gpu003" and os.environ["MASTER_PORT"] == "20015"
     assert store_path("/runs/a") is None
+    task(SLURM_STEP_ID="2")  # a second srun in the allocation
+    set_rendezvous("/runs/a")
+    assert run_stamp() == "slurm-40015.2" and os.environ["MASTER_PORT"] == "22009"
+    monkeypatch.setenv("MASTER_ADDR", "head")
+    set_rendezvous("/runs/a")
+    assert os.environ["MASTER_ADDR"] == "head"
 
 
 def test_tasks_of_one_node_meet_at_a_file_of_their_step(task):
-
     task(SLURM_STEP_NUM_NODES="1")
     set_rendezvous("/runs/a")
     first = store_path("/runs/a")
     assert "MASTER_ADDR" not in os.environ
     task(SLURM_STEP_NUM_NODES="1", SLURM_STEP_ID="1")
     assert store_path("/runs/a") != first
-
-
-def test_an_address_of_the_job_script_is_obeyed(task, monkeypatch):
-
-    task()
-    monkeypatch.setenv("MASTER_ADDR", "head")
-    set_rendezvous("/runs/a")
-    assert os.environ["MASTER_ADDR"] == "head"
 
 
 def test_lightning_is_told_the_same_rank():
@@ -132,30 +124,23 @@ def test_nodes_of_torchrun_need_a_folder_of_one_name(task, monkeypatch, tmp_path
     assert answer(*words, f"run_dir={tmp_path}/seen_by_all")[0] == 0
 
 
-def test_a_second_srun_in_an_allocation_has_a_folder_and_a_port_of_its_own(task):
-    task(SLURM_STEP_ID="2")
-    set_rendezvous("/runs/a")
-    assert run_stamp() == "slurm-40015.2" and os.environ["MASTER_PORT"] == "22009"
+@pytest.fixture
+def agent(monkeypatch):
+    """Puts this process behind an agent of torchrun; the name of its start."""
+
+    def put(n_local: int, count: int, port: int = 40001) -> str:
+        torchrun = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": n_local, "MASTER_PORT": port}
+        for name, value in (torchrun | {"TORCHELASTIC_RESTART_COUNT": count}).items():
+            monkeypatch.setenv(name, str(value))
+        return attempt()
+
+    return put
 
 
-def test_a_restart_of_torchrun_on_one_node_has_a_name_of_its_own(monkeypatch):
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    names = set()
-    for count in ("0", "1", "2"):
-        for name, value in {**torchrun, "TORCHELASTIC_RESTART_COUNT": count}.items():
-            monkeypatch.setenv(name, value)
-        names.add(attempt())
-    assert len(names) == 3
+def test_a_restart_of_torchrun_on_one_node_has_a_name_of_its_own(agent):
+    assert len({agent(n_local=2, count=count) for count in range(3)}) == 3
 
 
-def test_agents_of_several_nodes_name_a_start_alike_whatever_each_has_counted(monkeypatch):
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "40001"}
-    for name, value in torchrun.items():
-        monkeypatch.setenv(name, value)
-    names = set()
-    for count in ("0", "1"):  # an agent counts failures of its own ranks alone
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        names.add(attempt())
-    assert len(names) == 1
-    monkeypatch.setenv("MASTER_PORT", "40002")
-    assert attempt() not in names
+def test_agents_of_several_nodes_name_a_start_alike_whatever_each_has_counted(agent):
+    one, other = (agent(n_local=1, count=count) for count in range(2))
+    assert one == other != agent(n_local=1, count=0, port=40002)

@@ -142,12 +142,8 @@ def test_a_partitioned_module_is_walked_through_once_and_not_at_each_step(train,
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])
 def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
-    run = train(
-        "trainer.max_steps=6",
-        f"profiler={profiler}",
-        "trainer.devices=2",
-        "trainer.limit_val_batches=0",
-    )
+    words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
+    run = train(f"profiler={profiler}", *words)
     assert run.code == 0, run.err
     for rank in (0, 1):
         (table,) = run.folder.glob(f"fit-profile-{rank}.txt")

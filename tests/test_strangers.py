@@ -113,8 +113,8 @@ def test_an_old_runs_overrides_are_data(attack, old, train):
 
 UNREADABLE = {
     "pipe": "pipe", "device": "/dev/zero", "mapping": "a: b", "numbers": "[1, 2]", "torn": "- [x",
-    "deep": "[" * DEEP, "aliases": "- &a [x]\n- [*a, *a]", "tag": "!!python/object/apply:os.getcwd",
-    "bytes": "\x00\x01", "many": "- seed=1\n" * 200_000,
+    "deep": "[" * 10_000, "aliases": "- &a [x]\n- [*a, *a]", "bytes": "\x00\x01",
+    "tag": "!!python/object/apply:os.getcwd", "many": "- seed=1\n" * 200_000,
 }  # fmt: skip
 
 
@@ -193,7 +193,7 @@ CONFIGS = {
         f"{b}: &{b} [*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a},*{a}]\n"
         for a, b in zip("abcdefghi", "bcdefghij", strict=True)) + "model: {_target_: x, y: *j}\n",
     "f13": "model: !!python/object/apply:os.system ['touch $MARK']\n",
-    "f15": "model: " + "[" * DEEP,
+    "f15": "model: " + "[" * 10_000,
     "f15b": "model: {_target_: torch.nn.Identity, x: " + "[" * 150 + "]" * 150 + "}",
     "doubling": "a0: xxxxxxxxxx\n" + "".join(f"a{i}: ${{a{i - 1}}}${{a{i - 1}}}\n"
                 for i in range(1, 40)) + "model: {_target_: torch.nn.Identity, x: '${a39}'}\n",

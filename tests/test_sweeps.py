@@ -36,8 +36,8 @@ def test_every_combination_runs_in_its_own_folder(train):
     cfgs = [OmegaConf.load(sweep.folder / name / ".hydra" / "config.yaml") for name in names]
     tried = [(cfg.optimizer.lr, cfg.seed) for cfg in cfgs]
     assert tried == [(1e-3, 1), (1e-3, 2), (3e-4, 1), (3e-4, 2)]
-    results = [json.loads((sweep.folder / name / "result.json").read_text()) for name in names]
-    assert len({result["metrics"]["train/loss"] for result in results}) == 4
+    results = [result(sweep.folder / name) for name in names]
+    assert len({one["metrics"]["train/loss"] for one in results}) == 4
     lines = sweep.out.splitlines()
     begun = [line.split()[1:] for line in lines if line.startswith("job ")]
     assert begun == [
@@ -92,7 +92,7 @@ def test_a_jobs_folder_is_short_and_needs_no_quotes(varied, name):
     assert one.value() == f"outputs/sweep/{name}" and not problems
 
 
-def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):
+def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, monkeypatch):
     nets, alive, make = [], [], build.build
 
     def watched(cfg, guard):
@@ -102,19 +102,15 @@ def test_a_job_finds_no_net_of_those_before_it(train, monkeypatch):
         return run
 
     monkeypatch.setattr(build, "build", watched)
-    sweep = train("-m", "seed=1,2,3", "trainer.max_steps=2")
+    sweep = train("-m", "trainer.devices=1,2", "seed=1,2", "trainer.max_steps=2")
     assert sweep.code == 0, sweep.err
-    assert alive == [0, 0, 0]
+    assert alive == [0, 0] and jobs(sweep.folder) == {0: 0, 1: 0, 2: 0, 3: 0}
 
 
 def test_a_failing_job_is_told_and_the_others_run(train):
     """A point that failed has no result to read: it is tried again."""
-    sweep = train(
-        "-m",
-        "optimizer.lr=1e-3,1e30,3e-4,1e30",
-        "trainer.gradient_clip_val=null",
-        "trainer.max_steps=20",
-    )
+    words = ("trainer.gradient_clip_val=null", "trainer.max_steps=20", "logger=none")
+    sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30", *words)
     assert sweep.code == 79
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79}
     failed = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))[-2:]
@@ -134,24 +130,13 @@ def test_an_early_stop_stands_in_the_table(train):
     assert all(one.startswith("early stop: val/loss=") and one in sweep.out for one in ended)
 
 
-def test_a_sweep_over_the_number_of_ranks(train):
-    sweep = train("-m", "trainer.devices=2,1", "trainer.max_steps=2")
-    assert sweep.code == 0, sweep.err
-    assert jobs(sweep.folder) == {0: 0, 1: 0}
-
-
 @pytest.mark.engine("optuna")
 def test_optuna_gets_the_objective_and_repeats_itself(train):
+    words = ("hydra.sweeper.n_trials=3", "trainer.max_steps=2", "trainer.limit_val_batches=0",
+             "objective=grad_norm", "checkpoint.mode=max", "checkpoint=none")  # fmt: skip
+
     def search(name):
-        run = train(
-            "-m",
-            "hparams_search=optuna",
-            "hydra.sweeper.n_trials=3",
-            "trainer.max_steps=2",
-            "objective=grad_norm",
-            "checkpoint.mode=max",
-            name=name,
-        )
+        run = train("-m", "hparams_search=optuna", *words, name=name)
         assert run.code == 0, run.err
         results = [json.loads(path.read_text()) for path in run.folder.glob("*/result.json")]
         norms = [result["metrics"]["grad_norm"] for result in results]
@@ -162,12 +147,18 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
     assert first == search("second")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.engine("submitit")
-def test_a_job_of_submitit_on_this_machine_starts_ranks_of_its_own(command, tmp_path):
-    sweep = command(
-        "train.py", *TINY, "-m", "hydra/launcher=submitit_local", "trainer.devices=2", "seed=1",
-        f"run_dir={tmp_path}/sweep",
-    )  # fmt: skip
-    assert sweep.returncode == 0, sweep.stderr
-    (result,) = (tmp_path / "sweep").glob("*/result.json")
-    assert json.loads(result.read_text())["steps"] == 4
+def test_a_job_of_submitit_starts_ranks_of_its_own_and_one_that_is_refused_is_told_here(
+    command, tmp_path
+):
+    words = ("-m", "hydra/launcher=submitit_local", "data.num_samples=3,400", "trainer.devices=2")
+    ended = command("train.py", *TINY, *words, f"run_dir={tmp_path}/sweep")
+    assert ended.returncode == 2, ended.stderr
+    assert "error: data.num_samples=3: 3 sequences" in ended.stderr
+    assert "refused: data.num_samples=3" in ended.stdout
+    _, done, refused = (tmp_path / "sweep" / "results.csv").read_text().splitlines()
+    assert done.startswith("1-num_samples_400,400,") and "steps done" in done
+    assert refused.startswith("0-num_samples_3,3,") and "refused: data.num_samples=3: 3" in refused
+    (job,) = (tmp_path / "sweep").glob("*/result.json")
+    assert result(job.parent)["steps"] == 4

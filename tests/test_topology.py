@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -60,12 +59,6 @@ def test_a_matrix_is_read_however_it_was_copied(name, written):
 
 def test_every_file_is_golden():
     assert {path.stem for path in FOLDER.iterdir()} == GOLDEN.keys()
-
-
-def test_the_json_form():
-    topology = read_topology(str(FOLDER / "pairs.txt"))
-    expected = '{"islands": [[0, 1], [2, 3]], "slowest_ring_link": "PXB"}'
-    assert json.dumps(topology.to_json()) == expected
 
 
 def test_gpus_and_columns_may_come_in_any_order():

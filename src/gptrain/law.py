@@ -7,7 +7,7 @@ the runs are too few for five constants: L = A (N D)^-a.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -80,11 +80,6 @@ class Law:
     @property
     def named(self) -> dict[str, float]:
         return dict(zip(NAMES[len(self.constants)], self.constants, strict=True))
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Law:
-        """From its fields.   Raises: LookupError, TypeError for another's."""
-        return cls(**{name: facts[name] for name in cls.__dataclass_fields__})
 
 
 def enough(n: Any, d: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,17 +18,11 @@ def loss_rows(device_type: str) -> int:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch arithmetic of a run.
+    """The batch arithmetic of a run."""
 
-    Attributes:
-        batch_size: sequences per device per micro-step.
-        data_parallel_size: ranks that see different samples.
-        accumulate: micro-steps per optimizer step.
-    """
-
-    batch_size: int
-    data_parallel_size: int
-    accumulate: int
+    batch_size: int  # sequences per device per micro-step
+    data_parallel_size: int  # ranks that see different samples
+    accumulate: int  # micro-steps per optimizer step
 
     @property
     def global_batch_size(self) -> int:
@@ -43,27 +36,16 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long a run is.
-
-    Attributes:
-        batch: the batch arithmetic of one step.
-        sample_tokens: positions of one sample.
-        epoch_steps: optimizer steps of an epoch.
-        n_steps: optimizer steps of the run; None where only max_time ends it.
-        validate_every: optimizer steps between two validations, at most n_steps.
-        limit: what n_steps comes from, as one would type it.
-        limit_kind: what the run has done when it comes to its end.
-        warmup_steps: of the run's first start, where a resume keeps it; else None.
-    """
+    """How long a run is; steps are the optimizer's."""
 
     batch: BatchPlan
-    sample_tokens: int
+    sample_tokens: int  # positions of one sample
     epoch_steps: int
-    n_steps: int | None
-    validate_every: int
-    limit: str = ""
-    limit_kind: Literal["steps", "epochs", "tokens"] = "steps"
-    warmup_steps: int | None = None
+    n_steps: int | None  # of the run; None where only max_time ends it
+    validate_every: int  # steps between two validations, at most n_steps
+    limit: str = ""  # what n_steps comes from, as one would type it
+    limit_kind: Literal["steps", "epochs", "tokens"] = "steps"  # what is done at the run's end
+    warmup_steps: int | None = None  # of the run's first start, where a resume keeps it
 
     @property
     def step_tokens(self) -> int:
@@ -105,13 +87,11 @@ def run_steps(steps_per_epoch: int, max_epochs: int | None, max_steps: int) -> i
 
     Args:
         steps_per_epoch: after any limit.
-        max_epochs: None or -1: no limit by epochs.
-        max_steps: -1: no limit by steps.
+        max_epochs: None: no limit by epochs.   max_steps: -1: no limit by steps.
     """
-    by_epochs = math.inf if max_epochs in (None, -1) else max_epochs * steps_per_epoch
-    by_steps = math.inf if max_steps == -1 else max_steps
-    steps = min(by_epochs, by_steps)
-    return None if steps == math.inf else int(steps)
+    by_epochs = [] if max_epochs is None else [max_epochs * steps_per_epoch]
+    by_steps = [] if max_steps == -1 else [max_steps]
+    return min(by_epochs + by_steps, default=None)
 
 
 def token_steps(max_tokens: float, step_tokens: int) -> int:
@@ -128,23 +108,22 @@ DEFAULT_WARMUP_STEPS = 100
 
 
 def warmup_steps(asked: float | None, total_steps: int | None) -> int:
-    """Steps of the warm-up.
-
-    Args:
-        asked: an integer number of steps, a fraction of the run below 1, or None: 100 or a
-            tenth of the run, whichever is less.
-        total_steps: None where only a time ends the run.
+    """Steps of the warm-up; asked None: 100 or a tenth of the run, whichever is less.
 
     Raises: ValueError as phase_steps.
     """
-    if asked is None:
-        tenth = DEFAULT_WARMUP_STEPS if total_steps is None else total_steps // 10
-        return min(DEFAULT_WARMUP_STEPS, tenth)
-    return phase_steps(asked, total_steps)
+    if asked is not None:
+        return phase_steps(asked, total_steps)
+    if total_steps is None:
+        return DEFAULT_WARMUP_STEPS
+    return min(DEFAULT_WARMUP_STEPS, total_steps // 10)
 
 
 def phase_steps(asked: float, total_steps: int | None) -> int:
     """Steps of a part of the run: an integer number of them, or below 1 a fraction of it.
+
+    Args:
+        total_steps: None where only a time ends the run.
 
     Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
     """
@@ -162,12 +141,9 @@ DEFAULT_MAX_EPOCHS = 3
 
 
 def effective_max_epochs(trainer: Mapping[str, Any], max_tokens: float | None) -> int | None:
-    """Epochs of the run; None for no limit.
+    """Epochs of the run, by the trainer group; None for no limit.
 
     As in Lightning a limit by steps or time alone lifts the default.
-
-    Args:
-        trainer: the trainer group.   max_tokens: the run's.
     """
     if trainer["max_epochs"] is not None:
         return None if trainer["max_epochs"] == -1 else trainer["max_epochs"]

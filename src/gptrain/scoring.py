@@ -17,16 +17,10 @@ from gptrain.loss import losses_of_rows
 
 @dataclass(frozen=True)
 class Score:
-    """Of one text.
+    """Of one text without its first token, which nothing comes before."""
 
-    Attributes:
-        log_probs: natural logarithms of the probabilities of its tokens but the first, which
-            nothing comes before: (N - 1,) float32.
-        n_bytes: of the text in UTF-8 without the first token.
-    """
-
-    log_probs: Tensor
-    n_bytes: int
+    log_probs: Tensor  # natural logarithms of the tokens' probabilities, (N - 1,) float32
+    n_bytes: int  # in UTF-8
 
     @property
     def nats(self) -> float:
@@ -55,7 +49,6 @@ def score(
     token is scored in the first window in which `context` tokens or more come before it.
 
     Args:
-        tokenizer: of the net, as of `gptrain.load(..., with_tokenizer=True)`.
         context: from 1 to T, None: T // 2. T / (T + 1 - context) times as many tokens are read as
             there are; at T every token is scored after as many as the net can see.
 
@@ -77,7 +70,6 @@ def score(
 
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
-    """Log-probabilities (N - 1,) of tokens (N,) int64."""
     limit = getattr(net, "max_seq_len", None) or max(2, len(tokens))
     context = limit // 2 if context is None else context
     if not 0 < context <= limit:

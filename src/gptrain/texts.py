@@ -42,14 +42,14 @@ def generate(
 
     Raises: ValueError for a prompt of no token.
     """
-    device = next(net.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    how, texts = (Sampling(temperature, top_k, top_p, min_p), generator, True), []
+    generator = torch.Generator(next(net.parameters()).device).manual_seed(seed)
+    how, texts = Sampling(temperature, top_k, top_p, min_p), []
     for prompt in prompts:
         tokens = [int(token) for token in tokenizer.encode(prompt)]
         if not tokens:
             raise ValueError(f"prompt {prompt!r}: not one or more tokens")
-        pieces = characters(tokenizer, tokens, sampling.generate(net, tokens, n_tokens, *how))
+        made = sampling.generate(net, tokens, n_tokens, how, generator, cache=True)
+        pieces = characters(tokenizer, tokens, made)
         next(pieces)  # the prompt
         texts.append("".join(until(stop, pieces)))
     return texts
@@ -59,10 +59,11 @@ class Writer:
     """Continues prompts by one net, with one series of random numbers."""
 
     def __init__(self, cfg: DictConfig, net: nn.Module, tokenizer: Tokenizer | None, device: str):
-        self.cfg, self.net, self.tokenizer = cfg, net, tokenizer or Numbers()
+        self.net, self.tokenizer = net, tokenizer or Numbers()
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
-        self.generator = torch.Generator(device).manual_seed(cfg.seed)
+        how = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        generator = torch.Generator(device).manual_seed(cfg.seed)
+        self.options = (cfg.n_tokens, how, generator, cfg.cache)
 
     def write(self, prompt: str) -> None:
         """Prints a prompt with what follows it, and on stderr how fast.   Raises: ConfigError."""
@@ -71,8 +72,7 @@ class Writer:
         if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
             wrong = f"not one or more tokens of the net, which has 0 to {size - 1}"
             raise ConfigError.of("prompt", prompt, wrong)
-        options = (self.sampling, self.generator, self.cfg.cache)
-        made = sampling.generate(self.net, tokens, self.cfg.n_tokens, *options)
+        made = sampling.generate(self.net, tokens, *self.options)
         pieces = characters(self.tokenizer, tokens, made)
         for piece in chain([next(pieces)], until(self.stop, pieces)):  # no stop is in the prompt
             print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
@@ -112,11 +112,7 @@ class Numbers:
 def characters(
     tokenizer: Tokenizer | Numbers, tokens: list[int], made: Iterable[int]
 ) -> Iterator[str]:
-    """The text of tokens, then what each of those made adds to it, in whole characters.
-
-    Args:
-        tokens: of the prompt; each one that is made is added.
-    """
+    """The text of tokens, to which those made are added, then what each adds, in characters."""
     start = end = 0  # what follows end is new, and decoded with the piece before it as context
     for new in chain([[]], zip(made)):
         tokens += new

@@ -16,12 +16,12 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.campaign.truth import record
+from tests.processes import living
 
 EVERY = 5  # steps between two checkpoints
 WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.ranks.supervisor",
@@ -66,15 +66,9 @@ class Attempt:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def left(self) -> list[str]:
-        """Its processes that live: number, name and state, from proc(5)."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):  # it is gone
-                name, _, rest = path.read_text().rpartition(")")
-                state, _, _, session, *_ = rest.split()
-                if int(session) == self.process.pid and state not in "ZX":
-                    found.append(f"{name}) {state}")
-        return found
+        """Its processes that live: number, name and state."""
+        session = str(self.process.pid)
+        return [f"{pid} {one[0]} {one[1]}" for pid, one in living().items() if one[4] == session]
 
 
 class Lab:

@@ -128,7 +128,6 @@ def test_rooms_stand_in_the_order_in_which_they_import():
         for number, row in enumerate(rows)
         for name in re.findall(r"`(?:src/gptrain/)?([\w.]+)`", row)
     }
-    # What all may know, or none.
     beside = {
         "__init__",
         "command",
@@ -168,12 +167,8 @@ def test_the_answer_to_a_wrong_option_is_as_shown():
 
 
 def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
-    verbs = ("plan", "ladder", "launch")
-    found = [
-        command
-        for command in COMMANDS
-        if command.startswith(tuple(f"python -m gptrain.{verb}" for verb in verbs))
-    ]
+    verbs = tuple(f"python -m gptrain.{verb}" for verb in ("plan", "ladder", "launch"))
+    found = [command for command in COMMANDS if command.startswith(verbs)]
     assert len(found) == 4
     for command in found:
         code = run_verb(command.replace(" --submit", ""), monkeypatch)
@@ -184,10 +179,5 @@ def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
 def test_every_other_command_is_known():
     """Set-up and tests are run by CI as written; the others are tools of their own."""
     others = [command for command in COMMANDS if command and "train.py" not in command]
-    known = (
-        "python3 -m venv",
-        "tensorboard --logdir",
-        "python -m gptrain.",
-        "python -m pytest tests/",
-    )
+    known = ("python3 -m venv", "tensorboard --logdir", "python -m gptrain.", "python -m pytest ")
     assert all(command.startswith(known) for command in others), others

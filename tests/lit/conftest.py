@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import gptrain
 import train
 from gptrain.config import cli
+from tests.conftest import Finished
 from tests.forked import forked_ranks
 
 OWN = "tests.lit.own"
@@ -25,16 +25,15 @@ TINY = (
     "trainer.max_steps=6", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false",
     "trainer.log_every_n_steps=1", "logger=csv", "callbacks=none",
 )  # fmt: skip
+ACCURACY = (
+    "+module.metrics.top5={_target_: torchmetrics.classification.MulticlassAccuracy,"
+    " num_classes: 256, top_k: 5, average: micro}"
+)
 TRACES = {"metrics.csv", "result.json", "state.ckpt"}  # of a run that has begun
 
 
-@dataclass
-class Ended:
-    """What is left of a run."""
-
-    code: int
-    out: str
-    folder: Path
+class Ended(Finished):
+    """What is left of a run; what it printed is all in `out`."""
 
     @property
     def errors(self) -> list[str]:
@@ -51,21 +50,13 @@ class Ended:
         """What own callbacks have noted."""
         return [json.loads(line) for line in (self.folder / "seen.jsonl").read_text().splitlines()]
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        return json.loads((self.folder / "result.json").read_text())["metrics"]
-
     def column(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row.get(name)]
 
     def steps(self) -> list[int]:
         return sorted(int(p.name[5:]) for p in (self.folder / "checkpoints").glob("step-*"))
 
-    def state(self, step: int) -> dict[str, Any]:
-        path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
-        return torch.load(path, weights_only=True)
-
-    def copy_until(self, step: int, name: str) -> Path:
+    def copy_until(self, step: int, name: str) -> str:
         """A copy of this run as if it had been killed right after the checkpoint of a step."""
         copy = self.folder.parent / name
         shutil.copytree(self.folder, copy)
@@ -74,7 +65,7 @@ class Ended:
                 shutil.rmtree(path)
         for left in ("result.json", "seen.jsonl"):
             (copy / left).unlink(missing_ok=True)
-        return copy
+        return str(copy)
 
 
 Fit = Callable[..., Ended]
@@ -112,7 +103,7 @@ def fit(tmp_path, capfd, shared) -> Fit:
         if ranks.exists():
             said += ranks.read_text()
             ranks.unlink()
-        ended = Ended(found, said, folder)
+        ended = Ended(found, said, "", folder)
         assert found == code, ended.out
         if code == 2:
             assert len(ended.errors) == 1 and "Traceback" not in ended.out, ended.out
@@ -144,7 +135,7 @@ def resumes(fit) -> Callable[..., Ended]:
         assert full.steps() == list(range(1, n + 1)), full.steps()
         for stop in stops:
             copy = full.copy_until(stop, f"{full.folder.name}-{stop}")
-            resumed = fit(*words, "ckpt_path=last", name=copy.name)
+            resumed = fit(*words, "ckpt_path=last", name=copy)
             wrong = differences(full.state(n), resumed.state(n))
             assert not wrong, (stop, wrong[:8])
             assert same_rows(full.rows, resumed.rows), (stop, full.rows, resumed.rows)

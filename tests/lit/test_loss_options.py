@@ -22,7 +22,7 @@ def expected(net, samples, smoothing, z_loss) -> tuple[float, float]:
     return float(loss + z_loss * logits.logsumexp(-1).square().mean()), float(plain)
 
 
-@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.2, 1e-3)])
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 1e-2), (0.2, 1e-3)])
 def test_training_loss_is_as_torch_says_and_validation_is_plain(fit, smoothing, z_loss):
     options = (f"module.loss.label_smoothing={smoothing}", f"module.loss.z_loss={z_loss}")
     words = (
@@ -35,18 +35,6 @@ def test_training_loss_is_as_torch_says_and_validation_is_plain(fit, smoothing, 
         loss, plain = expected(net, [0, 1, 2, 3], smoothing, z_loss)
         assert run.column("train/loss")[step] == pytest.approx(loss, rel=1e-5)
         assert run.column("val/loss")[step - 1] == pytest.approx(plain, rel=1e-5)
-
-
-def test_alike_under_every_strategy(fit):
-    words = (
-        "module.loss.label_smoothing=0.1", "module.loss.z_loss=0.01", "trainer.max_steps=3",
-        "model.n_layers=2", "data.global_batch_size=8", "optimizer.lr=0.01",
-    )  # fmt: skip
-    one = fit(*words, name="one")
-    for strategy in ("ddp", "tensor_parallel", "pipeline"):
-        two = fit(*words, "trainer.devices=2", f"strategy={strategy}", name=strategy)
-        assert two.column("train/loss") == pytest.approx(one.column("train/loss"), rel=1e-5)
-        assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
 
 
 def test_a_net_without_the_chunked_loss_has_them_too(fit):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from unittest.mock import patch
 
@@ -15,11 +14,7 @@ import gptrain
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
 from gptrain.parallel.whole import Whole
-
-ACCURACY = (
-    "+module.metrics.top5={_target_: torchmetrics.classification.MulticlassAccuracy,"
-    " num_classes: 256, top_k: 5, average: micro}"
-)
+from tests.lit.conftest import ACCURACY, OWN
 
 
 def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
@@ -46,70 +41,46 @@ def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
     assert tested.metrics["test/top5"] == pytest.approx(expected["test"], abs=1e-6)
 
 
-def test_a_metric_is_alike_on_one_and_two_ranks(fit):
-    words = (ACCURACY, "data.global_batch_size=8", "model.n_layers=2", "optimizer.lr=0.01",
-             "data.val.num_samples=9", "trainer.max_steps=3")  # fmt: skip
-    one = fit(*words, name="one")
-    for strategy in ("ddp", "fsdp", "tensor_parallel", "pipeline"):
-        two = fit(*words, "trainer.devices=2", f"strategy={strategy}", name=strategy)
-        assert two.metrics["val/top5"] == pytest.approx(one.metrics["val/top5"], abs=1e-6), strategy
-        assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], abs=1e-5), strategy
-
-
-def test_a_metric_may_be_monitored_and_the_best_be_the_highest(fit):
+def test_a_metric_may_be_objective_and_monitored_and_the_best_be_the_highest(fit):
     words = (
-        ACCURACY, "checkpoint.monitor=val/top5", "checkpoint.mode=max", "checkpoint.keep=2",
-        "trainer.val_check_interval=1", "optimizer.lr=0.02",
+        ACCURACY, "objective=val/top5", "checkpoint.monitor=val/top5", "checkpoint.mode=max",
+        "checkpoint.keep=2", "trainer.val_check_interval=1", "optimizer.lr=0.02",
     )  # fmt: skip
     run = fit(*words)
+    assert "warning" not in run.out
     values = run.column("val/top5")
     best = max(range(6), key=values.__getitem__) + 1
-    manifest = json.loads((run.folder / "result.json").read_text())
-    assert manifest["checkpoint"].endswith(f"step-{best:08d}")
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["checkpoint"].endswith(f"step-{best:08d}")
     assert run.steps() == sorted({best, 5, 6}) and best < 5
     state = run.state(best)["state_dict"]
     loaded = gptrain.load(run.folder).state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
     again = fit(*words, "task=validate", f"ckpt_path={run.folder}/checkpoints/step-{best:08d}",
                 name="again")  # fmt: skip
-    measured = json.loads((again.folder / "result.json").read_text())["metrics"]
-    assert measured["val/top5"] == values[best - 1]
+    assert again.metrics["val/top5"] == values[best - 1]
 
 
-def test_a_metric_may_be_the_objective_of_a_sweep(fit, tmp_path):
-    run = fit(ACCURACY, "objective=val/top5", "checkpoint.mode=max", "-m", "seed=1,2", name="sweep")
-    assert run.code == 0
+def test_names_that_are_never_logged_are_told_once_with_those_that_are(fit):
+    words = ("checkpoint.monitor=val/none", "objective=val/nil")  # which is refused of ours
+    run = fit(f"module._target_={OWN}.modules.Logs", *words, "trainer.val_check_interval=2")
+    for key, name in (word.split("=") for word in words):
+        (line,) = [line for line in run.out.splitlines() if name in line]
+        assert line.startswith(f"warning: {key}={name}: not logged in the first validation")
+        assert "val/loss" in line and "train/loss" in line
 
 
-def test_a_name_that_is_never_logged_is_told_once_with_those_that_are(fit):
-    run = fit("checkpoint.monitor=val/nowhere", "trainer.val_check_interval=2")
-    (line,) = [line for line in run.out.splitlines() if "val/nowhere" in line]
-    assert line.startswith("warning: ") and "val/loss" in line and "train/loss" in line
-
-
-def test_an_objective_is_told_where_it_is_known_what_is_logged_and_else_once(fit, refused):
+def test_what_is_known_to_be_no_metric_is_refused_in_one_line(refused):
     line = refused("objective=val/los")
     assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
-    run = fit("objective=val/nowhere", "module._target_=tests.lit.own.modules.Logs")
-    (line,) = [line for line in run.out.splitlines() if "val/nowhere" in line]
-    assert line.startswith("warning: objective=val/nowhere: not logged in the first validation")
-
-
-@pytest.mark.parametrize("name", ["loss", "perplexity", "bits_per_byte"])
-def test_a_metric_named_as_a_value_of_ours_is_refused(refused, name):
-    line = refused(f"+module.metrics.{name}={{_target_: torchmetrics.text.Perplexity}}")
-    assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
-
-
-def test_an_unknown_metric_is_one_line(refused):
     assert "nothing of that name" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
+    line = refused("+module.metrics.loss={_target_: torchmetrics.text.Perplexity}")
+    assert "module.metrics.loss" in line and "try: module.metrics.my_loss" in line
 
 
 def test_metrics_of_training_may_be_monitored(fit):
     run = fit("checkpoint.monitor=train/loss", "trainer.val_check_interval=2")
-    with open(run.folder / "metrics.csv", newline="") as file:
-        losses = {int(r["step"]): float(r["train/loss"]) for r in csv.DictReader(file)}
-    best = min((2, 4, 6), key=losses.__getitem__)
+    best = min((2, 4, 6), key=lambda step: run.column("train/loss")[step - 1])
     assert best in run.steps()
 
 

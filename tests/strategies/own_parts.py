@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 from count_bytes import CountBytes
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -137,12 +136,6 @@ class Record(pl.Callback):
         peak = next(c.speed.peak for c in trainer.callbacks if hasattr(c, "speed"))
         if peak is not None:  # on rank 0
             seen["peak"], seen["peak_of"] = peak.flops_per_s, peak.source
-        seen["offload"] = [
-            type(part._get_fsdp_state()._fsdp_param_group.offload_policy).__name__
-            for part in net.modules()
-            if isinstance(part, FSDPModule) and part._get_fsdp_state()._fsdp_param_group
-        ]
-        seen["shards_on"] = {str(p.device) for p in net.parameters()}
         for part in net.modules():
             if isinstance(part, nn.Dropout) and part.p > 0:
                 part.register_forward_hook(self._note_mask)
@@ -248,7 +241,6 @@ class FailEachStart(pl.Callback):
             with open(Path(trainer.default_root_dir) / "starts.txt", "a") as file:
                 print(trainer.global_step, file=file)
             raise RuntimeError("this start was to fail")
-        time.sleep(60)
 
 
 class HangAt(pl.Callback):

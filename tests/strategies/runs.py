@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from own_parts import Ragged
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
@@ -73,8 +74,10 @@ PLACES = {
 }
 # Four processes of two cores wait for each other at every step.
 STEPS = {"fsdp_tensor_parallel": 4, "ddp_pipeline": 4, "hsdp": 4}
-# A run that is stopped, which has half of the blocks: three of them are compared bit by bit.
-DROPOUT = ("model.dropout=0.1", "model.n_layers=2", "trainer.max_steps=5")
+# Runs that are compared bit by bit have half of the blocks.
+DROPOUT = (
+    "model.dropout=0.1", "model.n_layers=2", "trainer.max_steps=6", "trainer.val_check_interval=3",
+)  # fmt: skip
 
 
 @dataclass
@@ -115,12 +118,18 @@ class Run:
             state["shards"] = read_shards(path)
         return state
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The net's at the end of the run, whole."""
+    @property
+    def n_steps(self) -> int:
+        """How many steps it has taken."""
+        return int(self.column("step")[-1])
+
+    def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        """The net's after a step, or at the end of the run, whole."""
         import gptrain
 
         with torch.no_grad():
-            return gptrain.load(self.folder, "last", allowed_targets=["own_parts"]).state_dict()
+            net = gptrain.load(self.checkpoint(step or self.n_steps), allowed_targets=["own_parts"])
+            return net.state_dict()
 
 
 class Runs:
@@ -205,26 +214,22 @@ def read_shards(path: Path) -> dict:
     return state
 
 
-def differences(mine: object, theirs: object, place: str = "") -> list[str]:
+def differences(mine: object, theirs: object) -> list[str]:
     """Where two states differ, bit by bit."""
+    mine, theirs = (
+        {keystr(path): leaf for path, leaf in tree_leaves_with_path(one)} for one in (mine, theirs)
+    )
+    lone = [f"{place}: in one alone" for place in mine.keys() ^ theirs.keys()]
+    return lone + [
+        place for place in mine.keys() & theirs.keys() if not same(mine[place], theirs[place])
+    ]
+
+
+def same(mine: object, theirs: object) -> bool:
+    """Two values are equal, tensors bit by bit."""
     if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return [] if torch.equal(mine, theirs) else [place]
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        lone = [f"{place}.{key}: in one alone" for key in mine.keys() ^ theirs.keys()]
-        return lone + [
-            found
-            for key in mine.keys() & theirs.keys()
-            for found in differences(mine[key], theirs[key], f"{place}.{key}")
-        ]
-    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        if len(mine) != len(theirs):
-            return [f"{place}: {len(mine)} and {len(theirs)}"]
-        return [
-            found
-            for index, pair in enumerate(zip(mine, theirs, strict=True))
-            for found in differences(*pair, f"{place}[{index}]")
-        ]
-    return [] if mine == theirs else [f"{place}: {mine} and {theirs}"]
+        return torch.equal(mine, theirs)
+    return type(mine) is type(theirs) and mine == theirs
 
 
 def check_close(mine: list[float], expected: list[float], rtol: float = RTOL) -> None:
@@ -235,8 +240,8 @@ def check_close(mine: list[float], expected: list[float], rtol: float = RTOL) ->
 
 
 def check_weights(run: Run, truth: Run) -> None:
-    """Final weights are the same but for rounding."""
-    mine, expected = run.weights(), truth.weights()
+    """Weights at the run's end are the same but for rounding."""
+    mine, expected = run.weights(), truth.weights(run.n_steps)
     assert mine.keys() == expected.keys()
     for name, weight in expected.items():
         if NOISE not in name:
@@ -244,23 +249,35 @@ def check_weights(run: Run, truth: Run) -> None:
             assert error < WEIGHT_RTOL, (name, error)
 
 
+def check_losses(run: Run, truth: Run, rtol: float = RTOL) -> None:
+    """Losses, norms before clipping and validations are those of the truth's first steps."""
+    for name in ("train/loss", "grad_norm", "val/loss"):
+        mine = run.column(name)
+        check_close(mine, truth.column(name)[: len(mine)], rtol)
+
+
 def check_same_run(run: Run, truth: Run) -> None:
-    """Losses, norms before clipping, validations and final weights are those of the truth."""
-    check_close(run.column("train/loss"), truth.column("train/loss"))
-    check_close(run.column("grad_norm"), truth.column("grad_norm"))
-    assert min(run.column("grad_norm")) > MAX_NORM  # clipping is active
-    check_close(run.column("val/loss"), truth.column("val/loss"))
+    """So are the weights at its end; and gradients were clipped."""
+    check_losses(run, truth)
+    assert min(run.column("grad_norm")) > MAX_NORM
     check_weights(run, truth)
+
+
+def check_same_bits(run: Run, whole: Run, since: int = 0) -> None:
+    """A run that went on ends as the one that never stopped; its own log begins after a step."""
+    assert not differences(run.state(whole.n_steps), whole.state(whole.n_steps))
+    columns = ("step", "train/loss", "lr", "grad_norm", "val/loss")
+    mine, expected = ([[row.get(c) for c in columns] for row in one.rows] for one in (run, whole))
+    assert mine == [row for row in expected if float(row[0]) > since]
 
 
 # The claims that hold for every strategy, by its name
 
 
-def plain(runs: Runs, name: str, n_steps: int | None = None) -> Run:
+def plain(runs: Runs, name: str) -> Run:
     """Eight steps, of a mix four, with metrics, without dropout; two micro-steps a pair."""
-    n_steps = n_steps or STEPS.get(name, N_STEPS)
-    fewer = (f"trainer.max_steps={n_steps}",) if n_steps < N_STEPS else ()
-    return runs(*PLACES[name], *METRICS, *fewer)
+    n_steps = STEPS.get(name, N_STEPS)
+    return runs(*PLACES[name], *METRICS, f"trainer.max_steps={n_steps}")
 
 
 def check_reads_checkpoints_of(runs: Runs, name: str, source: str) -> None:
@@ -282,9 +299,7 @@ def check_starts_from_weights_of(runs: Runs, name: str, source: str) -> None:
     begun = plain(runs, source)
     words = (f"init_from={begun.folder}", "seed=7", "data.train.seed=3", "trainer.max_steps=1")
     run, truth = runs(*PLACES[name], *words), runs(*PLACES["single"], *words)
-    check_close(run.column("train/loss"), truth.column("train/loss"))
-    check_close(run.column("grad_norm"), truth.column("grad_norm"))
-    check_weights(run, truth)
+    check_same_run(run, truth)
     fresh = plain(runs, "single").column("train/loss")[0]
     assert abs(truth.column("train/loss")[0] / fresh - 1) > 1e-3  # not by chance
 
@@ -316,69 +331,48 @@ class Claims:
     def test_it_equals_one_process(self, runs):
         """Losses, norms, metrics, validations and final weights of all steps."""
         n_steps = STEPS.get(self.name, N_STEPS)
-        run, truth = plain(runs, self.name), plain(runs, "single", n_steps)
-        assert len(run.column("train/loss")) == n_steps
+        run, truth = plain(runs, self.name), plain(runs, "single")
+        assert run.n_steps == len(run.column("train/loss")) == n_steps
         check_same_run(run, truth)
-        accuracy = truth.column("val/accuracy")
-        assert len(accuracy) == n_steps / 4 and min(accuracy) > 0
+        n_validations = n_steps // 4
+        accuracy = truth.column("val/accuracy")[:n_validations]
+        assert len(accuracy) == n_validations and min(accuracy) > 0
         assert run.column("val/accuracy") == pytest.approx(accuracy)  # counts of predictions
-        assert run.column("val/counted") == truth.column("val/counted")
-
-    def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(self, runs):
-        """Asked to stop after step 3 and started again, a run ends in the same bits."""
-        words = (*PLACES[self.name], *DROPOUT)
-        whole = runs(*words)
-        stopped = runs(
-            *words,
-            "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=3",
-            f"+callbacks.stop.rank={len(self.data_ranks) - 1}",
-            code=75,
-        )  # fmt: skip
-        assert stopped.column("step")[-1] < 5
-        resumed = runs(*words, "ckpt_path=last", begun=stopped)
-        assert resumed.record()["places"][0][1] == stopped.column("step")[-1]
-        assert not differences(resumed.state(5), whole.state(5))
-        for column in ("step", "train/loss", "lr", "grad_norm", "val/loss"):
-            assert resumed.column(column) == whole.column(column), column
+        assert run.column("val/counted") == truth.column("val/counted")[:n_validations]
 
     def test_ranks_read_the_samples_of_their_data_rank(self, runs):
-        """Together those of one process in every step."""
-        data_ranks = self.data_ranks
+        """Together those of one process in every step, and as they are named."""
         n_steps, run = STEPS.get(self.name, N_STEPS), plain(runs, self.name)
-        truth = plain(runs, "single", n_steps).record()["tokens"]
-        read = [run.record(rank)["tokens"] for rank in range(len(data_ranks))]
-        n_data = max(data_ranks) + 1
-        first_of = [data_ranks.index(number) for number in range(n_data)]
-        for rank, number in enumerate(data_ranks):
-            assert not differences(read[rank], read[first_of[number]]), f"rank {rank}"
+        seen = [run.record(rank) for rank in range(len(self.data_ranks))]
+        dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
+        for rank, one in enumerate(seen):
+            named = [dataset[sample][0] for step in one["samples"] for sample in step]
+            assert torch.equal(torch.stack(named), torch.cat(one["tokens"])), f"rank {rank}"
+            assert one["samples"] == seen[self.data_ranks.index(self.data_ranks[rank])]["samples"]
+            assert len(one["samples"]) == n_steps
+        first_of = [self.data_ranks.index(number) for number in sorted(set(self.data_ranks))]
+        for step, alone in enumerate(plain(runs, "single").record()["samples"][:n_steps]):
+            together = [sample for rank in first_of for sample in seen[rank]["samples"][step]]
+            assert sorted(together) == sorted(alone), f"step {step}"
+            assert len(set(together)) == 16  # no sample twice
 
-        def of_step(micro_steps, step):
-            n_micro = len(micro_steps) // n_steps
-            return micro_steps[step * n_micro : (step + 1) * n_micro]
 
-        for rank, tokens in enumerate(read):  # what an error would name
-            named = run.record(rank)["samples"]
-            assert len(named) == n_steps
-            dataset = Ragged(num_samples=200, seq_len=15, vocab_size=61, seed=3)
-            told = [dataset[sample][0] for step in named for sample in step]
-            assert torch.equal(torch.stack(told), torch.cat(tokens)), f"rank {rank}"
-        for step in range(n_steps):
-            together = torch.cat(
-                [part for first in first_of for part in of_step(read[first], step)]
-            )
-            alone = torch.cat(of_step(truth, step))
-            assert sorted(together.tolist()) == sorted(alone.tolist()), f"step {step}"
-            assert len(together.unique(dim=0)) == 16  # no sample twice
+class GoesOn(Claims):
+    """And of one strategy for each way to partition a net."""
 
-    def test_each_rank_draws_dropout_of_its_own(self, runs):
-        run = runs(*PLACES[self.name], *DROPOUT)
-        masks = [run.record(rank)["mask"].tolist()[:200] for rank in range(len(self.data_ranks))]
+    def test_a_run_with_dropout_goes_on_bit_for_bit(self, runs):
+        """From a checkpoint to the same bits, of which each rank draws its own."""
+        words = (*PLACES[self.name], *DROPOUT)
+        whole = runs(*words)
+        resumed = runs(*words, f"ckpt_path={whole.checkpoint(3)}")
+        check_same_bits(resumed, whole, since=3)
+        masks = [whole.record(rank)["mask"].tolist()[:200] for rank in range(len(self.data_ranks))]
         for rank, mask in enumerate(masks):
             assert any(mask)
             assert mask not in masks[:rank], f"rank {rank}"
 
 
-class FewRanks(Claims):
+class FewRanks(GoesOn):
     """And of those that need no four processes."""
 
     def test_bf16_multiplies_in_bf16(self, runs):
@@ -399,13 +393,14 @@ class Recomputes(FewRanks):
 
     def test_activation_checkpointing_keeps_less(self, runs):
         """Activation checkpointing changes no loss; it keeps less, and full multiplies again."""
-        kept, products = {}, {}
-        for mode in ("none", "selective", "full"):
+        truth = plain(runs, self.name)
+        made = {"none": truth}
+        for mode in ("selective", "full"):
             words = (f"model.activation_checkpointing={mode}", "trainer.max_steps=2")
-            run = runs(*PLACES[self.name], *words)
-            check_close(run.column("train/loss"), plain(runs, "single").column("train/loss")[:2])
-            seen = run.record()
-            kept[mode], products[mode] = sum(seen["saved_bytes"]), sum(seen["products"])
+            made[mode] = runs(*PLACES[self.name], *words)
+            check_close(made[mode].column("train/loss"), truth.column("train/loss")[:2])
+        kept = {mode: sum(run.record()["saved_bytes"]) for mode, run in made.items()}
+        products = {mode: sum(run.record()["products"]) for mode, run in made.items()}
         assert kept["none"] > 2 * kept["selective"] > 0
         assert kept["none"] > 2 * kept["full"] > 0
         assert products["none"] == products["selective"] < products["full"]

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism on two ranks equals one process."""
+"""Fully sharded data parallelism: compiled, offloaded, and which ranks share a copy of the net."""
 
 import warnings
 from functools import partial
@@ -6,47 +6,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from count_bytes import CountBytes
-from kinds import (
-    Sharded,
-    check_equals_one_process,
-    check_recomputed_equals_one_process,
-    fraction_of_bytes,
-)
+from kinds import Parallel, check_equals_one_process
 from ranks import on_ranks
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from gptrain.parallel.activation import apply_compile
 from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
-
-
-@on_ranks(2)
-def test_fsdp_equals_one_process():
-    check_equals_one_process(Sharded(data=2))
-
-
-@on_ranks(2)
-def test_without_resharding_it_equals_one_process_and_gathers_each_block_once():
-    """Each of four blocks is gathered forward, and again backward where it was resharded."""
-    gathers = {}
-    for reshards in (True, False):
-        kind = Sharded(data=2, reshard_after_forward=reshards)
-        check_equals_one_process(kind, n_steps=2)
-        with CountBytes() as counted:
-            kind.step(2)
-        gathers[reshards] = counted.calls["allgather_base"]
-    n_root, n_micro_steps = 1, 2
-    assert gathers == {True: n_micro_steps * (8 + n_root), False: n_micro_steps * (4 + n_root)}
-
-
-@on_ranks(2)
-def test_each_rank_holds_half_of_the_bytes():
-    assert fraction_of_bytes(Sharded(data=2)) < 0.5 * 1.1
-
-
-@on_ranks(2)
-def test_activation_checkpointing_changes_no_number():
-    check_recomputed_equals_one_process(data=2)
 
 
 @on_ranks(2)
@@ -55,8 +20,15 @@ def test_compiled_blocks_equal_one_process():
     compiled = partial(torch.compile, backend="eager")
     with warnings.catch_warnings(), patch.object(torch, "compile", compiled):
         warnings.simplefilter("ignore")  # the compiler's own, of which it has many
-        kind = Sharded(data=2, prepare=lambda net: apply_compile(net, "blocks"))
-        check_equals_one_process(kind, n_steps=1)
+        check_equals_one_process(Parallel("fsdp", compile="blocks"))
+
+
+@on_ranks(2)
+def test_offloaded_shards_live_in_host_memory():
+    for offloads, policy in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
+        blocks = Parallel("fsdp", cpu_offload=offloads).net.blocks
+        groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks]
+        assert [type(group.offload_policy) for group in groups] == 4 * [policy]
 
 
 def test_copies_of_the_net_are_sharded_over_neighbours():

@@ -5,34 +5,48 @@ import runs as claims
 import torch
 
 
-class TestEveryClaim(claims.FewRanks):
+class TestEveryClaim(claims.Claims):
     name, data_ranks = "ddp", [0, 1]
+
+
+def test_a_stopped_run_with_dropout_goes_on_bit_for_bit(runs):
+    """Asked by one rank between validations, and started again in its folder."""
+    words = (*claims.PLACES["ddp"], *claims.DROPOUT, "trainer.val_check_interval=6")
+    whole = runs(*words)
+    stop = (
+        "+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.step=3",
+        "+callbacks.stop.rank=1",
+    )  # fmt: skip
+    stopped = runs(*words, *stop, code=75)
+    assert 3 < stopped.n_steps < 6
+    resumed = runs(*words, "ckpt_path=last", begun=stopped)
+    assert resumed.record()["places"][0][1] == stopped.n_steps
+    claims.check_same_bits(resumed, whole)
+    assert not torch.equal(*(whole.record(rank)["mask"] for rank in range(2)))
 
 
 def test_muon_whose_work_ranks_divide_equals_one_process(runs):
     claims.check_muon(runs, "ddp")
 
 
-@pytest.mark.parametrize("source", ["single", "fsdp"])
-def test_it_reads_checkpoints_of(source, runs):
-    claims.check_reads_checkpoints_of(runs, "ddp", source)
+def test_it_reads_checkpoints_of_sharded_weights(runs):
+    claims.check_reads_checkpoints_of(runs, "ddp", "fsdp")
 
 
 def test_each_rank_draws_dropout_of_its_own_where_one_process_was_saved(runs):
-    saved = runs(*claims.PLACES["single"], *claims.DROPOUT).checkpoint(4)
-    words = (f"ckpt_path={saved}", "trainer.max_steps=6", "+callbacks.record.look_at=5")
+    saved = runs(*claims.PLACES["single"], *claims.DROPOUT).checkpoint(3)
+    words = (f"ckpt_path={saved}", "trainer.max_steps=5", "+callbacks.record.look_at=4")
     run = runs(*claims.PLACES["ddp"], *claims.DROPOUT, *words)
     masks = [run.record(rank)["mask"] for rank in range(2)]
     assert masks[0].any() and not torch.equal(*masks)
 
 
 def test_gradients_are_sent_once_per_step_and_halved_by_a_hook(runs):
-    sent = {}
-    for hook in ("none", "bf16"):
-        run = runs(*claims.PLACES["ddp"], f"strategy.comm_hook={hook}", "trainer.max_steps=2")
+    plain = claims.plain(runs, "ddp")
+    halved = runs(*claims.PLACES["ddp"], "strategy.comm_hook=bf16", "trainer.max_steps=2")
+    n_bytes = 4 * sum(w.numel() for w in set(plain.weights().values()))
+    n_bytes -= 4 * 61 * 32  # head and table are one
+    for run, expected in ((plain, n_bytes), (halved, n_bytes / 2)):
         first, last = run.record()["sent"]  # of the micro-steps of one step
         assert first["allreduce"] == 8  # how many targets the step has
-        sent[hook] = last["allreduce"]
-    n_bytes = 4 * sum(w.numel() for w in set(claims.plain(runs, "ddp").weights().values()))
-    assert sent["none"] == pytest.approx(n_bytes - 4 * 61 * 32)  # head and table are one
-    assert sent["bf16"] == sent["none"] / 2
+        assert last["allreduce"] == pytest.approx(expected)

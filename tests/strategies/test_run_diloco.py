@@ -12,19 +12,18 @@ from gptrain.parallel.diloco import DiLoCo
 from gptrain.parallel.dims import ParallelDims
 
 TWO = (
-    "strategy=diloco",
-    "trainer.devices=2",
-    "strategy.sync_every=2",
+    "strategy=diloco", "trainer.devices=2", "strategy.sync_every=2",
     "trainer.val_check_interval=8",
-)
+)  # fmt: skip
 NOTES = ("+callbacks.weights._target_=own_parts.NoteWeights",)
 SGD = (
     "optimizer._target_=torch.optim.SGD", "optimizer.lr=0.1", "trainer.gradient_clip_val=0",
     "~optimizer.betas", "~optimizer.eps",
 )  # fmt: skip
 FULL = ("data.num_samples=200",)  # as many targets in each sample
+INFINITE = ("+callbacks.bad._target_=own_parts.InfiniteAt", "+callbacks.bad.step=2")
 STOP = ("+callbacks.stop._target_=own_parts.StopAt", "+callbacks.stop.rank=1")
-SHORT = (*claims.DROPOUT, "trainer.max_steps=6", "trainer.val_check_interval=6")
+SHORT = (*claims.DROPOUT, "trainer.val_check_interval=6", "strategy.outer_lr=0.5")
 
 
 @pytest.fixture
@@ -40,16 +39,26 @@ def weights(run, rank=0):
     return torch.load(run.folder / f"weights-{rank}.pt", weights_only=True)
 
 
-def replicas(run, step):
-    """All that a checkpoint holds."""
-    mine = torch.load(run.checkpoint(step) / "replica-0001.ckpt", weights_only=True)
-    return {"shared": run.state(step), "second": mine}
+def check_same_replicas(run, whole):
+    """All that their last checkpoints hold, of the first replica and of the second."""
+    assert not claims.differences(run.state(6), whole.state(6))
+    name = "replica-0001.ckpt"
+    files = (torch.load(one.checkpoint(6) / name, weights_only=True) for one in (run, whole))
+    assert not claims.differences(*files)
+
+
+def stopped(runs):
+    """A run that is to take six steps, stopped between two meetings."""
+    run = runs(*TWO, *SHORT, *STOP, "+callbacks.stop.step=3", code=75)
+    assert run.n_steps == 5  # a stop is answered a step later
+    return run
 
 
 def test_meeting_at_every_step_equals_ddp(runs):
     local = ("strategy.sync_every=1", "strategy.outer_lr=1", "strategy.outer_momentum=0")
-    run = runs(*TWO, *local, *SGD, *NOTES, data=FULL)
-    truth = runs(*claims.PLACES["ddp"], *SGD, *NOTES, "trainer.val_check_interval=8", data=FULL)
+    words = (*SGD, *NOTES, "trainer.max_steps=4", "trainer.val_check_interval=4")
+    run = runs(*TWO, *local, *words, data=FULL)
+    truth = runs(*claims.PLACES["ddp"], *words, data=FULL)
     claims.check_close(run.column("train/loss"), truth.column("train/loss"), 1e-6)
     claims.check_close(run.column("val/loss"), truth.column("val/loss"), 1e-6)
     for mine, theirs in zip(weights(run), weights(truth), strict=True):
@@ -79,35 +88,24 @@ def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(run
     assert equal == [False, True, False, True, False, True, True]
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_run_stopped_in_or_between_rounds_goes_on_bit_for_bit(step, runs):
-    words = (*TWO, *SHORT, "strategy.outer_lr=0.5")
-    whole = runs(*words)
-    stopped = runs(*words, *STOP, f"+callbacks.stop.step={step}", code=75)
-    assert stopped.column("step")[-1] == step + 2  # a stop is answered a step later
-    resumed = runs(*words, "ckpt_path=last", begun=stopped)
-    assert not claims.differences(replicas(resumed, 6), replicas(whole, 6))
-    for column in ("step", "train/loss", "lr", "grad_norm", "val/loss"):
-        assert resumed.column(column) == whole.column(column), column
+def test_a_run_stopped_between_meetings_goes_on_bit_for_bit(runs):
+    whole = runs(*TWO, *SHORT)
+    resumed = runs(*TWO, *SHORT, "ckpt_path=last", begun=stopped(runs))
+    claims.check_same_bits(resumed, whole)
+    check_same_replicas(resumed, whole)
 
 
 def test_another_number_of_replicas_goes_on_with_the_first_ones_state(runs):
-    words = (*TWO, *SHORT)
-    stopped = runs(*words, *STOP, "+callbacks.stop.step=3", code=75)
-    resumed = runs(*words, "trainer.devices=1", "ckpt_path=last", begun=stopped)
+    words, begun = (*TWO, *SHORT, "ckpt_path=last"), stopped(runs)
+    resumed = runs(*words, "trainer.devices=1", begun=begun)
     assert "all replicas go on with the first one's" in resumed.said
-    assert resumed.column("step")[-1] == 6
-    refused = runs(*words, "strategy.sync_every=3", "ckpt_path=last", begun=stopped, code=2)
+    assert resumed.n_steps == 6
+    refused = runs(*words, "strategy.sync_every=3", begun=begun, code=2)
     assert "strategy.sync_every" in refused.said
 
 
 def test_a_step_that_is_not_finite_is_skipped_by_its_replica_alone(runs):
-    words = (
-        "on_nonfinite=skip",
-        "+callbacks.bad._target_=own_parts.InfiniteAt",
-        "+callbacks.bad.step=2",
-    )
-    run = runs(*TWO, *NOTES, *words)
+    run = runs(*TWO, *NOTES, *INFINITE, "on_nonfinite=skip")
     first, second = weights(run, 0), weights(run, 1)
     assert torch.equal(second[2], second[1]) and not torch.equal(first[2], first[1])
     assert torch.equal(first[-1], second[-1]) and first[-1].isfinite().all()
@@ -119,34 +117,24 @@ def test_what_needs_the_weights_of_every_step_is_refused(runs):
 
 
 def test_ranks_of_a_replica_take_each_step_together(runs):
-    """Two of two; stopped within a round they go on bit for bit, Muon's divided work too."""
+    """Two of two; from within a round they go on bit for bit, Muon's divided work too."""
     words = (
-        "strategy=diloco",
-        "trainer.devices=4",
-        "strategy.replicas=2",
-        "strategy.sync_every=2",
-        *SHORT,
-        "data.batch_size=2",
-        "optimizer=muon",
-    )
+        *TWO, *SHORT, "trainer.devices=4", "strategy.replicas=2", "data.batch_size=2",
+        "optimizer=muon", "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
+    )  # fmt: skip
     whole = runs(*words, *NOTES)
-    steps = [
-        torch.load(whole.folder / f"weights-{rank}.pt", weights_only=True) for rank in range(4)
-    ]
+    steps = [weights(whole, rank) for rank in range(4)]
     for number, (a, b, c, d) in enumerate(zip(*steps, strict=True), 1):
         assert torch.equal(a, b) and torch.equal(c, d)
         assert torch.equal(a, c) == (number % 2 == 0)
-    stopped = runs(*words, *STOP, "+callbacks.stop.step=3", code=75)
-    resumed = runs(*words, "ckpt_path=last", begun=stopped)
-    assert not claims.differences(replicas(resumed, 6), replicas(whole, 6))
+    check_same_replicas(runs(*words, f"ckpt_path={whole.checkpoint(3)}"), whole)
 
 
 def test_it_trains_a_users_own_module_and_net(runs):
     words = (
-        "module._target_=own_parts.Plain",
-        "trainer.max_steps=4",
+        "module._target_=own_parts.Plain", "trainer.max_steps=4",
         "trainer.gradient_clip_val=null",
-    )
+    )  # fmt: skip
     run = runs(*TWO, *NOTES, *words, model=ONLY_FORWARD)
     first, second = weights(run, 0), weights(run, 1)
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
@@ -154,6 +142,5 @@ def test_it_trains_a_users_own_module_and_net(runs):
 
 
 def test_a_run_that_stops_at_a_step_that_is_not_finite_ends_with_its_replica(runs):
-    words = ("+callbacks.bad._target_=own_parts.InfiniteAt", "+callbacks.bad.step=2")
-    run = runs(*TWO, *words, code=79)
+    run = runs(*TWO, *INFINITE, code=79)
     assert "at step 2 is not finite" in run.said

@@ -13,27 +13,20 @@ from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 LLAMA = (
     "model=llama_nano", "model.vocab_size=61", "model.d_model=32", "model.n_heads=4",
     "model.n_kv_heads=2", "model.d_ff=40", "model.n_layers=4", "model.max_seq_len=16",
-    "trainer.max_steps=4", "trainer.val_check_interval=2",
+    "trainer.max_steps=2", "trainer.val_check_interval=2",
 )  # fmt: skip
 GPT2 = (
     "model=hugging_face", "model.vocab_size=61", "trainer.max_steps=4",
     "model.config={model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 4, n_positions: 16, "
     "resid_pdrop: 0.0, embd_pdrop: 0.0, attn_pdrop: 0.0}",
 )  # fmt: skip
+SLOW = pytest.param("fsdp_tensor_parallel", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel", "pipeline", "fsdp_tensor_parallel"])
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline", SLOW])
 def test_llama_equals_one_process(name, runs):
     truth = runs(*claims.PLACES["single"], model=LLAMA)
     claims.check_same_run(runs(*claims.PLACES[name], model=LLAMA), truth)
-
-
-def test_llama_goes_on_bit_for_bit(runs):
-    whole = runs(*claims.PLACES["tensor_parallel"], model=LLAMA)
-    step_2 = f"ckpt_path={whole.checkpoint(2)}"
-    again = runs(*claims.PLACES["tensor_parallel"], step_2, model=LLAMA)
-    assert not claims.differences(again.state(4), whole.state(4))
-    assert again.column("train/loss") == whole.column("train/loss")[2:]
 
 
 def test_heads_that_ranks_cannot_share_are_refused(runs):
@@ -47,9 +40,7 @@ def test_a_net_of_transformers_equals_one_process_and_is_loaded_and_exported(run
 
     truth = runs(*claims.PLACES["single"], model=GPT2)
     sharded = runs(*claims.PLACES["fsdp"], model=GPT2)
-    for run in (runs(*claims.PLACES["ddp"], model=GPT2), sharded):
-        claims.check_close(run.column("train/loss"), truth.column("train/loss"))
-        claims.check_close(run.column("val/loss"), truth.column("val/loss"))
+    claims.check_losses(sharded, truth)
     net, folder = gptrain.load(sharded.folder, "last", ["own_parts"]), tmp_path / "export"
     words = (f"run_dir={folder}", f"from_run={sharded.folder}", "ckpt_path=last", "format=hf")
     assert run_command(export, [*words, "allowed_targets=[own_parts]"], ExportRun, DEFAULTS) == 0

@@ -13,8 +13,7 @@ from kinds import (
     LOSS_RTOL,
     NOISE,
     OneProcess,
-    Piped,
-    Sharded,
+    Parallel,
     broadcast,
     close,
     make_net,
@@ -24,6 +23,7 @@ from torch import nn
 
 from gptrain.parallel import state as states
 from gptrain.parallel.slices import whole_of
+from gptrain.parallel.state import WHOLE
 
 
 class CountsSteps(torch.optim.Optimizer):
@@ -46,9 +46,14 @@ class CountsSteps(torch.optim.Optimizer):
 
 def every_kind(seed):
     yield OneProcess(seed=seed)
-    yield Sharded(data=2, seed=seed)
-    yield Sharded(tensor=2, seed=seed)
-    yield Piped("interleaved_1f1b", seed=seed)  # two stages a rank
+    yield Parallel("fsdp", seed=seed)
+    yield Parallel("tensor_parallel", seed=seed)
+    yield Parallel("pipeline", seed=seed, schedule="interleaved_1f1b")  # two stages a rank
+
+
+def every_mix(seed):
+    yield Parallel("fsdp_tensor_parallel", seed=seed)
+    yield Parallel("ddp_pipeline", seed=seed)
 
 
 def trained(kind):
@@ -81,17 +86,25 @@ def check_goes_on_like(loaded, truth_step):
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
-@on_ranks(2)
-def test_any_strategy_saves_the_whole_state_and_loads_it():
+def check_whole_states(kinds):
     truth = trained(OneProcess())
-    saved = truth.states()
-    for kind in every_kind(seed=0):
+    for kind in kinds(seed=0):
         check_state_of(trained(kind), truth)
-    saved = copy.deepcopy(saved)
+    saved = copy.deepcopy(truth.states())
     expected = truth.step(1)
-    for kind in every_kind(seed=1):
+    for kind in kinds(seed=1):
         kind.load(*broadcast(saved))
         check_goes_on_like(kind, expected)
+
+
+@on_ranks(2)
+def test_any_strategy_saves_the_whole_state_and_loads_it():
+    check_whole_states(every_kind)
+
+
+@on_ranks(4)
+def test_any_mix_saves_the_whole_state_and_loads_it():
+    check_whole_states(every_mix)
 
 
 def _with_one_beside(kind):
@@ -114,7 +127,7 @@ def _check_beside(kind, expected):
     for name, parameter in kind.parameters().items():
         mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
         assert mine["n"] == theirs["n"] == 1 and type(mine["n"]) is int
-        if NOISE not in name and not isinstance(kind, Piped):
+        if NOISE not in name and kind.stages == WHOLE:
             close(whole_of(mine["sum"]), theirs["sum"], GRADIENT_RTOL)
     assert torch.equal(
         kind.optimizer.state[kind.beside["module.scale"]]["sum"], torch.tensor([0.25, 0.5])
@@ -128,25 +141,25 @@ def test_parameters_beside_the_net_and_numbers_in_a_state_are_kept_by_all_strate
     _step(truth)
     expected = broadcast(copy.deepcopy(truth.states()[1]))
     assert expected["param_groups"][1] == {"lr": 0.5, "params": ["module.scale"]}
-    folder = Path(broadcast(tempfile.mkdtemp()))
+    folder, groups = Path(broadcast(tempfile.mkdtemp())), []
     for number, kind in enumerate(map(_with_one_beside, every_kind(seed=0))):
         _step(kind)
-        _, mine = kind.states()
         held = kind.parameters(), kind.optimizer
         shards = states.sharded_state(kind.net, *held, kind.stages)
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / str(number)))
-        groups = broadcast(states.named_groups(*held, kind.stages))
-        if dist.get_rank() == 0:
-            assert mine["state"].keys() == expected["state"].keys()
-        mine = broadcast(mine)
-        for other in map(_with_one_beside, every_kind(seed=1)):
-            other.load_optimizer(mine["state"], mine["param_groups"])
-            _check_beside(other, expected)
-        for other in map(_with_one_beside, every_kind(seed=1)):
-            reader = dcp.FileSystemReader(folder / str(number))
-            states.load_net_state(other.net, reader, stages=other.stages)
-            other.load_optimizer(reader, groups)
-            _check_beside(other, expected)
+        groups.append(broadcast(states.named_groups(*held, kind.stages)))
+        mine, one = broadcast(kind.states()[1]), _with_one_beside(OneProcess(seed=1))
+        assert mine["state"].keys() == expected["state"].keys()
+        one.load_optimizer(mine["state"], mine["param_groups"])
+        _check_beside(one, expected)
+    for other in map(_with_one_beside, every_kind(seed=1)):
+        other.load_optimizer(expected["state"], expected["param_groups"])
+        _check_beside(other, expected)
+    for number, other in enumerate(map(_with_one_beside, every_kind(seed=1)), -1):
+        reader = dcp.FileSystemReader(folder / str(number % len(groups)))  # of another kind
+        states.load_net_state(other.net, reader, stages=other.stages)
+        other.load_optimizer(reader, groups[number])
+        _check_beside(other, expected)
 
 
 def _changed(state):

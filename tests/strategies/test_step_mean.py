@@ -8,11 +8,11 @@ import runs as claims
 import torch
 from ranks import on_ranks
 
+from gptrain.parallel.gradients import clip_grad_norm
 from gptrain.parallel.step_mean import StepMean
 
 LAYOUTS = {
     "16 x 1": ("strategy=single", "data.batch_size=16"),
-    "1 x 16": ("strategy=single", "data.batch_size=1"),
     "2 x 4 x 2": ("strategy=ddp", "trainer.devices=2", "data.batch_size=2"),
     "pipeline": ("strategy=pipeline", "trainer.devices=2"),
 }
@@ -52,6 +52,17 @@ def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
         loss = torch.zeros(()) / mean.divisor_of(torch.full((2, 3), -100))
         assert loss == 0.0
     assert mean.correction() == 1.0
+
+
+def test_gradients_are_measured_and_clipped_after_the_correction():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    for max_norm, scale, expected in ((None, 2.0, [6.0, 8.0]), (2.5, 0.5, [1.5, 2.0])):
+        parameter.grad = torch.tensor([3.0, 4.0])
+        norm = clip_grad_norm([parameter], max_norm, scale=torch.tensor(scale))
+        assert norm == pytest.approx(5.0 * scale)
+        torch.testing.assert_close(parameter.grad, torch.tensor(expected))
+    assert clip_grad_norm([parameter], 0.25) == pytest.approx(2.5)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
 
 
 @on_ranks(2)

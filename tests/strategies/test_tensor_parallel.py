@@ -9,61 +9,44 @@ from kinds import (
     GRADIENT_RTOL,
     NOISE,
     OneProcess,
-    Sharded,
+    Parallel,
     check_equals_one_process,
-    check_recomputed_equals_one_process,
     close,
-    fraction_of_bytes,
     make_batch,
 )
 from ranks import on_ranks
 from torch.distributed.tensor import DTensor, Shard
 
-from gptrain.loss import next_token_loss
+from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.dims import ParallelDims
-from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import like_parameter, whole_of
-from gptrain.parallel.tensor import (
-    partial_parameters,
-    vocab_parallel_logits_in_chunks,
-    vocab_parallel_loss,
-)
-
-
-@on_ranks(2)
-def test_tensor_parallel_equals_one_process():
-    check_equals_one_process(Sharded(tensor=2))
-
-
-@on_ranks(2)
-def test_each_rank_holds_half_of_the_bytes():
-    assert fraction_of_bytes(Sharded(tensor=2)) < 0.5 * 1.1
+from gptrain.parallel.tensor import vocab_parallel_loss
 
 
 @on_ranks(2)
 def test_activation_checkpointing_changes_no_number():
-    check_recomputed_equals_one_process(tensor=2)
+    for mode in ("full", "selective"):
+        check_equals_one_process(Parallel("tensor_parallel", recomputes=mode))
 
 
 @on_ranks(2)
-def test_forward_gives_whole_logits():
-    tokens, _ = make_batch(0, 0)
-    with torch.no_grad():
-        close(Sharded(tensor=2).net(tokens), OneProcess().net(tokens), GRADIENT_RTOL)
-
-
-@on_ranks(2)
-def test_the_loss_of_whole_logits_has_the_gradients_of_plain_cross_entropy():
-    kind, truth = Sharded(tensor=2), OneProcess()
+def test_forward_and_head_give_whole_logits_with_the_gradients_of_plain_cross_entropy():
+    kind, truth = Parallel("tensor_parallel"), OneProcess()
     tokens, targets = make_batch(0, 0)
-    F.cross_entropy(truth.net(tokens).flatten(0, 1), targets.flatten()).backward()
-    logits = kind.net(tokens)  # a net's forward, and the loss that every rank takes of it
-    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    sum_gradients(partial_parameters(kind.net), kind.mesh["tensor"].get_group())
+    expected, logits = truth.net(tokens), kind.net(tokens)
+    close(logits, expected, GRADIENT_RTOL)
+    for all_logits in (expected, logits):  # of which every rank takes the loss
+        F.cross_entropy(all_logits.flatten(0, 1), targets.flatten()).backward()
+    kind.parallel.finish_gradients()
     for name, gradient in kind.gradients().items():
         if NOISE not in name:
             close(gradient, truth.gradients()[name], GRADIENT_RTOL)
+    hidden = kind.net.hidden(tokens)
+    chunks = list(logits_in_chunks(hidden, kind.net.head, targets, chunk_tokens=4))
+    counts = targets != -100
+    close(torch.cat([some for some, _ in chunks]), expected[counts], GRADIENT_RTOL)
+    assert torch.equal(torch.cat([kept for _, kept in chunks]), targets[counts])
 
 
 def _head(v=61, d=8):
@@ -99,13 +82,3 @@ def test_the_loss_over_a_shared_vocabulary_is_exact_with_smoothing_z_loss_and_ig
         dist.all_reduce(of_hidden)  # each rank's columns give it a part of the sum
         torch.testing.assert_close(of_hidden, expected_grads[0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(whole_of(of_part), expected_grads[1], rtol=1e-10, atol=1e-12)
-
-
-@on_ranks(2)
-def test_logits_for_metrics_are_whole_on_every_rank():
-    hidden, whole, part, targets = _head()
-    chunks = list(vocab_parallel_logits_in_chunks(hidden, part, targets, chunk_tokens=4))
-    counts = targets != -100
-    expected = (hidden @ whole.T)[counts].detach()
-    torch.testing.assert_close(torch.cat([logits for logits, _ in chunks]), expected)
-    assert torch.equal(torch.cat([kept for _, kept in chunks]), targets[counts])

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import adopt as package
-from gptrain.adopt.check import unknown_in_conf
 from gptrain.adopt.library import IN_PROJECT, VENDORED, put, require, requirement, unpacked
 from gptrain.adopt.project import TEMPLATE, left_behind, make
+from gptrain.config.check import check_config
+from gptrain.config.compose import compose_and_explain
 from gptrain.home import VARIABLE, enter, find_project
-from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, ending_of
+from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
 
 CHECK = ("-m", "gptrain.adopt", "--check")
+UNCHECKED = {"hydra", "hparams_search", "local"}  # Hydra's own keys, and this machine's
 
 
 def main() -> NoReturn:
@@ -76,7 +78,6 @@ def adopt(name: str, to: Path | None, library: str) -> int:
 
 def upgrade(project: Path, library: str) -> int:
     """Another library in a project; what in conf/ it refuses is said."""
-    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     if not (project / IN_PROJECT).is_dir():
         require(project, needed := requirement(library))
         print(f"required  {needed}\nnext      pip install -e . && python {' '.join(CHECK)}")
@@ -84,14 +85,26 @@ def upgrade(project: Path, library: str) -> int:
     with unpacked(library) as folder:
         put(folder, project)
     print(f"replaced  {IN_PROJECT}", flush=True)
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     environment["PYTHONPATH"] = str((project / IN_PROJECT).parent.resolve())
     return subprocess.run([sys.executable, *CHECK], cwd=project, env=environment).returncode
 
 
 def check(conf: Path) -> int:
-    """What this library refuses of a project's conf/."""
+    """Prints what this library refuses of a project's conf/, with the file that brings it."""
     enter(conf)
-    lines = unknown_in_conf(conf)
+    found: dict[str, str] = {}
+    files = [conf / "train.yaml", *sorted(conf.glob("*/*.yaml"))]
+    for file in (file for file in files if file.parent.name not in UNCHECKED):
+        words = [] if file.parent == conf else [f"{file.parent.name}={file.stem}"]
+        try:
+            cfg, problems = compose_and_explain(words)
+            problems = problems or check_config(cfg).errors
+        except Exception as error:  # of train.yaml itself; whatever it is, it is a line
+            problems = [Problem("", None, " ".join(str(error).split()))]
+        for problem in problems:
+            found.setdefault(problem.line, f"conf/{file.relative_to(conf)}")
+    lines = [f"{file}: {line}" for line, file in found.items()]
     print("\n".join(lines) or "conf/     every choice fits the library")
     return BAD_CONFIG if lines else DONE
 

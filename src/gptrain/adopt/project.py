@@ -37,9 +37,8 @@ def make(source: Path, to: Path, name: str, needed: str | None) -> list[Path]:
     check(source, to, name, old)
     folders = [source / "conf", source / "src" / old]
     found = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    out = {"__pycache__", "local"}
     copied = [path.relative_to(source) for path in [source / "train.py", source / TEST, *found]]
-    copied = [path for path in copied if path.parts[0] == "src" or not out & set(path.parts)]
+    copied = [path for path in copied if path.parts[:2] != ("conf", "local")]
     copied = [path for path in copied if "__pycache__" not in path.parts]
     for path in copied:
         target = to / (Path("src", name, *path.parts[2:]) if path.parts[0] == "src" else path)

@@ -135,10 +135,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         check_shared(cfg.run_dir, process.rank)
 
     train, val, test = prepare_data(cfg, process.rank, guard)
-    tokenizer = getattr(train, "tokenizer", None)
-    if cfg.task == "fit" and process.rank == 0 and isinstance(tokenizer, Tokenizer):
-        tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
     if cfg.task == "fit" and process.rank == 0:
+        if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
+            tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
         sources = (cfg.data.get("tokenizer"), cfg.init_from)
         keep_around([Path(one).expanduser() for one in sources if one], Path(cfg.run_dir))
     if cfg.trainer.overfit_batches:

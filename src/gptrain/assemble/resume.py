@@ -162,7 +162,9 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
     now, and else stands at its default. An evaluation needs the same net, and nothing else.
     """
     now = identity(cfg, global_batch_size)
-    part, typed = "" if cfg.task == "fit" else "model.", _typed_keys()
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    typed = [word.lstrip("+").partition("=")[0] for word in words]
+    part = "" if cfg.task == "fit" else "model."
     return [
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(saved.keys() | now.keys())
@@ -211,12 +213,6 @@ def changed_options(cfg: DictConfig) -> tuple[str, ...]:
 def covers(names: Iterable[str], key: str) -> bool:
     """Whether one of the names is the key, or a group that holds it."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
-
-
-def _typed_keys() -> list[str]:
-    """Keys that the overrides of this command set."""
-    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    return [word.lstrip("+").partition("=")[0] for word in typed]
 
 
 def _changed(key: str, saved: object, now: object) -> Problem:

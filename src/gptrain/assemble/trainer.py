@@ -33,16 +33,10 @@ from gptrain.law import count_parameters
 from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.law import LawWatch
-from gptrain.lit.callbacks.mirror import Mirrored
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.steps import Steps
-from gptrain.lit.lightning import (
-    NoProfiler,
-    RankEnvironment,
-    leave_signals_to_us,
-    strategy_of,
-)
-from gptrain.lit.planned import Planned
+from gptrain.lit.lightning import RankEnvironment, leave_signals_to_us, strategy_of
+from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.fit import Unfit
@@ -108,7 +102,7 @@ def build_trainer(
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
         "logger": [] if fast else [build_target(node) for node in cfg.logger.values()],
-        "profiler": build_target(cfg.profiler) if cfg.profiler else NoProfiler(),
+        "profiler": build_target(cfg.profiler) if cfg.profiler else None,
         "use_distributed_sampler": False,
         "default_root_dir": cfg.run_dir,
     }
@@ -140,7 +134,7 @@ def build_callbacks(
     """Those of the callbacks group, between what every run needs before and after them.
 
     The order counts: Steps makes a step's values that the others read, and checks it before they
-    see it; Checkpoints saves what all of them have done; Mirrored waits for that save.
+    see it; Checkpoints saves what all of them have done.
     """
     theirs = [build_target(node) for node in cfg.callbacks.values() if node]
     if cfg.law is not None and cfg.task == "fit":
@@ -149,8 +143,8 @@ def build_callbacks(
         with as_config_errors(cfg, "law"):
             theirs.append(LawWatch(cfg.law, counts, cfg.objective, lengths))
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
-    wants_bar = cfg.trainer.enable_progress_bar and not has_bar
-    bar = ProgressBar() if wants_bar else None
+    if cfg.trainer.enable_progress_bar and not has_bar:
+        theirs.append(ProgressBar())
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
     steps = Steps(
@@ -162,11 +156,7 @@ def build_callbacks(
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
     )
-    mirrored = None
-    if checkpoints and cfg.checkpoint.mirror:
-        mirrored = Mirrored(checkpoints.store, Mirror(cfg.checkpoint.mirror))
-    last = (bar, checkpoints, mirrored)
-    return [steps, *theirs, *(part for part in last if part)]
+    return [steps, *theirs, *filter(None, [checkpoints])]
 
 
 def check_callbacks(cfg: DictConfig, strategy: str) -> None:
@@ -191,11 +181,11 @@ def build_checkpoints(
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
-    optimizer = cfg.optimizer
-    states = states_per_weight(optimizer._target_, optimizer.get("momentum") or 0.0)
+    states = states_per_weight(cfg.optimizer._target_, cfg.optimizer.get("momentum") or 0.0)
     bytes_of_each = FP32_BYTES * (1 + states)
     changed, objective = changed_options(cfg), cfg.objective
-    return Checkpoints(store, facts, cfg.checkpoint, bytes_of_each, changed, objective)
+    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+    return Checkpoints(store, facts, cfg.checkpoint, bytes_of_each, changed, objective, mirror)
 
 
 def build_report(
@@ -235,8 +225,7 @@ def build_report(
         precise = options["trainer"] | {"precision": trainer.precision}
         config = options | {"trainer": precise}
         try:
-            planned = Planned(config, info.name, lengths.sample_tokens, machine)
-            lines["plan"] = str(planned)
+            lines["plan"], planned = plan_run(config, info.name, lengths.sample_tokens, machine)
         except DamagedMeasurement as error:
             lines["plan"] = f"none: {error}"
         except ValueError:

@@ -32,11 +32,7 @@ LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 @dataclass
 class Config:
-    """A config as plain values, and what was found wrong with it.
-
-    Attributes:
-        values: every reference resolved.
-    """
+    """A config as plain values, every reference resolved, and what was found wrong with it."""
 
     values: dict[str, Any]
     schema: type[Run] = Run

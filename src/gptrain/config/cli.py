@@ -20,40 +20,21 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gptrain import home
+from gptrain import home, problems
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, compose_config, line_of, open_hydra, parse
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
-from gptrain.config.sweep import (
-    begin_job,
-    find_repeated,
-    job_options,
-    note_refusal,
-    repeat,
-    report_sweep,
-)
-from gptrain.problems import (
-    BAD_CONFIG,
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    IO_ERROR,
-    PREEMPTED,
-    ConfigError,
-    JobFailed,
-    Parser,
-    Problem,
-    ending_of,
-    first_line,
-    quoted,
-)
-from gptrain.ranks.process import calm_threads, count_nodes, take_gpus, this_process
+from gptrain.config.sweep import find_repeated, job_options, keep_typed, repeat, report_sweep
+from gptrain.problems import ConfigError, JobFailed, Parser, Problem, ending_of, first_line, quoted
+from gptrain.ranks.process import calm_threads, take_gpus, this_process
+from gptrain.resilience.status import write_status
 from gptrain.streams import bear_lost_streams
 
 LINGER_S = 10.0  # ranks start within seconds of each other
-STOPPED = (PREEMPTED, INTERRUPTED)  # the user or the scheduler wants all to end, not one job
+# The user or the scheduler wants all to end, not one job.
+STOPPED = (problems.PREEMPTED, problems.INTERRUPTED)
 Job = Callable[[DictConfig], "float | None"]
 
 
@@ -79,11 +60,9 @@ def main(
     home.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
     sys.stdout.flush()
-    if not schema.runs_here and getattr(
-        sys.stdout, "error", None
-    ):  # what it printed was all that was asked for
-        code = code or IO_ERROR
-    if code == BAD_CONFIG and _rank() > 0:
+    if not schema.runs_here and getattr(sys.stdout, "error", None):
+        code = code or problems.IO_ERROR  # what it printed was all that was asked for
+    if code == problems.BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
     sys.exit(code)
 
@@ -100,7 +79,7 @@ def run_command(
         args = parse_command(command_of(job), argv)
         if args.help:
             print(help_text(usage))
-            return DONE
+            return problems.DONE
         check_environment()
         own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
         if args.config_dir:
@@ -114,7 +93,7 @@ def run_command(
             check_sweep(overrides)
             with open_hydra() as hydra:
                 hydra.show_cfg("train", overrides, args.cfg, package=None)
-            return DONE
+            return problems.DONE
         sweep = None
         if args.multirun:
             parsed, first = check_sweep(overrides)
@@ -129,7 +108,7 @@ def run_command(
             _print(check(cfg, schema, found, folder))
             if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
                 job(cfg)
-                return DONE
+                return problems.DONE
     except (Exception, KeyboardInterrupt) as error:
         return _end(error, "debug=true" in argv)[0]
     if _rank() > 0:
@@ -154,10 +133,10 @@ def check(
         run.add(check_place(run, folder or run.get("run_dir", "")))
         if not run.errors:  # torch is worth it now
             run.add(check_machine(run))
-    problems = [*found, *run.problems]
-    if any(problem.code for problem in problems):
-        raise ConfigError(problems)
-    return [problem.line for problem in problems]
+    every = [*found, *run.problems]
+    if any(problem.code for problem in every):
+        raise ConfigError(every)
+    return [problem.line for problem in every]
 
 
 def check_environment() -> None:
@@ -165,7 +144,7 @@ def check_environment() -> None:
     if (conf := home.find_conf()) and not conf.is_dir():
         raise ConfigError.of(home.VARIABLE, conf, "no such folder")
     try:
-        this_process(), count_nodes("auto")
+        this_process()
     except (ValueError, KeyError) as error:
         wrong = f"the launcher's environment cannot be read: {error}"
         raise ConfigError.of("", None, wrong) from error
@@ -176,15 +155,15 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 
     Raises: ConfigError.
     """
-    parsed, problems = parse(overrides)
+    parsed, wrong_words = parse(overrides)
     if this_process().is_rank:
         wrong = "a sweep cannot run inside the ranks of a launcher"
         attempt = "python train.py -m ... trainer.devices=<n>"
-        problems.append(Problem("-m", None, wrong, attempt=attempt))
+        wrong_words.append(Problem("-m", None, wrong, attempt=attempt))
     known = (one for one in parsed if not isinstance(one.value(), Glob))  # which Hydra looks up
     cfg, found = compose_and_explain([_first_value(one) for one in known])
-    if problems := [*problems, *found]:
-        raise ConfigError(problems)
+    if every := [*wrong_words, *found]:
+        raise ConfigError(every)
     return parsed, cfg
 
 
@@ -249,7 +228,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
         try:
             if sweep:
                 home.enter()  # it may be a process of another machine
-                begin_job(node)
+                print(f"{f'job {node.job.num}':9} {node.job.override_dirname}", flush=True)
                 take_gpus(cfg.trainer.devices)
                 _print(check(cfg, schema, folder=node.runtime.output_dir))
             earlier = find_repeated(sweep, node) if sweep else None
@@ -263,13 +242,14 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
                 with suppress(OSError):  # somebody's files are there, or others log into it
                     Path(node.runtime.output_dir).rmdir()  # made by Hydra
                     if sweep:
-                        note_refusal(node, code, said)
+                        folder = keep_typed(node)
+                        write_status(folder, cause="refused", exit_code=code, message=said)
             if sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
             if sweep and code and (is_trial or is_elsewhere):
                 raise JobFailed(code, said) from error  # ours would lose the batches to come
             return None
-        codes.append(DONE)
+        codes.append(problems.DONE)
         return value
 
     try:
@@ -285,7 +265,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
             report_sweep(sweep)
     except OSError as error:
         codes.append(_end(error)[0])
-    return next(filter(None, codes), DONE)
+    return next(filter(None, codes), problems.DONE)
 
 
 def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
@@ -295,7 +275,8 @@ def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
+        code = error.code or problems.DONE
+        code = code if isinstance(code, int) else problems.FAILED
         return code, f"error: exit code {code}"
     if isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         error = ConfigError.of("", None, first_line(error))

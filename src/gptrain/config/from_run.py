@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -69,15 +69,14 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     if any(one.is_sweep_override() for one in named):
         given = line_of(named[0]).partition("=")[2]
         raise ConfigError.of("from_run", given, "several runs; one is taken up, also by a sweep")
-    folders = [one.value() for one in named]
-    if not folders or not isinstance(folders[-1], str):
+    if not named or not isinstance(folder := named[-1].value(), str):
         return typed
     typed_keys = {one.key_or_group for one in now}
-    # It goes on, past its beginning.
-    typed_keys |= {"init_from"} if "ckpt_path" in typed_keys else set()
-    saved = [one for one in read_overrides(folders[-1]) if not _is_left_out(one)]
+    if "ckpt_path" in typed_keys:
+        typed_keys.add("init_from")  # it goes on, past its beginning
+    saved = [one for one in read_overrides(folder) if not _is_left_out(one)]
     kept = [one for one in saved if one.key_or_group not in typed_keys]
-    if problems := list(_find_refused(kept, now, folders[-1], reads_data)):
+    if problems := list(_find_refused(kept, now, folder, reads_data)):
         raise ConfigError(problems)
     # A `~key` has done its work where it left an old override out; else it is Hydra's to obey.
     added = {one.key_or_group for one in saved if not one.is_delete()}
@@ -109,15 +108,15 @@ def read_overrides(run_dir: str) -> list[Override]:
 def check_values(
     values: dict[str, Any],
     allowed: Sequence[str] = (),
-    folders: Iterable[str | Path] | None = None,
+    folders: Iterable[str] = (),
 ) -> Iterator[Problem]:
     """What somebody else's values may not say.
 
     Args:
         values: by dotted key, nothing resolved.   allowed: packages that the user trusts.
-        folders: of one's own yaml files; by default those that Hydra composed of, else conf/.
+        folders: of one's own yaml files, besides those that Hydra composed of, or else conf/.
     """
-    named = named_targets(find_folders() if folders is None else folders)
+    named = named_targets([*find_folders(), *folders])
     for place, value in (one for key, node in values.items() for one in walk(node, key)):
         key = place.rpartition(".")[2]
         if key == "_target_":
@@ -158,8 +157,7 @@ def find_folders() -> list[str | Path]:
         sources = HydraConfig.get().runtime.config_sources
         if found := [one.path for one in sources if one.schema == "file"]:
             return [*found, home.LIBRARY / "conf"]
-    conf = home.find_conf()
-    return [*([conf] if conf else []), home.LIBRARY / "conf"]
+    return [*filter(None, [home.find_conf()]), home.LIBRARY / "conf"]
 
 
 def _group_of(place: str) -> str:
@@ -186,26 +184,19 @@ def _find_refused(
     kept: list[Override], now: list[Override], run_dir: str, reads_data: bool
 ) -> Iterator[Problem]:
     """What of an old run's overrides today's schema, or the rule about strangers, refuses."""
-    undotted = [one for one in kept if "." not in one.key_or_group]
+    choices = [one for one in kept if "." not in one.key_or_group and one.key_or_group not in FREE]
     found = [
         Problem(one.key_or_group, value, "not a choice of conf/")
-        for one in undotted
+        for one in choices
         if re.search(OUTSIDE, value := line_of(one).partition("=")[2])
-        and one.key_or_group not in FREE
     ]
-    typed = {one.key_or_group: one for one in now if one.key_or_group in TYPED}
     if not found:  # what is composed reads no file but those of conf/
-        here = [line_of(one) for one in typed.values()]
+        here = [line_of(one) for one in now if one.key_or_group in TYPED]
         cfg, found = compose_and_explain([*here, *(line_of(one) for one in kept)])
     if not found:
         values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
-        places = (
-            cast(list[str], typed["hydra.searchpath"].value())
-            if "hydra.searchpath" in typed
-            else []
-        )
-        folders = [*find_folders(), *(place.removeprefix("file://") for place in places)]
-        found = list(check_values(values, cfg.allowed_targets, folders))
+        places = [path.removeprefix("file://") for path in cfg.hydra.searchpath]
+        found = list(check_values(values, cfg.allowed_targets, places))
     if not found:
         wrong = "outside of this project: type it again to have it read"
         for one in named_outside(kept, run_dir):

@@ -150,10 +150,8 @@ def check_files(run: Config) -> Iterator[Problem]:
     A command that is no run reads none of a run's data.
     """
     ships = run.schema is Run and run.get("data.train._target_") in DATA
-    groups = (
-        ["data", *(f"data.parts.{name}" for name in run.get("data.parts", {}))] if ships else []
-    )
-    keys = [f"{group}.{name}" for group in groups for name in DATA_FILES]
+    groups = ["data", *(f"data.parts.{name}" for name in run.get("data.parts", {}))]
+    keys = [f"{group}.{name}" for group in groups for name in DATA_FILES if ships]
     if mirror := run.get("checkpoint.mirror"):
         from fsspec import get_filesystem_class  # 0.2 s
         from fsspec.core import split_protocol

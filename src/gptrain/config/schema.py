@@ -214,7 +214,7 @@ class DiLoCo(Strategy):
     replicas: Count | None
     sync_every: Count
     outer_lr: PositiveFloat
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)]
+    outer_momentum: BelowOne
     outer_dtype: Literal["fp32", "bf16"]
 
 

@@ -34,11 +34,6 @@ def job_options(typed: Sequence[Override], first: DictConfig) -> list[str]:
     return [f"hydra.job.config.override_dirname.exclude_keys={same}", *quiet]
 
 
-def begin_job(node: DictConfig) -> None:
-    """Says which job it is, by what varies."""
-    print(f"{f'job {node.job.num}':9} {node.job.override_dirname}", flush=True)
-
-
 def find_repeated(sweep: Path, node: DictConfig) -> RunRecord | None:
     """The run of this sweep that is done and was typed as this job is."""
     typed = sorted(node.overrides.task)
@@ -53,11 +48,6 @@ def repeat(run: RunRecord, node: DictConfig, objective: str) -> float | None:
     write_status(folder, cause="done", exit_code=DONE, message=f"repeats {run.path.name}")
     print(f"{'repeats':9} {run.path.name}: its result is read", flush=True)
     return run.metrics.get(objective)
-
-
-def note_refusal(node: DictConfig, code: int, said: str) -> None:
-    """Keeps the record of a job that did not start, in the empty folder that it had."""
-    write_status(keep_typed(node), cause="refused", exit_code=code, message=said)
 
 
 def keep_typed(node: DictConfig) -> Path:

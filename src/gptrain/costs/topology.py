@@ -54,10 +54,6 @@ class Topology:
         words = sorted(set(self.links.values()), key=speed, reverse=True)
         return next((w for w in words if self._has_ring(speed(w), self.gpus[:1])), None)
 
-    def to_json(self) -> dict[str, object]:
-        """What plan prints with --json."""
-        return {"islands": self.islands, "slowest_ring_link": self.slowest_ring_link}
-
     def _speed(self, one: int, other: int) -> int:
         return speed(self.links[min(one, other), max(one, other)])
 

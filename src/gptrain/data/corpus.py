@@ -11,12 +11,12 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
 from gptrain.small_files import DataError, open_regular
 
@@ -27,7 +27,6 @@ _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few word
 _MAX_SECTIONS = 2**16
 _LINE_BYTES = 2**12  # longer lines may be cut between two parts
 _BAD_PART = 100  # a file with more than one bad character in 100 bytes is no text
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: its multiples are spread evenly modulo 2^64
 
 
 @dataclass(frozen=True, order=True)
@@ -42,8 +41,7 @@ class Source:
     is_declared: bool  # the format was asked for, or is a record's suffix
 
     @classmethod
-    def of(cls, name: str, path: Path, format: str | None = None) -> "Source":
-        """The source that a file is now."""
+    def of(cls, name: str, path: Path, format: str | None) -> "Source":
         status, known = path.stat(), format or format_of(name)
         is_declared = bool(format) or known != "text"
         return cls(name, path, status.st_size, status.st_mtime_ns, known, is_declared)
@@ -60,32 +58,21 @@ class Part:
 
 
 class Piece(NamedTuple):
-    """Some text of one document: whole characters, and whole lines unless one is long.
-
-    Attributes:
-        is_last: the next piece goes on elsewhere: with another document, or part of this one.
-        is_end: the document ends with it.
-        n_read: bytes of the source that were read for it.
-    """
+    """Some text of one document: whole characters, and whole lines unless one is long."""
 
     text: bytes
     is_val: bool
-    is_last: bool
-    is_end: bool
-    n_read: int
+    is_last: bool  # the next piece goes on elsewhere: with another document, or part of this one
+    is_end: bool  # the document ends with it
+    n_read: int  # bytes of the source that were read for it
 
 
 class Content(NamedTuple):
-    """What a look through a whole source has found.
+    """What a look through a whole source has found."""
 
-    Attributes:
-        sha256: of its bytes; None where it is no text.
-        n_bad: places at which its bytes are no UTF-8.   first_bad: the first one, in bytes.
-    """
-
-    sha256: str | None
-    n_bad: int
-    first_bad: int
+    sha256: str | None  # of its bytes; None where it is no text
+    n_bad: int  # places at which its bytes are no UTF-8
+    first_bad: int  # in bytes
 
 
 def default_corpus() -> list[Source]:
@@ -112,10 +99,9 @@ def find_sources(
         found = [source for source in default_corpus() if _matches(source.name, pattern)]
     for given in [path] if isinstance(path, (str, os.PathLike)) else path or []:
         given = os.path.expanduser(given)
-        for one in (
-            [given] if os.path.exists(given) else glob.glob(given, recursive=True) or [given]
-        ):
-            one = Path(one).resolve(strict=True)
+        names = [] if os.path.exists(given) else glob.glob(given, recursive=True)
+        for name in names or [given]:
+            one = Path(name).resolve(strict=True)
             if one.is_dir():
                 found += _walk(one, pattern, format)
             elif one.is_file():
@@ -221,7 +207,8 @@ def read_pieces(
         for part in by_source.get(source, ()):
             yield from _read_part(part, newline)
         for text, n_read in read_records(source, text_key) if source.format != "text" else ():
-            is_val = number * _GOLDEN % 2**64 < val_fraction * 2**64
+            # Multiples of 2^64 / the golden ratio are spread evenly modulo 2^64.
+            is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1
             if isinstance(text, DataError):
                 if bad_records is None:
@@ -240,7 +227,7 @@ def cut_at(block: bytes) -> int:
 
 
 def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
-    """A part in blocks. A cut ends a token: white space around it may have others than uncut."""
+    """A part in blocks, in which what is no UTF-8 is U+FFFD. A cut ends a token."""
     left, rest = part.stop - part.start, b""
     with open_regular(part.source.path) as file:
         file.seek(part.start)
@@ -248,10 +235,11 @@ def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
             left -= len(read)
             rest += read
             if left and (cut := cut_at(rest)):
-                yield Piece(_repaired(rest[:cut]), part.is_val, False, False, cut)
+                text = rest[:cut].decode(errors="replace").encode()
+                yield Piece(text, part.is_val, False, False, cut)
                 rest = rest[cut:]
     is_end = part.stop == part.source.size_bytes
-    text = _repaired(rest)
+    text = rest.decode(errors="replace").encode()
     text += b"\n" if newline and is_end and not text.endswith(b"\n") else b""
     yield Piece(text, part.is_val, True, is_end, len(rest))
 
@@ -264,14 +252,6 @@ def _cut_record(text: bytes, is_val: bool, n_read: int, newline: bool) -> Iterat
         yield Piece(text[:cut], is_val, False, False, 0)
         text = text[cut:]
     yield Piece(text, is_val, True, True, n_read)
-
-
-def _repaired(block: bytes) -> bytes:
-    """A block in UTF-8: what was none is U+FFFD."""
-    with suppress(UnicodeDecodeError):
-        block.decode()
-        return block
-    return block.decode(errors="replace").encode()
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:

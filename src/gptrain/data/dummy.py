@@ -17,13 +17,7 @@ class DummyTextDataset(BatchDataset):
     """Uniform random tokens, sample i a pure function of (seed, i); the loss floor is ln V.
 
     `dataset[i]` is `(tokens[:-1], tokens[1:])`, so seq_len tokens make seq_len - 1 positions.
-    A token's probability differs from 1/V by at most 2^-32.
-
-    Args:
-        num_samples: length of the data set.
-        seq_len: tokens drawn per sample, one more than the positions trained on.
-        vocab_size: V, below 2^31.
-        seed: other seeds give other samples; use another one for validation.
+    A token's probability differs from 1/V by at most 2^-32; V is below 2^31.
     """
 
     def __init__(

@@ -27,8 +27,6 @@ class Mixture(BatchDataset):
         parts: name -> data set of pairs (tokens (T,), targets (T,)), of the same T.
         weights: name -> share of the samples, relative to the sum of all.
         seq_len: T, to be checked; None: that of the first part.
-    Attributes:
-        tokenizer, token_bytes: where all parts have the same.
     Raises: DataError for parts whose samples or tokenizers differ.
     """
 
@@ -55,13 +53,11 @@ class Mixture(BatchDataset):
             raise DataError(f"parts {names} have tokenizers of their own; give both the same file")
         self.tokenizer = next((tokenizer for _, tokenizer in tokenizers.values()), None)
         of_parts: list[Any] = [getattr(p, "token_bytes", None) for p in self.parts.values()]
-        is_known = all(found is not None for found in of_parts)
-        same = is_known and all(np.array_equal(found, of_parts[0]) for found in of_parts)
-        self.token_bytes = of_parts[0] if same else None
+        is_same = all(one is not None and np.array_equal(one, of_parts[0]) for one in of_parts)
+        self.token_bytes = of_parts[0] if is_same else None
 
     @cached_property
     def fingerprint(self) -> str:
-        """One hash of the parts' names, lengths and fingerprints."""
         parts = self.parts.items()
         facts = [(name, len_of(part), getattr(part, "fingerprint", None)) for name, part in parts]
         return hashlib.sha256(repr(facts).encode()).hexdigest()

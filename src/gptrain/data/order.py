@@ -9,11 +9,14 @@ global batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gptrain.small_files import DataError
+
+if TYPE_CHECKING:
+    from gptrain.data.mixture import MixtureOrder
 
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
 _BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
@@ -22,14 +25,11 @@ _BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside
 class SampleOrder:
     """A permutation of N samples for every epoch, in O(1) memory.
 
-    A Feistel network permutes 2^bits >= N values; a value that falls outside is sent through
-    again until it falls inside (cycle walking, fewer than 2 turns on average), which leaves a
-    permutation of exactly N.
+    A Feistel network permutes 2^bits >= N values; one that falls outside is sent through again
+    until it falls inside (cycle walking, fewer than 2 turns on average).
     """
 
     def __init__(self, n_samples: int, seed: int) -> None:
-        if n_samples < 1:
-            raise DataError(f"{n_samples} sequences: nothing to train on")
         self.n_samples, self.seed = n_samples, seed
         bits = max(2, (n_samples - 1).bit_length())
         self._width = bits // 2  # of the lower half
@@ -52,16 +52,6 @@ class SampleOrder:
             low ^= mix64(high + key_low) & self._low
             high ^= mix64(low + key_high) & self._high
         return high << self._width | low
-
-
-class Order(Protocol):
-    """In which training reads samples."""
-
-    n_samples: int
-
-    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Samples, int64, in the shape of `positions` of an epoch of n_samples."""
-        ...
 
 
 class TrainBatches:
@@ -89,7 +79,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        order: Order,
+        order: "SampleOrder | MixtureOrder",
         batch_size: int,
         accumulate: int = 1,
         rank: int = 0,
@@ -108,7 +98,6 @@ class TrainBatches:
         self.begin = (0, 0, 0)
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch, equal on all ranks."""
         return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:

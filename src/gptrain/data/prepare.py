@@ -8,13 +8,11 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from gptrain.data.corpus import Piece
 from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
 from gptrain.data.tokens import token_dtype
 from gptrain.progress import progress_bar
+from gptrain.resilience.signals import ignore_in_worker
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def write_tokens(
         for tokens_file, ends_file in zip(*files, strict=True):
             tokens_file.write(context)
             ends_file.write(np.array([len(context)], LENGTHS_TYPE))
-        bar = stack.enter_context(closing(progress_bar("tokenizing", n_bytes)))
+        bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
         for n_read, splits in in_order(encode, batches(pieces), has_pool(tokenizer, n_bytes)):
             for number, (tokens, ends) in enumerate(splits):
                 files[0][number].write(tokens)
@@ -109,9 +108,7 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 def has_pool(tokenizer: Tokenizer, n_bytes: int) -> int:
     """Processes to tokenize in; 0: this one."""
     is_worth_it = n_bytes > _POOL_BYTES and not isinstance(tokenizer, ByteTokenizer)
-    if not is_worth_it or sys.platform != "linux":
-        return 0
-    n_cores = len(os.sched_getaffinity(0))
+    n_cores = len(os.sched_getaffinity(0)) if is_worth_it and sys.platform == "linux" else 1
     return n_cores if n_cores > 1 else 0
 
 
@@ -139,10 +136,14 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
     """An empty folder that becomes `target` if the block succeeds, and else is removed.
 
     Another process may do the same: the first one's folder stays, both find `target` complete.
-    What a killed process has left of its own is removed first.
+    What a killed process of this machine has left is removed first: nobody holds its lock.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    remove_dead_drafts(target.parent)
+    for left in target.parent.glob(f".{socket.gethostname()}.*"):
+        with suppress(OSError), (left / _LOCK).open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log.info("removing %s: its process was killed", left)
+            shutil.rmtree(left, ignore_errors=True)
     draft = target.with_name(f".{socket.gethostname()}.{uuid.uuid4().hex}")
     draft.mkdir()
     try:
@@ -160,15 +161,6 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
         shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
 
 
-def remove_dead_drafts(folder: Path) -> None:
-    """Removes drafts whose maker, on this machine, holds their lock no more."""
-    for draft in folder.glob(f".{socket.gethostname()}.*"):
-        with suppress(OSError), (draft / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            log.info("removing %s: its process was killed", draft)
-            shutil.rmtree(draft, ignore_errors=True)
-
-
 _encode: Callable  # of a worker
 
 
@@ -176,17 +168,9 @@ def _begin_worker(encode: Callable, parent_pid: int) -> None:
     global _encode
     _encode = encode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads have not survived the fork
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGUSR1):  # of a terminal: the parent ends its workers
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(parent_pid,), daemon=True).start()
+    ignore_in_worker(parent_pid)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends them when one is killed
 
 
 def _work(batch: list[Piece]) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
     return _encode(batch)
-
-
-def _leave_with(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(1)
-    os._exit(1)

@@ -6,7 +6,6 @@ Nothing is read whole but a line, or a row group's column.
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
 _ROWS = 1024  # of a Parquet file, at once
+_LIBRARIES = ("gzip", "zlib", "zstandard", "zstd", "pyarrow")
 Text = bytes | DataError  # of a record; what is wrong with it
 
 
@@ -108,10 +108,9 @@ def _damage_named(path: Path) -> Generator[None, None, None]:
     """Raises a DataError for what the libraries raise of a damaged file."""
     try:
         yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged ({error})") from None
     except Exception as error:
-        if type(error).__module__.split(".")[0] not in ("zstandard", "zstd", "pyarrow"):
+        library = type(error).__module__.split(".")[0]
+        if library not in _LIBRARIES and not isinstance(error, EOFError):  # gzip's
             raise
         raise DataError(f"{path}: damaged ({str(error).splitlines()[0]})") from None
 

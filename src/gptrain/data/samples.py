@@ -23,17 +23,15 @@ class BatchDataset(Dataset):
     """A data set that makes whole batches, by `__getitems__`; a sample is a batch of one."""
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch: tokens (B, T) and targets (B, T), int64."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """One sample: tokens (T,) and targets (T,), int64."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index}: there are {len(self)}")
-        tokens, targets = self.__getitems__([index % len(self)])
+        n_samples = len_of(self)
+        if not -n_samples <= index < n_samples:
+            raise IndexError(f"sample {index}: there are {n_samples}")
+        tokens, targets = self.__getitems__([index % n_samples])
         return tokens[0], targets[0]
 
 
@@ -63,10 +61,7 @@ class PaddedDataset(Dataset):
 
 
 def collate(batch: Any) -> Any:
-    """A data loader's `collate_fn`: a list of samples is stacked, what is a batch already passes.
-
-    Samples may be tensors, or tuples or dicts of them, as torch's `default_collate` has it.
-    """
+    """torch's `default_collate` for a list of samples; what is a batch already passes."""
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch
 
@@ -86,7 +81,6 @@ def _ignore_targets(batch: Any, padding: Tensor) -> Any:
 
 
 def _key_of_targets(batch: Any) -> str | int | None:
-    """Where a batch has integer targets, if it has any."""
     if isinstance(batch, Mapping):
         key = "targets" if "targets" in batch else "labels"
         targets = batch.get(key)

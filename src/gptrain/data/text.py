@@ -34,15 +34,12 @@ class TextDataset(TokenDataset):
     """Windows of one part of a tokenized text; `val` keeps its tail, so that every byte counts.
 
     Args:
-        folder: holds `train.bin`, `val.bin` and their tokenizer, as `from_corpus` writes them.
-        split: train or val.
+        folder: as `from_corpus` writes it; its name is the fingerprint.   split: train or val.
         documents: `packed`: windows run on over the ends of documents. `separate`: the first
             sample of a document begins with it, a long one goes on in the next sample, and the
             rest of its last sample is padded with targets -100: what a net computes of a document
             depends on that document alone.
     Attributes:
-        folder: as given; its name is the fingerprint, of the text, the tokenizer and the split.
-        tokenizer: what made the tokens.
         ends: (documents + 1,) where the first one begins and each one ends, in tokens; a file of
             which a section is in the other part counts as several.
     Raises: DataError for a folder that is not what was written.
@@ -164,12 +161,10 @@ class TextDataset(TokenDataset):
 
 
 def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[list[Source], str]:
-    """The sources that can be read, and SHA-256 over their names and contents.
+    """The sources that are text, and SHA-256 over their names and contents.
 
     To hash a corpus is to read it. So the result is remembered in `index/`, under the names,
     sizes and time stamps of the files, and found again while these are the same.
-
-    Raises: DataError where no source can be read, or for an index that is damaged.
     """
     states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
@@ -185,13 +180,13 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
             raise TypeError("not what was written")
     except FileNotFoundError:
         found = [look_through(source, text_key) for source in sources]
-        looked = zip(sources, found, strict=True)
+        looked = [*zip(sources, found, strict=True)]
         text = [(s.name, s.format, content.sha256) for s, content in looked if content.sha256]
         digest = hashlib.sha256(repr(text).encode()).hexdigest()
-        contents = {sources[i]: one for i, one in enumerate(found) if one.n_bad}
+        contents = {source: one for source, one in looked if one.n_bad}
         odd = [[i, *one] for i, one in enumerate(found) if one.n_bad]
         index.mkdir(parents=True, exist_ok=True)
-        draft = index / f".{uuid.uuid4().hex}"
+        draft = index / f".{uuid.uuid4().hex}"  # numbers of processes repeat in containers
         draft.write_text(json.dumps([digest, odd]))
         draft.replace(known)
     except (DataError, TypeError, ValueError, IndexError) as error:
@@ -202,7 +197,7 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     if not texts:
         raise DataError(f"{sources[0].path}: no UTF-8 text in {len(sources)} files")
     _warn_of_bytes(len(sources), no_text, "left out, no UTF-8")
-    bad = {source: one for source, one in contents.items() if one.sha256 is not None}
+    bad = {source: one for source, one in contents.items() if source not in no_text}
     _warn_of_bytes(len(sources), bad, "have bytes that are no UTF-8, read as U+FFFD")
     return texts, digest
 
@@ -223,11 +218,7 @@ def _warn_of_bytes(n_files: int, found: dict[Source, Content], what: str) -> Non
 def _prepare(
     folder: Path, read: tuple, tokenizer: Tokenizer | None, has_end: bool, vocab_size: int | None
 ) -> None:
-    """Writes the token files and their tokenizer; None: a BPE, learned from the train part.
-
-    Args:
-        read: arguments of `read_pieces`.
-    """
+    """Writes the token files of `read_pieces(*read)` and their tokenizer; None: a new BPE."""
     sources = read[0]
     n_bytes = sum(source.size_bytes for source in sources)
     log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
@@ -241,5 +232,5 @@ def _prepare(
         said = f"{n_bytes} bytes of text; too few to take a part of them for validation"
         raise DataError(f"{sources[0].path}: {said}")
     for source in sources:
-        if Source.of(source.name, source.path).mtime_ns != source.mtime_ns:
+        if source.path.stat().st_mtime_ns != source.mtime_ns:
             raise DataError(f"{source.path}: changed while it was read; start again")

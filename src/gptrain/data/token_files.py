@@ -47,11 +47,7 @@ class TokenFile:
             yield start, tokens[start : start + _SAMPLE_TOKENS]
 
     def check(self, tokens: np.ndarray, vocab_size: int, start: int) -> None:
-        """Raises DataError if one of its tokens is outside the vocabulary.
-
-        Args:
-            tokens: some in a row.   start: the place of the first one.
-        """
+        """Raises DataError if one of these tokens, from start on, is outside the vocabulary."""
         if tokens.max() >= vocab_size:
             where = int(np.argmax(tokens >= vocab_size))
             raise DataError(
@@ -74,16 +70,16 @@ def find_token_files(
         return [file for one in path for file in find_token_files(one, split)]
     pattern = os.path.expanduser(path)
     if os.path.isdir(pattern):
-        names = sorted(name for name in os.listdir(pattern) if name.endswith(".bin"))
-        others = _OTHER_SPLITS.get(split, ())
-        found = [os.path.join(pattern, n) for n in names if not any(other in n for other in others)]
+        others, what = _OTHER_SPLITS.get(split, ()), f"*.bin for {split or 'tokens'} in it"
+        files = sorted(Path(pattern).glob("*.bin"))
+        found = [file for file in files if not any(other in file.name for other in others)]
     else:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [file for file in found if not file.endswith(".idx")]  # beside its .bin
+        files = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [Path(file) for file in files if not file.endswith(".idx")]  # beside its .bin
+        what = "such file"
     if not found:
-        what = f" *.bin for {split or 'tokens'} in it" if os.path.isdir(pattern) else " such file"
-        raise FileNotFoundError(f"{path}: no{what}")
-    return [Path(file) for file in found]
+        raise FileNotFoundError(f"{path}: no {what}")
+    return found
 
 
 def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile:
@@ -105,29 +101,25 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
         if words[1:2] != [version] or len(head) < HEADER_BYTES:
             raise DataError(f"{path}: truncated header, or not of version {version}")
         counted, offset_bytes = words[2], HEADER_BYTES
-    n_tokens, rest_bytes = divmod(size_bytes - offset_bytes, np.dtype(dtype).itemsize)
+    n_bytes = size_bytes - offset_bytes
+    n_tokens, rest_bytes = divmod(n_bytes, np.dtype(dtype).itemsize)
     if counted is not None and (n_tokens, rest_bytes) != (counted, 0):
-        raise DataError(
-            f"{path}: its header counts {counted} tokens of {dtype},"
-            f" {size_bytes - offset_bytes} bytes follow"
-        )
-    if rest_bytes:
-        raise DataError(
-            f"{path}: {size_bytes} bytes are no integer number of {dtype} tokens;"
-            " truncated, or of another dtype"
-        )
-    if n_tokens == 0:
-        raise DataError(f"{path}: 0 tokens; need at least seq_len+1")
-    return TokenFile(path, dtype, n_tokens, offset_bytes)
+        wrong = f"its header counts {counted} tokens of {dtype}, {n_bytes} bytes follow"
+    elif rest_bytes:
+        wrong = f"{n_bytes} bytes are no integer number of {dtype} tokens"
+        wrong += "; truncated, or of another dtype"
+    elif n_tokens == 0:
+        wrong = "0 tokens; need at least seq_len+1"
+    else:
+        return TokenFile(path, dtype, n_tokens, offset_bytes)
+    raise DataError(f"{path}: {wrong}")
 
 
 def read_megatron_index(path: Path) -> tuple[str, int]:
-    """Dtype and number of the tokens that a Megatron index counts.
+    """Dtype and number of the tokens that a Megatron index counts.   Raises: DataError.
 
     After the header stand the length of each sequence (int32), its place in bytes (int64), and
     the documents' first sequences; the last sequence's end is the number of all tokens.
-
-    Raises: DataError.
     """
     with open_regular(path) as file:
         head = file.read(_MEGATRON.size)
@@ -145,5 +137,4 @@ def read_megatron_index(path: Path) -> tuple[str, int]:
         (last,) = struct.unpack("<i", file.read(4))
         file.seek(_MEGATRON.size + 4 * n_sequences + 8 * (n_sequences - 1))
         (place,) = struct.unpack("<q", file.read(8))
-    dtype = _MEGATRON_TYPES[code]
-    return dtype, place // np.dtype(dtype).itemsize + last
+    return _MEGATRON_TYPES[code], place // np.dtype(_MEGATRON_TYPES[code]).itemsize + last

@@ -41,7 +41,6 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """Token ids of each text, (N,) int64."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -70,9 +69,8 @@ class JsonTokenizer:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))
         except Exception as error:  # the library raises nothing narrower
-            raise DataError(
-                f"{path}: no tokenizer.json of the tokenizers library: {error}"
-            ) from None
+            wrong = "no tokenizer.json of the tokenizers library"
+            raise DataError(f"{path}: {wrong}: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
@@ -83,10 +81,9 @@ class JsonTokenizer:
 
     @property
     def token_bytes(self) -> np.ndarray | None:
-        """Bytes of text that each token stands for, (V,) int64.
+        """Bytes of text that each token stands for, (V,) int64, special ones for 0.
 
-        Special tokens stand for none. None unless the tokenizer is byte-level: others drop or
-        add spaces, and a token's length in the text is not known.
+        None unless the tokenizer is byte-level: others drop or add spaces.
         """
         if '"type": "ByteLevel"' not in self._decoder:  # it may be one of a sequence
             return None

@@ -73,9 +73,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, form: str) -> None:
         write_byte_level(folder / "tokenizer.json")
     if form == "hf":
         content = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        end = getattr(tokenizer, "end_token", None)
-        if end and tokenizer.identity != "bytes":
-            content["eos_token"] = end
+        if tokenizer.end_token and tokenizer.identity != "bytes":
+            content["eos_token"] = tokenizer.end_token
         fileops.replace(folder / "tokenizer_config.json", to_json(content))
 
 

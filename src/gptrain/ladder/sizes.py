@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +11,24 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.assemble.parts import as_config_errors, build_datasets, check_sample, plan_lengths
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
 from gptrain.config.compose import plain
-from gptrain.config.schema import Run
 from gptrain.costs.choice import estimates
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.shape import find_shape
-from gptrain.costs.speed import Machine
 from gptrain.data.samples import len_of
+from gptrain.law import count_parameters
 from gptrain.lengths import DEFAULT_DECAY, token_steps, warmup_steps
-from gptrain.problems import ConfigError
+from gptrain.nets.load import build_net
+from gptrain.parallel.dims import parallel_dims, strategy_name
+from gptrain.parallel.slices import make_to_look_at
+from gptrain.plan.__main__ import find_machine
+from gptrain.problems import DONE, ConfigError, Problem
 
 D_FF_STEP = 8  # a multiple that products of 16 bits are fast for
+FEW_STEPS = 100  # a schedule of fewer leaves a loss that no law is about
 MUON = "gptrain.optim.Muon"
 
 
@@ -50,19 +56,61 @@ class Size:
         return tokens / self.row["tokens_per_s"] / 3600 if self.row else math.nan
 
 
-def make_size(cfg: DictConfig, words: list[str], machine: Machine, schema: type[Run]) -> Size:
-    """The size of a config, which these words make of what was typed.   Raises: ConfigError."""
-    from gptrain.assemble.parts import build_datasets, check_sample, plan_lengths
-    from gptrain.law import count_parameters
-    from gptrain.nets.load import build_net
-    from gptrain.parallel.dims import parallel_dims, strategy_name
-    from gptrain.parallel.slices import make_to_look_at
+def find_sizes(cfg: DictConfig, typed: list[str]) -> tuple[Size, list[Size]]:
+    """The target, and the sizes below it, the smallest first.   Raises: ConfigError."""
+    options, found = cfg.ladder, {}
+    width = options.lr_width or cfg.model.get("d_model")
+    place = {key: plain(cfg, resolve=True)[key] for key in ("hardware", "topology")}
+    target = make_size(typed, options.target.split(), options, width, place)
+    place = {"hardware": place["hardware"] | {"name": None}, "topology": None}  # this machine
+    for one in options.sizes:
+        words = one.split() if isinstance(one, str) else scaled(cfg, one)
+        size = make_size(typed, words, options, width, place)
+        n = size.counts["all"]
+        if n in found:
+            wrong = f"{' '.join(words)} has {n:,} parameters, as another of them"
+            raise ConfigError.of("ladder.sizes", OmegaConf.to_container(options.sizes), wrong)
+        found[n] = size
+    return target, [found[n] for n in sorted(found)]
 
-    if errors := check_config(cfg, schema).errors:
+
+def warn(sizes: list[Size], fewest_steps: int, most: float) -> None:
+    """Prints about which runs the law does not speak."""
+    passes = most * sizes[-1].counts["all"] / sizes[-1].epoch_tokens
+    if fewest_steps < FEW_STEPS:
+        wrong = f"the smallest net has {fewest_steps} steps: too few for a law"
+        attempt = "a smaller data.batch_size, larger nets, or more tokens"
+        found = Problem("ladder.tokens_per_parameter", None, wrong, "", attempt, DONE)
+        print(found.line, file=sys.stderr)
+    if passes > 1:
+        wrong = f"the largest net sees it {passes:.1f} times, and the law is about new tokens"
+        found = Problem("data", None, f"{wrong} (arXiv:2305.16264)", code=DONE)
+        print(found.line, file=sys.stderr)
+
+
+def make_size(
+    typed: Sequence[str], words: Sequence[str], options: DictConfig, width: int | None,
+    place: Mapping[str, Any],
+) -> Size:  # fmt: skip
+    """The size that these words make of what was typed, with the learning rate carried to it.
+
+    Args:
+        options: the ladder's.   width: to which optimizer.lr belongs.
+        place: values of `hardware` and `topology`: where it trains.
+    Raises: ConfigError.
+    """
+    cfg = compose_command(merged(typed, words))
+    lrs = carried_lrs(cfg, words, options.lr_rule, width)
+    cfg.merge_with_dotlist(lrs)
+    values = plain(cfg, resolve=True) | dict(place)
+    machine, _ = find_machine(values)
+    if errors := check_config(cfg).errors:
         raise ConfigError(errors)
-    counts = count_parameters(make_to_look_at(partial(build_net, cfg)), cfg.model.get("vocab_size"))
-    values, n_nodes = plain(cfg, resolve=True), cfg.trainer.num_nodes
-    n_devices, train = machine.n_local * n_nodes, build_datasets(cfg)[0]
+    with as_config_errors(cfg, "model._target_"):
+        net = make_to_look_at(partial(build_net, cfg))
+    counts = count_parameters(net, cfg.model.get("vocab_size"))
+    n_nodes, train = cfg.trainer.num_nodes, build_datasets(cfg)[0]
+    n_devices = machine.n_local * n_nodes
     n_data = parallel_dims(cfg.strategy, n_devices).data
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), n_data)
     shape = find_shape(values["model"])
@@ -71,31 +119,13 @@ def make_size(cfg: DictConfig, words: list[str], machine: Machine, schema: type[
     rows = estimates(values, lengths.sample_tokens, machine, n_nodes)
     row = rows.get(strategy_name(cfg.strategy.name, n_devices))
     epoch_tokens = lengths.epoch_steps * lengths.step_tokens
-    return Size(words, cfg, counts, lengths.step_tokens, epoch_tokens, flops, n_devices, row)
+    return Size(
+        [*words, *lrs], cfg, counts, lengths.step_tokens, epoch_tokens, flops, n_devices, row
+    )
 
 
-def compose_size(typed: Sequence[str], words: Sequence[str], options: DictConfig, width: Any):
-    """Config and words of a size, with the learning rate carried to it.
-
-    Args:
-        options: the ladder's.   width: to which optimizer.lr belongs.
-    Raises: ConfigError where that cannot be done.
-    """
-    cfg, rule, key = compose_command(merged(typed, words)), options.lr_rule, "optimizer.lr"
-    lrs = {}
-    if rule != "constant" and cfg.optimizer.lr is not None and key not in map(key_of, words):
-        if not width or "d_model" not in cfg.model:
-            wrong = "the model group has no d_model, by which it carries the learning rate"
-            attempt = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
-            raise ConfigError.of("ladder.lr_rule", rule, wrong, attempt=attempt)
-        lrs = carried_lrs(cfg.optimizer, width / cfg.model.d_model, rule)
-    for key, value in lrs.items():
-        OmegaConf.update(cfg, key, value)
-    return cfg, [*words, *(f"{key}={value}" for key, value in lrs.items())]
-
-
-def carried_lrs(optimizer: Mapping[str, Any], narrower: float, rule: str) -> dict[str, float]:
-    """Learning rates, by key, of a net so many times narrower than the one that they belong to.
+def carried_lrs(cfg: DictConfig, words: Sequence[str], rule: str, width: int | None) -> list[str]:
+    """Overrides for the learning rates of a net, carried from one of another width.
 
     mup: updates that move every hidden state alike, whatever the width. That is width^-1 for hidden
     matrices under Adam (Yang et al. 2022, arXiv:2203.03466, table 3; here of all parameters, as it
@@ -103,12 +133,24 @@ def carried_lrs(optimizer: Mapping[str, Any], narrower: float, rule: str) -> dic
     longer side (Yang et al. 2023, arXiv:2310.17813, asks for a spectral norm of 1), embeddings and
     vectors as they are, the head width^-1.
     sqrt_width: width^-1/2 for all, between mup and none (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Args:
+        words: of this net; a learning rate among them stays.   width: of the other.
+    Raises: ConfigError where its width is not known.
     """
+    optimizer = cfg.optimizer
+    if rule == "constant" or optimizer.lr is None or "optimizer.lr" in map(key_of, words):
+        return []
+    if not width or "d_model" not in cfg.model:
+        wrong = "the model group has no d_model, by which it carries the learning rate"
+        attempt = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
+        raise ConfigError.of("ladder.lr_rule", rule, wrong, attempt=attempt)
     is_muon = rule == "mup" and optimizer["_target_"] == MUON
     powers = {"lr": 1.0 if rule == "mup" and not is_muon else 0.5}
     powers |= {"embedding_lr": 0.0, "vector_lr": 0.0, "head_lr": 1.0} if is_muon else {}
-    lrs = {key: (optimizer[key] or optimizer["lr"]) * narrower**p for key, p in powers.items()}
-    return {f"optimizer.{key}": float(f"{lr:.6g}") for key, lr in lrs.items()}
+    narrower = width / cfg.model.d_model
+    lrs = {key: (optimizer[key] or optimizer.lr) * narrower**p for key, p in powers.items()}
+    return [f"optimizer.{key}={float(f'{lr:.6g}')}" for key, lr in lrs.items()]
 
 
 def scaled(cfg: DictConfig, factor: float) -> list[str]:

@@ -3,15 +3,17 @@
 import atexit
 import errno
 import os
+import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, Mixture, PaddedDataset, SampleOrder, TrainBatches, collate
@@ -73,7 +75,6 @@ class TextDataModule(pl.LightningDataModule):
             position=lambda: self.step * accumulate,
         )
         self.step_tokens, self._tokens_at = lengths.step_tokens, (0, 0)  # a step, and tokens by it
-        self.train_loader: Loader | None = None
 
     @property
     def step(self) -> int:
@@ -102,15 +103,10 @@ class TextDataModule(pl.LightningDataModule):
             if isinstance(self.batches.order, MixtureOrder):
                 self.batches.order.go_on(*state["place"], state["taken"])
 
-    @property
-    def waited_s(self) -> float:
-        """Of the batches of training so far."""
-        return 0.0 if self.train_loader is None else self.train_loader.waited_s
-
     def train_dataloader(self) -> DataLoader:
-        self.train_loader = self._loader(self.train, self.batches)
-        self.train_loader.read_ahead = self.accumulate
-        return self.train_loader
+        loader = self._loader(self.train, self.batches)
+        loader.read_ahead = self.accumulate
+        return loader
 
     def val_dataloader(self) -> DataLoader:
         return self._evaluation_loader(self.val)
@@ -191,19 +187,7 @@ def collate_and_share(batch: Any) -> Any:
     The thread of a worker that sends its batches would print the error and send nothing, and the
     training process would wait for ever.
     """
-    batch = collate(batch)
-    for tensor in tensors_in(batch):
-        tensor.share_memory_()
-    return batch
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a batch or a sample, in whatever lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+    return apply_to_collection(collate(batch), torch.Tensor, torch.Tensor.share_memory_)
 
 
 def check_shared_memory(sample: Any, batch_size: int, num_workers: int, n_local: int) -> None:
@@ -214,10 +198,11 @@ def check_shared_memory(sample: Any, batch_size: int, num_workers: int, n_local:
     """
     if not num_workers or not os.path.isdir(SHARED_MEMORY):
         return
-    batch_bytes = batch_size * sum(tensor.nbytes for tensor in tensors_in(sample))
+    sizes: list[int] = []
+    apply_to_collection(sample, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
+    batch_bytes = batch_size * sum(sizes)
     n_batches = n_local * num_workers * _PREFETCHED * _LOADERS
-    found = os.statvfs(SHARED_MEMORY)
-    free_bytes = found.f_bavail * found.f_frsize
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
     if n_batches * batch_bytes > free_bytes:
         wrong = (
             f"{n_batches} batches of {batch_bytes / 2**20:.1f} MiB wait in {SHARED_MEMORY}, where"

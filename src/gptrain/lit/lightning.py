@@ -8,13 +8,12 @@ import logging
 import re
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.profilers import PassThroughProfiler
 
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.strategies.shell import NetStrategy
@@ -32,16 +31,6 @@ NOISE = (
     "The `srun` command is available",  # ranks are ours on a login node, too: RankEnvironment
     "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
 )
-
-
-class NoProfiler(PassThroughProfiler):
-    """The profiler of a run that is not profiled: 60 contexts a step that cost nothing."""
-
-    nothing = nullcontext()
-
-    # Lightning's is a generator.
-    def profile(self, action_name: str) -> nullcontext:  # ty: ignore[incompatible-method-override]
-        return self.nothing
 
 
 class RankEnvironment(TorchElasticEnvironment):

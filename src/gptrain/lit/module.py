@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -61,7 +62,7 @@ class LanguageModel(pl.LightningModule):
         self.net = cast(Net, net)
         self.make_optimizer, self.make_schedule = make_optimizer, make_schedule
         self.loss_options = loss or LossOptions()
-        self.metrics = nn.ModuleDict(metrics or {})
+        self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
         self.register_buffer("token_bytes", token_bytes, persistent=False)
         self.eval_sums: Tensor | float = 0.0  # of this rank: nats, tokens and, if known, bytes
@@ -91,11 +92,9 @@ class LanguageModel(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """In a Trainer of one's own; in a run of ours its Steps has taken them already."""
-        self.log_dict(self.take_evaluation("val"))
+        self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
-    def on_test_epoch_end(self) -> None:
-        """Likewise."""
-        self.log_dict(self.take_evaluation("test"))
+    on_test_epoch_end = on_validation_epoch_end
 
     def evaluate(self, tokens: Tensor, targets: Tensor, part: str | None = None) -> None:
         """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end.
@@ -115,7 +114,7 @@ class LanguageModel(pl.LightningModule):
             self.part_sums[part] = self.part_sums.get(part, 0.0) + added
         if self.metrics:
             for logits, chunk_targets in parallel.logits(self.net, tokens, targets):
-                for metric in self._named_metrics().values():
+                for metric in self.metrics.values():
                     metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
@@ -129,7 +128,7 @@ class LanguageModel(pl.LightningModule):
             values = {"loss": nats / n_tokens, "perplexity": (nats / n_tokens).exp()}
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
-            for name, metric in self._named_metrics().items():
+            for name, metric in self.metrics.items():
                 values[name] = self._parallel().share(metric.compute)
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
@@ -175,13 +174,9 @@ class LanguageModel(pl.LightningModule):
             scaler.unscale_(optimizer)
         strategy.clip(optimizer, gradient_clip_val)
 
-    def _named_metrics(self) -> dict[str, Metric]:
-        return cast(dict[str, Metric], dict(self.metrics.items()))
-
     def _parallel(self) -> Whole:
         """What computes loss and metrics: of a strategy that is not ours, one device's."""
-        try:
-            strategy = self.trainer.strategy
-        except RuntimeError:  # attached to no trainer, as in a notebook
-            strategy = None
-        return strategy.parallel if isinstance(strategy, NetStrategy) else Whole()
+        with suppress(RuntimeError):  # attached to no trainer, as in a notebook
+            if isinstance(strategy := self.trainer.strategy, NetStrategy):
+                return strategy.parallel
+        return Whole()

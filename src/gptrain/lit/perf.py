@@ -33,8 +33,8 @@ class Speed:
     def start(self) -> None:
         """Begins anew: what was before is in no figure."""
         wait_for(self.device)  # the clock is read when the step is done
-        now = self.trainer.global_step, time.perf_counter(), data_of(self.trainer).waited_s
-        self._last = now
+        waited_s = connected(self.trainer).train_dataloader.waited_s
+        self._last = self.trainer.global_step, time.perf_counter(), waited_s
 
     def read(self) -> dict[str, float]:
         """Logged names and values, of the steps since it began or was last read."""
@@ -58,7 +58,6 @@ class Speed:
 
 def count_matrix_weights(net: nn.Module) -> int:
     """Weights that multiply each token: all matrices, without tables that are only looked up in."""
-    multiplied = {id(layer.weight) for layer in net.modules() if isinstance(layer, nn.Linear)}
-    looked_up = {id(layer.weight) for layer in net.modules() if isinstance(layer, nn.Embedding)}
-    only_looked_up = looked_up - multiplied
-    return sum(p.numel() for p in net.parameters() if p.ndim >= 2 and id(p) not in only_looked_up)
+    layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
+    weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
+    return sum(weight.numel() for weight in weights if weight.ndim >= 2)

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.steps import STEP, Steps
 from gptrain.lit.lightning import connected, data_of
-from gptrain.lit.planned import Planned
-from gptrain.resilience.status import RESULT_NAME, write_result
+from gptrain.resilience import fileops
+from gptrain.resilience.status import RESULT_NAME, to_json, write_result
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Report:
         hyper_parameters: the whole config, for the loggers, and `typed`: option -> value, of those
             that were typed and tell this run from another.
         facts: what else result.json keeps, of what the run was made by.
-        planned: what the planner says of it.
+        planned: the planner's estimates, for plan.json.
         outside: overrides that name files which are read only where they are typed again.
     """
 
@@ -37,8 +37,8 @@ class Report:
         lines: dict[str, str],
         hyper_parameters: dict[str, Any],
         facts: dict[str, Any],
-        planned: Planned | None = None,
-        outside: Sequence[str] = (),
+        planned: dict[str, Any] | None,
+        outside: Sequence[str],
     ):
         self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
         self.facts, self.planned, self.outside = facts, planned, outside
@@ -54,7 +54,7 @@ class Report:
             for label, line in self.lines.items():
                 log.info("%-9s %s", label, line)
             if self.planned is not None:
-                self.planned.keep(self.run_dir)
+                fileops.replace(self.run_dir / "plan.json", to_json(self.planned))
         for logger in trainer.loggers:
             logger.log_hyperparams(self.hyper_parameters)
 
@@ -66,16 +66,14 @@ class Report:
             return metrics
         steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
         steps_log, is_fit = find_callback(trainer, Steps), trainer.state.fn == "fit"
-        checkpoints = find_callback(trainer, Checkpoints)
+        checkpoints, first = find_callback(trainer, Checkpoints), steps_log.first_step
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
-        path = Path(self.run_dir) / RESULT_NAME
-        measured = trainer.ckpt_path or "the weights that it began with"
-        ended = {
+        path, measured = self.run_dir / RESULT_NAME, trainer.ckpt_path
+        ended = steps_log.ended or {
             "reason": f"{cast(TrainerFn, trainer.state.fn).value} done",
-            "detail": f"of {measured}",
+            "detail": f"of {measured or 'the weights that it began with'}",
         }
-        ended = steps_log.ended or ended
-        is_new = not is_fit or steps_log.first_step is not None
+        is_new = not is_fit or first is not None
         if not connected(trainer).fast_dev_run and (is_new or not path.exists()):
             write_result(
                 path,
@@ -87,8 +85,10 @@ class Report:
                 ended=ended,
                 **self.facts,
             )
-        first = steps_log.first_step
-        parts = [] if first is None else [steps_taken(first, steps, seconds)]
+        parts = []
+        if first is not None:
+            span, n_done = f", from step {first} to {steps}" if first else "", steps - first
+            parts.append(f"{n_done} step{'' if n_done == 1 else 's'} in {seconds:.0f} s{span}")
         shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
         parts += [f"{name} {metrics[name]:.4f}" for name in shown]
         if "perf/tokens_per_s" in metrics:
@@ -106,12 +106,6 @@ class Report:
         test = ["python", "train.py", f"from_run={self.run_dir}", "task=test", *self.outside]
         shown = f"tensorboard --logdir {shlex.quote(str(self.run_dir))}"
         return f"{shlex.join(test)} · {shown}" if best else shown
-
-
-def steps_taken(first: int, last: int, seconds: float) -> str:
-    """What this start did of the run's steps."""
-    span = f", from step {first} to {last}" if first else ""
-    return f"{last - first} step{'' if last - first == 1 else 's'} in {seconds:.0f} s{span}"
 
 
 def find_callback(trainer: pl.Trainer, kind: type[pl.Callback]) -> Any:

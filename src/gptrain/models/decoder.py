@@ -78,22 +78,15 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Token embeddings (B, T, D).
-
-        Args:
-            start: position of the first token.
-        Raises: ValueError if the sequence is longer than max_seq_len.
-        """
+        """Token embeddings (B, T, D), from position start on.   Raises: ValueError: too long."""
         n_tokens = start + tokens.shape[-1]
         if n_tokens > self.max_seq_len:
-            raise ValueError(
-                f"sequence of {n_tokens} tokens: longer than max_seq_len={self.max_seq_len}; "
-                f"shorten the sequence or raise max_seq_len"
-            )
+            wrong = f"longer than max_seq_len={self.max_seq_len}"
+            attempt = "shorten the sequence or raise max_seq_len"
+            raise ValueError(f"sequence of {n_tokens} tokens: {wrong}; {attempt}")
         return self.token_embedding(tokens)
 
     def new_cache(self) -> KVCache:
-        """An empty one."""
         return KVCache(self.n_layers)
 
     def fill(self) -> None:
@@ -153,11 +146,7 @@ class Block(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it.
-
-    Args:
-        n_kv_heads: heads of k and v, each shared by n_heads / n_kv_heads heads of q.
-    """
+    """Each position attends to itself and to those before it; q's heads share those of k and v."""
 
     def __init__(
         self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0
@@ -188,12 +177,11 @@ class CausalSelfAttention(nn.Module):
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:
-    """A table to be filled."""
     # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 
 
 def stable_hash(seed: int, name: str) -> int:
-    """64 bits of (seed, name), the same in every process, which hash() is not."""
+    # hash() is not the same in every process.
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

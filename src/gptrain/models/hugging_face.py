@@ -129,21 +129,19 @@ class HuggingFace(nn.Module):
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
     """Keys of a folder's config and those given, which win; of code none.   Raises: ValueError."""
-    of_folder = _read_config(Path(path)) if path is not None else {}
-    return _without_code({**of_folder, **(config or {})})
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder.expanduser() / "config.json"
+    if path is None:
+        return _without_code(config or {})
+    file = Path(path).expanduser() / "config.json"
     if not file.is_file():
-        raise ValueError(f"path={folder}: no config.json there, which makes a folder a model")
+        raise ValueError(f"path={path}: no config.json there, which makes a folder a model")
+    attempt = "; try: a whole copy of the model's folder"
     try:
         content = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: no JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: no JSON ({error}){attempt}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: not a mapping")
-    return content
+        raise ValueError(f"{file}: not a mapping{attempt}")
+    return _without_code({**content, **(config or {})})
 
 
 def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,15 +57,11 @@ class Llama(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         if n_heads % n_kv_heads:
-            raise ValueError(
-                f"n_kv_heads={n_kv_heads}: does not divide n_heads={n_heads}, each is shared by "
-                f"equally many"
-            )
+            wrong = f"does not divide n_heads={n_heads}, each is shared by equally many"
+            raise ValueError(f"n_kv_heads={n_kv_heads}: {wrong}")
         if d_model % (2 * n_heads):
-            raise ValueError(
-                f"n_heads={n_heads}: d_model={d_model} is no multiple of 2 * n_heads, and a head's "
-                f"numbers are rotated in pairs"
-            )
+            wrong = f"d_model={d_model} is no multiple of 2 * n_heads, a head is rotated in pairs"
+            raise ValueError(f"n_heads={n_heads}: {wrong}")
         self.n_kv_heads = n_kv_heads
         self.d_ff = d_ff
         self.rope_base = rope_base
@@ -126,9 +122,8 @@ class RotaryAttention(CausalSelfAttention):
         fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half
         speeds = self.rope_base**-fractions  # radians a position
         if self.rope_scaling != 1:  # whole for 4 turns in Llama 3's context and more, none for one
-            whole = ((speeds * llama_layout.LLAMA3_CONTEXT / (2 * math.pi) - 1) / (4 - 1)).clamp(
-                0, 1
-            )
+            turns = speeds * llama_layout.LLAMA3_CONTEXT / (2 * math.pi)
+            whole = ((turns - 1) / (4 - 1)).clamp(0, 1)
             speeds = speeds * (whole + (1 - whole) / self.rope_scaling)
         angles = torch.outer(positions, speeds)[:, None]  # (T, 1, K/2), radians
         cos, sin = angles.cos(), angles.sin()  # of a pair: a number of each half of the head

@@ -44,9 +44,8 @@ class SimpleGPT(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head=True)
         if d_model % n_heads:
-            raise ValueError(
-                f"n_heads={n_heads}: does not divide d_model={d_model}, all heads are of one size"
-            )
+            wrong = f"does not divide d_model={d_model}, all heads are of one size"
+            raise ValueError(f"n_heads={n_heads}: {wrong}")
         self.activation = activation
 
         with torch.device("meta"):
@@ -79,14 +78,11 @@ class SimpleGPT(Decoder):
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, 4 * d_model wide inside."""
-
     def __init__(self, d_model: int, activation: str):
         super().__init__()
         if activation not in GELU_APPROXIMATION:
-            raise ValueError(
-                f"activation={activation!r}: not known; allowed: {', '.join(GELU_APPROXIMATION)}"
-            )
+            allowed = ", ".join(GELU_APPROXIMATION)
+            raise ValueError(f"activation={activation!r}: not known; allowed: {allowed}")
         self.up_proj = nn.Linear(d_model, 4 * d_model)
         self.activation = nn.GELU(approximate=GELU_APPROXIMATION[activation])
         self.down_proj = nn.Linear(4 * d_model, d_model)

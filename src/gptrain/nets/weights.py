@@ -36,9 +36,7 @@ LONGEST = 2000  # characters of the names in a warning
 def find_weights(
     source: str | Path, which: str = "best", by: Mapping[str, str] = VAL_LOSS
 ) -> Checkpoint | Path:
-    """The verified checkpoint, or the file of another origin, that source means.
-
-    Nothing in a folder is touched, so that its run may still be going on.
+    """The verified checkpoint, or the file of another origin, that source means; none is touched.
 
     Args:
         which: of a run folder the checkpoint with the "best" metric (the newest where none was
@@ -66,11 +64,10 @@ def find_weights(
 
 @contextmanager
 def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None, None]:
-    """Says which key names what is not there (66), or cannot be taken (65).
+    """A ConfigError says which key names what is not there (66), or cannot be taken (65).
 
     Args:
         misfit: what to try where the weights are of another net.
-    Raises: ConfigError.
     """
     try:
         yield

@@ -22,8 +22,7 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     Args:
         mode: "none" keeps everything. "full" keeps a block's input alone and runs it twice: least
             memory, a third more FLOPs. "selective" keeps the outputs of matrix products and of
-            attention and recomputes what is cheap between them: no FLOPs worth counting (skipping
-            every other block, the alternative, costs a sixth more for half of the memory).
+            attention and recomputes what is cheap between them: no FLOPs worth counting.
     """
     if mode == "none":
         return

@@ -19,10 +19,7 @@ OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unu
 
 
 class Replicated(Whole):
-    """A copy of the net on every rank, gradients averaged while they are formed.
-
-    Its options are those of ddp, or of auto.
-    """
+    """A copy of the net on every rank, gradients averaged while they are formed."""
 
     def __post_init__(self):
         self.data_group = dist.group.WORLD

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gptrain.parallel.slices import local_of
+
 
 @torch.no_grad()
 def sum_gradients(
@@ -17,8 +19,7 @@ def sum_gradients(
 ) -> None:
     """Replace each gradient by the group's sum, divided by divisor; all vectors in one message.
 
-    Called once per optimizer step, after the last micro-step: sums commute with accumulation.
-    All ranks of the group must pass the same parameters in the same order.
+    Called once per optimizer step. All ranks of the group pass the same parameters in one order.
 
     Args:
         dtype: in which they are sent; None: their own.
@@ -26,14 +27,13 @@ def sum_gradients(
     if group.size() == 1:
         return
     given = [p.grad for p in parameters if p.grad is not None]
-    vectors = [_local(gradient) for gradient in given if gradient.ndim < 2]
+    vectors = [local_of(gradient) for gradient in given if gradient.ndim < 2]
     messages = [vectors] if vectors else []
-    messages += [[_local(gradient)] for gradient in given if gradient.ndim >= 2]
+    messages += [[local_of(gradient)] for gradient in given if gradient.ndim >= 2]
     for message in messages:
         flat = torch.cat([part.flatten() for part in message]).to(_wire(given), dtype)
         dist.all_reduce(flat, group=group)
-        if divisor != 1:
-            flat /= divisor
+        flat /= divisor
         for part, summed in zip(message, flat.split([p.numel() for p in message]), strict=True):
             part.copy_(summed.view_as(part))
 
@@ -60,7 +60,7 @@ def clip_grad_norm(
         elsewhere: parameters that another rank of these groups counts (tied weights).
     """
     given = [(p, p.grad) for p in parameters if p.grad is not None]
-    gradients = [_local(gradient) for _, gradient in given]
+    gradients = [local_of(gradient) for _, gradient in given]
     mesh = next((grad.device_mesh for _, grad in given if isinstance(grad, DTensor)), None)
     axes = mesh.get_all_groups() if mesh is not None else []
     counted = [
@@ -81,15 +81,12 @@ def clip_grad_norm(
     if not gradients:
         return norm
     norm = norm.to(gradients[0].device)
-    factor = None if scale is None else scale.to(norm)
-    if factor is not None:
-        norm = norm * factor
+    factor = torch.ones_like(norm) if scale is None else scale.to(norm)
+    norm = norm * factor
     if max_norm:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
-        clips = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        factor = clips if factor is None else clips * factor
-    if factor is not None:
-        torch._foreach_mul_(gradients, factor)
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)
     return norm
 
 
@@ -106,7 +103,3 @@ def _counts_here(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
         return all(axis.rank() == 0 for axis in axes)
     places = zip(gradient.device_mesh.get_coordinate() or (), gradient.placements, strict=True)
     return all(index == 0 for index, placement in places if placement.is_replicate())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

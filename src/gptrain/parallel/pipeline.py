@@ -15,15 +15,11 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.optim import Optimizer
 
-from gptrain.loss import LossOptions
+from gptrain.loss import LossOptions, logits_in_chunks
 from gptrain.parallel.dims import STAGES_PER_RANK, count_microbatches, stage_blocks
 from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
@@ -31,11 +27,6 @@ from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.state import Stages
 from gptrain.parallel.whole import Whole
 
-_SCHEDULES: dict[str, Callable[..., Any]] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-}
 Loss = Callable[[Tensor, Tensor], Tensor]  # of hidden (b, T, D) after the norm, targets (b, T)
 
 
@@ -120,7 +111,7 @@ class Pipeline(Whole):
 
         self.evaluate(tokens, targets, keep)
         for hidden, chunk_targets in found:
-            yield from self.chunked_logits(hidden, net.head.weight, chunk_targets)
+            yield from logits_in_chunks(hidden, net.head, chunk_targets)
 
     def share(self, compute: Callable[[], Tensor]) -> Tensor:
         """Computed on the last stage, sent to the others."""
@@ -131,10 +122,7 @@ class Pipeline(Whole):
         return value
 
     def train(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        """Sum of a loss over the microbatches of tokens, targets (B, T); adds to the gradients.
-
-        It is the same on every rank of the pipeline, and computed on the last stage.
-        """
+        """Sum of a loss over the microbatches of (B, T), on every rank; adds to the gradients."""
         return self._run(True, self.microbatches, tokens, targets, loss)
 
     @torch.no_grad()
@@ -146,10 +134,7 @@ class Pipeline(Whole):
         return self._run(False, n, tokens, targets, loss)
 
     def finish_gradients(self) -> None:
-        """Sum tied gradients between the ends, and average all over replicas of the pipeline.
-
-        Once per optimizer step, after its last micro-step.
-        """
+        """Sums tied gradients between the ends, and averages all over replicas of the pipeline."""
         super().finish_gradients()
         self._checks_scale = False
         if self.tied_parameters:
@@ -159,6 +144,7 @@ class Pipeline(Whole):
     def _run(
         self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor, loss: Loss
     ) -> Tensor:
+        # Buffers and shapes are fixed by the first batch that a schedule sees: one for each shape.
         key = (training, microbatches, tuple(tokens.shape))
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(training, microbatches, tokens.device)
@@ -175,16 +161,16 @@ class Pipeline(Whole):
         return total
 
     def _make_schedule(self, training: bool, microbatches: int, device: torch.device):
-        # Buffers and shapes are fixed by the first batch that a schedule sees: one for each shape.
         n, group = self.n_stages, self.group
         stages = [
             PipelineStage(Stage(self.net, i, n, self.n_blocks), i, n, device, group=group)
             for i in self.indices
         ]
-        # Takes any number of microbatches, forward only it is the same.
-        is_gpipe = not training and len(stages) == 1
-        return _SCHEDULES["gpipe" if is_gpipe else self.schedule](
-            stages if len(stages) > 1 else stages[0],
+        is_one = len(stages) == 1
+        # Forward only gpipe is the same, and takes any number of microbatches.
+        name = "gpipe" if is_one and not training else self.schedule.replace("_", "")
+        return get_schedule_class(name)(  # in any case
+            stages[0] if is_one else stages,
             microbatches,
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
             scale_grads=False,
@@ -220,6 +206,14 @@ class Stage(nn.Module):
         self.held = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not self.net.training:
+            return self.run(x)
+        # In training, torch 2.11 learns the shapes by a pass over zeros: it must not draw what the
+        # dropout of the first batch is to draw.
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            return self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
         if self.is_first:
             x = self.net.embed(x)  # (B, T) -> (B, T, D)
         for name in self.held:
@@ -230,8 +224,7 @@ class Stage(nn.Module):
 def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
     """Remove in place all of net that these stages do not hold; the rest keeps its names.
 
-    The first stage keeps what `embed` uses: all but blocks, norm and head; the last keeps these
-    two. Works on the meta device, before anything is allocated.
+    The first stage keeps what `embed` uses: all but blocks, norm and head; the last these two.
     """
     blocks = list(cast(Net, net).blocks)
     held = [i for stage in stages for i in stage_blocks(stage, n_stages, len(blocks))]
@@ -250,11 +243,8 @@ def check_pipeline(net: Net, options, dims) -> None:
         places = {name.partition(".")[0] for name in (first, second)}
         if len(tied) > 1 or "head" not in places or "blocks" in places:
             shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
-            raise Unfit(
-                "strategy.name",
-                f"a pipeline can share one weight, between embedding and head; this net shares "
-                f"{shared}",
-            )
+            allowed = "a pipeline can share one weight, between embedding and head"
+            raise Unfit("strategy.name", f"{allowed}; this net shares {shared}")
     n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options["schedule"]]
     if n_stages > n_blocks:
         raise Unfit(

@@ -16,7 +16,6 @@ from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.tensor import (
     apply_tensor_parallel,
     partial_parameters,
-    vocab_parallel_logits_in_chunks,
     vocab_parallel_loss,
 )
 from gptrain.parallel.whole import Whole
@@ -54,10 +53,7 @@ class Sharded(Whole):
 
     @contextmanager
     def held_back(self) -> Generator[None, None, None]:
-        """Until a step's last micro-step; `accumulate_shards` reduces gradients at each.
-
-        That takes 1/N of the memory of holding them whole, for as many times the traffic.
-        """
+        """Until a step's last micro-step; with `accumulate_shards` each one reduces gradients."""
         waits = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
         if waits:
             self.net.set_requires_gradient_sync(False)
@@ -69,9 +65,7 @@ class Sharded(Whole):
 class TensorParallel(Sharded):
     """Layers split over the tensor axis, inside of FSDP2 where the strategy has both."""
 
-    # Alike on the ranks of a tensor group.
-    chunked_loss = staticmethod(vocab_parallel_loss)
-    chunked_logits = staticmethod(vocab_parallel_logits_in_chunks)
+    chunked_loss = staticmethod(vocab_parallel_loss)  # alike on the ranks of a tensor group
 
     def split(self, net: Net) -> None:
         apply_tensor_parallel(net, self.mesh)

@@ -40,7 +40,7 @@ def make_net_on(
     """
     before = torch.random.get_rng_state()
     net = make_to_look_at(make_net)
-    if (fill := getattr(net, "init_parameter", None)) is None or any(True for _ in net.buffers()):
+    if not fills_itself(net):
         if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
             torch.random.set_rng_state(before)
             net = make_net()
@@ -48,16 +48,26 @@ def make_net_on(
         return net.to(device)
     first_name = tied_names(net)  # also of a weight whose first name this rank does not hold
     partition(net)
-    held = tied_names(net)
-    net.to_empty(device=device)  # makes a parameter of each name, also of a tied one
-    for second, first in held.items():
-        owner, _, name = second.rpartition(".")
-        setattr(net.get_submodule(owner), name, net.get_parameter(first))
+    allocate(net, device)
     for name, parameter in net.named_parameters():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        fill(first_name.get(name, name), whole)
+        cast(Any, net).init_parameter(first_name.get(name, name), whole)
         copy_slice(parameter, whole)
     return net
+
+
+def fills_itself(net: nn.Module) -> bool:
+    """Whether its weights can be drawn one by one, after it was made on the meta device."""
+    return hasattr(net, "init_parameter") and not any(True for _ in net.buffers())
+
+
+def allocate(net: nn.Module, device: torch.device | str) -> None:
+    """Gives tensors without values to a net of the meta device; a tied one stays one."""
+    tied = tied_names(net)
+    net.to_empty(device=device)  # makes a parameter of each name, also of a tied one
+    for second, first in tied.items():
+        owner, _, name = second.rpartition(".")
+        setattr(net.get_submodule(owner), name, net.get_parameter(first))
 
 
 @torch.no_grad()
@@ -70,9 +80,8 @@ def copy_slice(target: Tensor, whole: Tensor) -> None:
         raise ValueError(f"shapes differ: {tuple(target.shape)} here, {tuple(whole.shape)} given")
     if isinstance(target, DTensor):
         mesh, placements = target.device_mesh, target.placements
-        whole = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None).to_local()
-        target = target.to_local()
-    target.copy_(whole)
+        whole = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+    local_of(target).copy_(local_of(whole))
 
 
 def like_parameter(value: Any, parameter: Tensor) -> Any:
@@ -82,6 +91,11 @@ def like_parameter(value: Any, parameter: Tensor) -> Any:
     mine = torch.empty_like(parameter.detach(), dtype=value.dtype)
     copy_slice(mine, value)
     return mine
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

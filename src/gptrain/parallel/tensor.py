@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place, logits_in_chunks
+from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.parallel.fit import Net, Unfit
 
 # Renamed in torch 2.13, which warns of the old names.
@@ -200,7 +200,7 @@ class _VocabEmbedding(_Role):
 class _VocabHead(_Role):
     def forward(self, whole: Tensor) -> Tensor:
         logits = F.linear(whole, self.weight.to_local())  # (B, T', v)
-        return gather_vocabulary(logits, self.out_features, self.tensor_group)
+        return _GatherVocabulary.apply(logits, self.out_features, self.tensor_group)
 
 
 @cache
@@ -230,14 +230,6 @@ def scatter_sequence(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _AlongSequence.apply(partial, group, False)
 
 
-def gather_vocabulary(part: Tensor, n_columns: int, group: dist.ProcessGroup) -> Tensor:
-    """Columns of all ranks, (..., n_columns), where ranks hold torch.chunk's parts of them.
-
-    Backward takes this rank's columns: what follows is computed alike on every rank.
-    """
-    return _GatherVocabulary.apply(part, n_columns, group)
-
-
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
     """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
 
@@ -259,17 +251,6 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
     )
 
 
-def vocab_parallel_logits_in_chunks(
-    hidden: Tensor, head_weight: Tensor, targets: Tensor, chunk_tokens: int | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """As loss.logits_in_chunks, under a head split by rows: whole logits (C, V) on every rank."""
-    assert isinstance(head_weight, DTensor)
-    group, vocab_size = head_weight.device_mesh.get_group(), head_weight.shape[0]
-    local = head_weight.to_local().detach()
-    for logits, counted in logits_in_chunks(hidden, local, targets, chunk_tokens):
-        yield gather_vocabulary(logits, vocab_size, group), counted
-
-
 def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
     """Indices (..., T) padded with index 0 to (..., T')."""
     return F.pad(tokens, (0, -tokens.shape[-1] % n))
@@ -287,6 +268,11 @@ class _AlongSequence(torch.autograd.Function):
 
 
 class _GatherVocabulary(torch.autograd.Function):
+    """Columns of all ranks, (..., n_columns), where ranks hold torch.chunk's parts of them.
+
+    Backward takes this rank's columns: what follows is computed alike on every rank.
+    """
+
     @staticmethod
     def forward(ctx, part, n_columns, group):
         width = -(-n_columns // group.size())  # torch.chunk's; the last ranks' parts are padded

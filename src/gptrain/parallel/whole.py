@@ -74,9 +74,8 @@ class Whole:
 
     partitions = by_stages = False
     stages = state.WHOLE
-    # The loss and the logits of hidden states (B, T, D) under a head's weight (V, D).
+    # Of hidden states (B, T, D) under a head's weight (V, D).
     chunked_loss = staticmethod(chunked_next_token_loss)
-    chunked_logits = staticmethod(logits_in_chunks)
 
     def __post_init__(self) -> None:
         """Makes the groups of ranks; here there are none."""
@@ -129,7 +128,7 @@ class Whole:
     def logits(self, net: Net, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits (C, V) and targets (C,) of this rank's samples, chunk by chunk, for metrics."""
         if has_chunks(net):
-            return self.chunked_logits(net.hidden(tokens), net.head.weight, targets)
+            return logits_in_chunks(net.hidden(tokens), net.head, targets)
         counted = targets != IGNORED  # (B, T)
         logits = net_logits(net, tokens, targets)[counted].float()
         return iter([(logits, targets[counted])])

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -69,9 +69,13 @@ def main() -> None:
     if "--measure" in flags:
         sys.argv[1:] = ["name=measure", default_devices(), *words]
         config.main(measure, CollectivesRun, OPTIONS, usage=__doc__)
-    words = [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
-    sys.argv[1:] = words
+    sys.argv[1:] = words = spelt_out(words)
     config.main(lambda cfg: plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
+
+
+def spelt_out(words: Iterable[str]) -> list[str]:
+    """The words, with hardware.name=… for hardware=…."""
+    return [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
 
 
 def measure(cfg: DictConfig) -> None:
@@ -102,7 +106,10 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
     found["command"] = changes and command_line(typed, changes)
     found["machine"] = {"name": machine.name, "source": machine.source}
     if topology is not None:
-        found["topology"] = topology.to_json()
+        found["topology"] = {
+            "islands": topology.islands,
+            "slowest_ring_link": topology.slowest_ring_link,
+        }
     as_json = "--json" in flags
     print(json.dumps(found, indent=1) if as_json else table(found, changes, topology), flush=True)
 
@@ -144,47 +151,39 @@ def traced_lines(found: dict[str, Any]) -> str:
 
 def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
-    hardware, trainer, topology = values["hardware"], values["trainer"], None
+    hardware, trainer = values["hardware"], values["trainer"]
     here, device = [], DEVICES.get(hardware["name"])
     if not device and trainer["accelerator"] != "cpu":
         here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
         device = device_of(here[0]) if here else None
     n_local = count_devices(trainer["devices"]) or len(here)
     if not device:
-        machine = measured_machine(Path(values["output_dir"]), n_local or 1)
+        try:
+            machine = this_machine(Path(values["output_dir"]), n_local or 1)
+        except DamagedMeasurement as error:
+            output_dir = values["output_dir"]
+            raise ConfigError.of("output_dir", output_dir, str(error), code=BAD_DATA) from None
     elif not n_local:
         wrong = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
     else:
         link, network = LINKS.get(hardware["link"]), LINKS[hardware["network"]]
         machine = machine_of(device, n_local, link, network)
-    if values["topology"] or here:
-        topology = _find("topology", values["topology"], read_topology)
-    slowest = topology and topology.slowest_ring_link
+    source = values["topology"]
+    try:
+        topology = read_topology(source) if source or here else None
+    except ValueError as error:
+        raise ConfigError.of("topology", source, str(error)) from error
+    except OSError as error:
+        wrong = str(error.strerror)
+        raise ConfigError.of("topology", source, wrong, code=INPUT_NOT_FOUND) from error
+    slowest = topology.slowest_ring_link if topology else None
     if topology and slowest and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
     if trainer["precision"] == "auto":
         trainer["precision"] = "bf16-mixed" if machine.has_bf16 else "32-true"
     return machine, topology
-
-
-def measured_machine(output_dir: Path, n_local: int) -> Machine:
-    """This machine's CPU.   Raises: ConfigError."""
-    try:
-        return this_machine(output_dir, n_local)
-    except DamagedMeasurement as error:
-        raise ConfigError.of("output_dir", output_dir, str(error), code=BAD_DATA) from None
-
-
-def _find(key: str, value: str | None, find: Callable[[str | None], Any]) -> Any:
-    """What a word stands for.   Raises: ConfigError."""
-    try:
-        return find(value)
-    except ValueError as error:
-        raise ConfigError.of(key, value, str(error)) from error
-    except OSError as error:
-        raise ConfigError.of(key, value, str(error.strerror), code=INPUT_NOT_FOUND) from error
 
 
 def table(found: dict[str, Any], changes: dict[str, Any] | None, topology: Topology | None) -> str:

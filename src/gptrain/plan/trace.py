@@ -13,15 +13,16 @@ out.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,29 +31,37 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptrain.assemble.parts import as_config_errors, build_module, module_class, plan_lengths
+from gptrain.assemble.parts import (
+    as_config_errors,
+    build_module,
+    check_sample,
+    module_class,
+    plan_lengths,
+)
+from gptrain.config.compose import plain
 from gptrain.lit.strategies import build_strategy
+from gptrain.models.hugging_face import config_keys
 from gptrain.nets.load import build_net, build_target
 from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
-from gptrain.parallel.fit import check_fit, tied_names
-from gptrain.parallel.slices import make_to_look_at
+from gptrain.parallel.fit import check_fit
+from gptrain.parallel.slices import allocate, fills_itself, local_of, make_to_look_at
 from gptrain.parallel.step_mean import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
-from gptrain.plan.layers import along_a_line, cut, find_layers
 from gptrain.problems import ConfigError
 
 # A pipeline's stages tell each other shapes, which needs numbers.
 TRACED = ("single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel", "diloco")
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+HOOKS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
 N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
 FEW, MORE, MANY = 6, 12, 16  # layers; patterns of them repeat every 2, 3 or 6
+LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")  # our key, transformers'
 
 
 def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
@@ -67,15 +76,42 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
         traced each; empty: the whole one.
     Raises: ConfigError.
     """
-    try:
-        found = find_layers(cfg)
-    except ValueError:  # which is answered where the net is made
-        found = None
-    if found is None or found[1] <= MANY:
+    with as_config_errors(cfg, "model.path"):
+        groups = config_groups(cfg)
+    keys = {f"{group}.{name}": keys.get(name) for group, keys in groups.items() for name in LAYERS}
+    key, count = next(((k, n) for k, n in keys.items() if isinstance(n, int)), ("", 0))
+    if count <= MANY:
         return {**trace_whole(cfg, world_size, sample_tokens), "layers": []}
-    few, more = (trace_whole(cut(cfg, *found, n), world_size, sample_tokens) for n in (FEW, MORE))
-    times = (found[1] - MORE) / (MORE - FEW)
-    return {**along_a_line(few, more, times), "layers": [FEW, MORE, found[1]]}
+    few, more = (
+        trace_whole(cut(cfg, groups, key, count, n), world_size, sample_tokens) for n in (FEW, MORE)
+    )
+    times = (count - MORE) / (MORE - FEW)
+    return {**along_a_line(few, more, times), "layers": [FEW, MORE, count]}
+
+
+def config_groups(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The model group, and of a net of transformers its config.   Raises: ValueError."""
+    model = plain(cfg)["model"]
+    is_theirs = model["_target_"] == "gptrain.models.HuggingFace"
+    theirs = config_keys(model.get("config"), model.get("path")) if is_theirs else {}
+    return {"model": model, "model.config": theirs}
+
+
+def cut(cfg: DictConfig, groups: dict, key: str, count: int, n_layers: int) -> DictConfig:
+    """The config of a net of n_layers, and of what lists say of each of `count` layers."""
+    cfg = deepcopy(cfg)
+    OmegaConf.update(cfg, key, n_layers, force_add=True)
+    for name, value in groups["model.config"].items():
+        if isinstance(value, list) and len(value) == count:
+            OmegaConf.update(cfg, f"model.config.{name}", value[:n_layers], force_add=True)
+    return cfg
+
+
+def along_a_line(few: Any, more: Any, times: float) -> Any:
+    """`more`, and the difference of its numbers to those of `few` so many times besides."""
+    if isinstance(more, dict):
+        return {key: along_a_line(few.get(key, 0), more[key], times) for key in more}
+    return more if isinstance(more, str) else round(more + times * (more - few))
 
 
 def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
@@ -88,11 +124,15 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
         dims = parallel_dims(cfg.strategy, world_size)
     if dist.is_initialized():
         raise RuntimeError("a plan is traced in a process of its own, without a process group")
-    sample = sample_of(cfg, sample_tokens)
+    if sample_tokens is None:
+        sample = build_target(cfg.data.train)[0]
+        sample_tokens = check_sample(cfg, sample)
+    else:
+        sample = (torch.zeros(sample_tokens, dtype=torch.int64),) * 2
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return Step(cfg, name, dims, sample).trace()
+            return Step(cfg, name, dims, sample, sample_tokens).trace()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         wrong = f"its step reads the numbers of tensors ({error}), which a traced one has not"
         raise ConfigError.of("model._target_", cfg.model._target_, wrong) from error
@@ -101,26 +141,17 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
         gc.collect()  # FSDP's hooks hold the net in cycles
 
 
-def sample_of(cfg: DictConfig, sample_tokens: int | None) -> Any:
-    """A sample as the data give it: pairs of (T,), or what the user's own set has first."""
-    if sample_tokens is None:
-        return build_target(cfg.data.train)[0]
-    return (torch.zeros(sample_tokens, dtype=torch.int64),) * 2
-
-
 class Step:
-    """A step of rank 0. Inside of a FakeTensorMode.
+    """A step of rank 0 on batches of a sample. Inside of a FakeTensorMode."""
 
-    Args:
-        name: of the strategy.   sample: of which batches are made.
-    """
-
-    def __init__(self, cfg: DictConfig, name: str, dims: ParallelDims, sample: Any) -> None:
+    def __init__(
+        self, cfg: DictConfig, name: str, dims: ParallelDims, sample: Any, sample_tokens: int
+    ) -> None:
         self.cfg, self.name, self.dims = cfg, name, dims
         self.precision = str(cfg.trainer.precision)
         with as_config_errors(cfg):
             module_class(cfg, name)
-            with unset_fake_temporarily():
+            with unset_fake_temporarily(), as_config_errors(cfg, "model._target_"):
                 net = make_to_look_at(partial(build_net, cfg))
             mode = cfg.model.activation_checkpointing
             check_fit(net, cfg.strategy, dims, compile="none", activation_checkpointing=mode)
@@ -135,16 +166,17 @@ class Step:
             )
             self.strategy = strategy
             self.parallel: Any = strategy.parallel
-            sizes = [leaf for leaf in _leaves(sample) if leaf.ndim and not leaf.is_floating_point()]
-            lengths = plan_lengths(cfg, N_SAMPLES, len(sizes[0]) if sizes else 1, dims.data)
+            lengths = plan_lengths(cfg, N_SAMPLES, sample_tokens, dims.data)
             self.accumulate, size = lengths.batch.accumulate, lengths.batch.batch_size
             with unset_fake_temporarily():  # metrics copy themselves, which takes numbers
                 self.module = build_module(cfg, net, lengths, None)
         self.empty_beside(net)
-        self.batch = tree_map(lambda one: _repeated(one, size), sample)
+        self.batch = tree_map(partial(_repeated, size=size), sample)
         self.optimizer = self.attach(lengths.n_steps)
         self.is_last = True  # the micro-step after which gradients are reduced
-        if self.parallel.ddp is not None:
+        ddp = self.parallel.ddp
+        self.keeps_gradients = ddp is not None and ddp["gradient_as_bucket_view"]  # between steps
+        if ddp is not None:
             self.reduce_as_ddp()
 
     def make_net(self) -> nn.Module:
@@ -152,13 +184,9 @@ class Step:
         with unset_fake_temporarily():
             net = make_to_look_at(partial(build_net, self.cfg))
             net.to(WHOLE.get(self.precision))
-        if hasattr(net, "init_parameter") and not any(True for _ in net.buffers()):
+        if fills_itself(net):
             return net
-        ties = tied_names(net)
-        net.to_empty(device=CPU)  # makes a parameter of each name, also of a tied one
-        for second, first in ties.items():
-            owner, _, leaf = second.rpartition(".")
-            setattr(net.get_submodule(owner), leaf, net.get_parameter(first))
+        allocate(net, CPU)
         net.to = lambda *_, **__: net  # it is there, and tensors without numbers are not swapped
         return net
 
@@ -201,13 +229,11 @@ class Step:
 
         DDP's own reducer, in C++, reads the numbers of tensors, which these have not.
         """
-        options = self.cfg.strategy
-        half = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(
-            options.get("comm_hook"), "float32"))  # fmt: skip
+        half = HOOKS.get(self.cfg.strategy.get("comm_hook"))
 
         def reduce(parameter: nn.Parameter) -> None:
             if self.is_last and parameter.grad is not None:
-                sent = parameter.grad.to(half) if half != torch.float32 else parameter.grad
+                sent = parameter.grad.to(half) if half else parameter.grad
                 dist.all_reduce(sent, group=self.parallel.data_group)
 
         for parameter in self.module.parameters():
@@ -219,13 +245,16 @@ class Step:
         flops, sent = self.count()
         held = self.held_bytes()
         tracker = MemTracker()
-        self.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         tracker.track_external(self.module, self.optimizer, *self.between_meetings())
         with tracker:
             for index in range(min(self.accumulate, 2)):
                 tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
                 self.micro_step(is_last=index == min(self.accumulate, 2) - 1)
-            self.update()
+            # torch 2.11 takes for memory what DTensor computes of shapes while an optimizer steps:
+            # there a step is counted as what is held between steps, as the next line but one does.
+            if not self.parallel.partitions or version("torch") >= "2.13":
+                self.update()
         peak: dict[Any, int] = tracker.get_tracker_snapshot("peak")[CPU]
         total = max(peak["Total"], sum(held.values()))
         parts = {ref.value: n_bytes for ref, n_bytes in peak.items() if ref != "Total"}
@@ -249,22 +278,12 @@ class Step:
             runs.append((partial(self.parallel.sync, 0), 1 / self.cfg.strategy.sync_every))
         if self.accumulate > 1:
             runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
-        self.zero_grad()
         for run, times in runs:
             with Sent() as comm, FlopCounterMode(display=False, custom_mapping=FLOPS) as counter:
                 run()
             flops += times * counter.get_total_flops()
             sent = {what: sent[what] + times * n_bytes for what, n_bytes in comm.n_bytes.items()}
         return flops, sent
-
-    def zero_grad(self) -> None:
-        keeps = self.parallel.ddp is not None and self.parallel.ddp["gradient_as_bucket_view"]
-        if not keeps:
-            self.optimizer.zero_grad()
-            return
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
 
     def micro_step(self, *, is_last: bool) -> None:
         """Forward and backward."""
@@ -291,25 +310,15 @@ class Step:
 
     def held_bytes(self) -> dict[str, float]:
         """Bytes of this rank's weights, gradients and optimizer states, each once."""
-        weights = [_local(p) for p in self.module.parameters()]
-        gradients = [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        weights = [local_of(p) for p in self.module.parameters()]
+        gradients = [local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for one in self.optimizer.state.values() for t in one.values()]
-        states = [_local(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
+        states = [local_of(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
         states += self.between_meetings()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
 
 
-def _leaves(sample: Any) -> Iterator[Tensor]:
-    leaves: list[Tensor] = []
-    tree_map(lambda one: leaves.append(one) if isinstance(one, Tensor) else None, sample)
-    return iter(leaves)
-
-
 def _repeated(leaf: Any, size: int) -> Tensor:
     leaf = torch.as_tensor(leaf)
     return torch.zeros((size, *leaf.shape), dtype=leaf.dtype)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain import home
-from gptrain.problems import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.ranks.process import this_process
 from gptrain.resilience import fileops
-from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunFolderHeld, RunLock, UnsafeFolder
+from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
 from gptrain.resilience.signals import StopFlag, die_with_parent
 
 __all__ = ["run", "settle"]
@@ -53,7 +51,8 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
         if process.rank > 0:  # rank 0 holds the folder, and says where to start
             tell_folder(cfg.run_dir)
             return run_rank(train, cfg, stop)
-        with _held_folder(cfg, again) as lock:
+        # Free again when the process ends, however that ends.
+        with RunLock(cfg.run_dir, LOST_HOST_S if again else NAMED_AFTER_S) as lock:
             start_log()
             find = partial(find_checkpoint, cfg, lock, machine.world_size)
             prepare_start(cfg, find, again)
@@ -98,20 +97,3 @@ def keep_config(cfg: DictConfig) -> None:
     records = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
-
-
-@contextmanager
-def _held_folder(cfg: DictConfig, again: bool) -> Generator[RunLock, None, None]:
-    """The run folder, held; it is free again when the process ends, however that ends."""
-    lock = RunLock(cfg.run_dir)
-    try:
-        lock.acquire(LOST_HOST_S if again else NAMED_AFTER_S)
-    except (RunFolderHeld, UnsafeFolder) as error:
-        raise ConfigError.of("", None, f"run_dir={error}", code=FOLDER_UNUSABLE) from error
-    except OSError as error:
-        wrong, code = error.strerror or str(error), code_of(error)
-        raise ConfigError.of("run_dir", cfg.run_dir, wrong, code=code) from error
-    try:
-        yield lock
-    finally:
-        lock.release()

@@ -24,6 +24,7 @@ LAUNCHERS = {
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
 PORTS = range(20000, 30000)  # below those that Linux gives to clients
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 ATTEMPTS_NAME = ".beats"  # in the run folder, a folder for each start
 _START_S = time.time()  # of this process, nearly
 _held: list[ExitStack] = []  # names of GPUs that are this process's
@@ -98,9 +99,8 @@ def count_nodes(num_nodes: int | str) -> int:
 def calm_threads() -> None:
     """Keeps idle OpenMP threads from spinning; call it before torch is imported.
 
-    Two threads that spin for each other beside a busy process made a run three times slower than
-    one thread; after 1,000 turns they sleep, and a quiet machine loses nothing (gpt_nano on two
-    cores, torch 2.13). What the user has set is obeyed; ranks inherit the variable.
+    Beside a busy process two that spin for each other made a run three times slower than one; after
+    1,000 turns they sleep (gpt_nano, two cores, torch 2.13). What the user has set is obeyed.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "1000"
@@ -118,31 +118,30 @@ def run_stamp() -> str:
         array, step = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), env.get("SLURM_STEP_ID", "0")
         job = "_".join(env[name] for name in array if name in env) or env["SLURM_JOB_ID"]
         return f"slurm-{job}" + (f".{step}" if step != "0" else "")  # srun is typed by hand
-    started_s = launcher_start()[1] if process.launcher in LAUNCHERS else _START_S
+    started_s = launcher_start() if process.launcher in LAUNCHERS else _START_S
     second = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s))
     return f"{second}-{int(started_s * 1000) % 1000:03d}"
 
 
-def launcher_start() -> tuple[int, float]:
-    """The launcher's process on this node, and its start in seconds since the epoch.
+def launcher_start() -> float:
+    """Start of the launcher's process on this node, in seconds since the epoch.
 
     That is the nearest ancestor which is no rank itself: `mpirun bash each.sh` has a shell between.
-    Where there is no /proc, the parent and this process's own start.
+    Where there is no /proc, the start of this process.
     """
-    of = LAUNCHERS.get(this_process().launcher, LAUNCHERS["torchrun"])
-    pid, variable = os.getppid(), f"\0{of[0]}=".encode()
+    pid, variable = os.getppid(), f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
     try:
         with suppress(PermissionError):  # of another user: no rank of ours
             while variable in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                pid = int(stat_fields(pid)[1])
+                pid = int(_stat_fields(pid)[1])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
-        ticks = int(stat_fields(pid)[19])
+        ticks = int(_stat_fields(pid)[19])
     except OSError:
-        return os.getppid(), _START_S
-    return pid, int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+        return _START_S
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def stat_fields(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     """Fields 3 (state), 4 (parent) and on of proc(5), after the name, which may hold spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
@@ -202,19 +201,13 @@ def attempt() -> str:
     Each agent of torchrun counts restarts by itself, those of other nodes not among them; but they
     agree on a port, which is a new one for each start (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
     """
-    env, launcher = os.environ, this_process().launcher
-    if launcher == "gptrain":
+    env, process = os.environ, this_process()
+    if process.launcher == "gptrain":
         return env["TORCHELASTIC_RUN_ID"]
-    if launcher == "slurm":
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        return "-".join(["slurm", *(env.get(name, "0") for name in names)])
-    if this_process().n_nodes == 1:
-        restart = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        pid, started_s = launcher_start()
-        return f"{pid}-{started_s:.2f}-{restart}"
+    if process.launcher == "slurm" or process.n_nodes == 1:
+        return "-".join([run_stamp(), *(env.get(name, "0") for name in RESTART_COUNTS)])
     job = env.get("TORCHELASTIC_RUN_ID") or env.get("PMIX_NAMESPACE")  # of Open MPI
-    job = f"{job}-{env.get('MASTER_PORT')}"
-    return re.sub("[^A-Za-z0-9_-]", "_", job)
+    return re.sub("[^A-Za-z0-9_-]", "_", f"{job}-{env.get('MASTER_PORT')}")
 
 
 def take_gpus(devices: Any) -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
@@ -78,19 +78,20 @@ def run_rank(
 
 
 def rank_process(
-    script: str, name: str, cfg: DictConfig, hydra: DictConfig, environment: dict, parent_pid: int
+    script: str, name: str, cfg: DictConfig, hydra: Any, environment: dict, parent_pid: int
 ) -> NoReturn:
     """Entry of a rank that the supervisor starts.
 
     Args:
         script, name: of the training function: of a job of submitit `__main__` is not the script.
+        hydra: the parent's HydraConfig: log, what was typed.
     """
     die_with_parent(parent_pid)
     bear_lost_streams()
     os.environ.update(environment)
-    HydraConfig.instance().cfg = cast(Any, OmegaConf.create({"hydra": hydra}))
+    HydraConfig.instance().cfg = hydra
     if this_process().rank == 0:
-        configure_log(hydra.job_logging, hydra.verbose)
+        configure_log(hydra.hydra.job_logging, hydra.hydra.verbose)
         start_log()
     else:
         logging.getLogger().setLevel(logging.ERROR)
@@ -157,15 +158,14 @@ def report_ending(
         lines = map(problems.printable, ending.line.split("\n"))
         print("\n".join(lines), file=sys.stderr, flush=True)
         return
-    for label, words in (("stopped", ending.line), ("next", resume_command(cfg))):
-        if log.isEnabledFor(logging.INFO):
-            log.info("%-9s %s", label, words)
-        else:  # another rank than 0, whose log is off, was the first to end
-            print(f"{label:9} {words}", flush=True)
+    # A rank other than 0, whose log is off, may be the first to end.
+    say = log.info if log.isEnabledFor(logging.INFO) else partial(print, flush=True)
+    say(f"{'stopped':9} {ending.line}")
+    say(f"{'next':9} {resume_command(cfg)}")
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest checkpoint's folder, not verified: for messages, not for loading."""
+    """Of a run folder: `CheckpointStore.newest`."""
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 

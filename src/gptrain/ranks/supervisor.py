@@ -15,23 +15,24 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, ConfigError, Ending, JobFailed
-from gptrain.ranks.process import ATTEMPTS_NAME
+from gptrain.ranks.process import ATTEMPTS_NAME, RESTART_COUNTS
 from gptrain.ranks.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.resilience import fileops
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back
 from gptrain.resilience.status import RESULT_NAME, clear_status, read_status
 from gptrain.resilience.watchdog import StallWatch, read_lives
-from gptrain.small_files import UnreadableFile, read_json
+from gptrain.small_files import UnreadableFile, read_facts, read_json
 
 log = logging.getLogger(__name__)
 START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
@@ -62,10 +63,7 @@ def supervise(
         log.warning("warning: started again, %d more times at most", left)
     if code != DONE:
         raise JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
-    try:
-        return read_json(Path(cfg.run_dir) / RESULT_NAME)["metrics"]
-    except FileNotFoundError:
-        return {}
+    return read_facts(Path(cfg.run_dir) / RESULT_NAME).get("metrics", {})
 
 
 def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
@@ -89,8 +87,7 @@ def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
 
 def is_restart() -> bool:
     """True where torchrun or SLURM started this job again by itself."""
-    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(int(os.environ.get(name) or 0) > 0 for name in names)
+    return any(int(os.environ.get(name) or 0) > 0 for name in RESTART_COUNTS)
 
 
 def note_start(run_dir: str | Path, step: int, again: bool) -> int:
@@ -101,13 +98,11 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
     """
     path, last = Path(run_dir) / RESTARTS_NAME, (read_status(run_dir) or {}).get("cause")
     starts, fruitless = [{"step": step, "time": time.strftime("%F %T"), "after": last}], 0
-    try:
+    with suppress(FileNotFoundError, UnreadableFile, LookupError, TypeError):  # the first, or odd
         before = read_json(path)
         if again:
             fruitless = 0 if step > before["step"] else before["fruitless"] + 1
         starts = [*before["starts"], *starts]
-    except (FileNotFoundError, UnreadableFile, LookupError, TypeError):
-        pass  # the first, or not written by us
     record = {"step": step, "fruitless": fruitless, "starts": starts}
     fileops.replace(path, json.dumps(record).encode())
     return fruitless
@@ -115,9 +110,10 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 
 def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
-    context, ranks, hydra = multiprocessing.get_context(START_METHOD), [], plain_hydra()
-    known: Any = train
-    function, attempt = (known.__code__.co_filename, known.__name__), uuid.uuid4().hex
+    context, ranks, known = multiprocessing.get_context(START_METHOD), [], cast(Any, train)
+    # Plain: classes that plugins of Hydra's declare cannot be pickled.
+    hydra = OmegaConf.create(OmegaConf.to_container(cast(Any, HydraConfig.instance().cfg)))
+    job, attempt = (known.__code__.co_filename, known.__name__, cfg, hydra), uuid.uuid4().hex
     folder = Path(cfg.run_dir) / ATTEMPTS_NAME / attempt
     environment = {
         "GPTRAIN_SUPERVISED": "1",
@@ -131,8 +127,7 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
     try:
         for rank in range(n_ranks):
             place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            arguments = (*function, cfg, hydra, place, os.getpid())
-            process = context.Process(target=rank_process, args=arguments)
+            process = context.Process(target=rank_process, args=(*job, place, os.getpid()))
             with hold_back():  # a signal waits until the rank can take it as a request
                 process.start()
             ranks.append(process)
@@ -143,17 +138,6 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
             rank.join()
         shutil.rmtree(folder, ignore_errors=True)
     return job_code(cfg, ranks)
-
-
-def plain_hydra() -> DictConfig:
-    """What a rank needs of Hydra's node: its log, what was typed, and what of it varies."""
-    hydra = HydraConfig.get()
-    logs = OmegaConf.to_container(hydra.job_logging, resolve=True)
-    typed = {"task": list(hydra.overrides.task), "hydra": list(hydra.overrides.hydra)}
-    job = {"config": OmegaConf.to_container(hydra.job.config)}
-    return OmegaConf.create(
-        {"job": job, "job_logging": logs, "verbose": hydra.verbose, "overrides": typed}
-    )
 
 
 def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
@@ -196,8 +180,8 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
 
 def job_code(cfg: DictConfig, ranks: list[BaseProcess]) -> int:
     """The exit code of a job whose ranks have all ended: that of the first that failed."""
-    codes = [rank.exitcode or DONE for rank in ranks]
-    if not any(codes):
+    codes = [code for rank in ranks if (code := rank.exitcode)]
+    if not codes:
         return DONE
     told: Any = (read_status(cfg.run_dir) or {}).get("exit_code")
     return told or next((code for code in codes if code > 1), FAILED)  # 1 is Python's own

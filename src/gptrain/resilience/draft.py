@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptrain.resilience import fileops
@@ -22,7 +23,7 @@ from gptrain.resilience.manifest import difference
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; nothing of it is left, the ones before are untouched.
+    """A checkpoint cannot be written; nothing of it is left, the ones before are untouched.
 
     Attributes:
         needed, free: bytes of this save (of this rank) and on its file system, None if unknown.
@@ -45,27 +46,15 @@ class SaveFailed(OSError):
         return (
             f"{self.path}: cannot save: {self.strerror} ({name}) on rank {self.rank}; "
             f"needs {self.needed} bytes, {self.free} bytes free; "
-            + ("earlier checkpoints are intact" if self.path.is_dir() else "the folder is gone")
+            + ("earlier checkpoints are intact" if self.path.is_dir() else "none is there")
         )
 
 
-class NoSpace(OSError):
-    """There is less room than a save needs; found out before anything was written."""
-
-    cause = "disk"
-
-    def __init__(self, path: Path, needed: int, free: int) -> None:
-        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        self.path, self.needed, self.free = path, needed, free
-
-    def __str__(self) -> str:
-        return f"{self.path}: saving needs {self.needed} bytes, {self.free} bytes are free"
-
-
+@dataclass
 class Draft:
     """The part of one rank in a save: its files in a checkpoint that is not yet one.
 
-    Args:
+    Attributes:
         path: a hidden folder beside the target, into which all ranks write.
         gather: collects one picklable value of each rank on all ranks, in rank order; it is the
             barrier, too.
@@ -73,18 +62,13 @@ class Draft:
         progress: called for every piece that is written or read back.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        rank: int,
-        gather: Callable[[object], list],
-        needed_bytes: int,
-        progress: Callable[[], None] | None,
-    ) -> None:
-        self.path, self.rank, self.gather = path, rank, gather
-        self.needed_bytes, self.progress = needed_bytes, progress
-        self._held: dict[str, io.BytesIO] = {}
-        self._written: Future[dict[str, dict]] = Future()
+    path: Path
+    rank: int
+    gather: Callable[[object], list]
+    needed_bytes: int
+    progress: Callable[[], None] | None
+    _held: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
+    _written: Future[dict[str, dict]] = field(default_factory=Future, init=False)
 
     def open(self, name: str) -> io.BytesIO:
         """A new file of the checkpoint, for torch.save and the like; use it as a context."""

@@ -18,6 +18,7 @@ import uuid
 from pathlib import Path
 from typing import cast
 
+from gptrain.problems import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.small_files import UnreadableFile, open_regular, read_json
 
 LOCK_NAME = ".lock"
@@ -31,60 +32,57 @@ LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in 
 _held: set[int] = set()  # descriptors of this process's locks
 
 
-class RunFolderHeld(Exception):
-    """Another live process has the run folder."""
-
-    def __init__(self, run_dir: Path, holder: dict) -> None:
-        self.holder = holder
-        pid, host, started = (holder.get(key, "unknown") for key in ("pid", "host", "started"))
-        super().__init__(
-            f"{run_dir}: held by process {pid} on {host} since {started}; "
-            "wait for it, stop it, or choose another folder"
-        )
-
-
-class UnsafeFolder(Exception):
-    """A run folder in which a name of ours is a link, or no file (folder) where a run makes one."""
-
-
 class RunLock:
     """The right to write into a run folder; hold it as long as anything of the run lives.
+
+    Args:
+        wait_s: for how long a start waits for another process that holds the folder.
 
     Attributes:
         run_id: identity of the run in this folder: drawn by its first holder, kept by all later
             ones. Checkpoints carry it, so one that was copied in from elsewhere is recognised.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(self, run_dir: str | Path, wait_s: float = NAMED_AFTER_S) -> None:
+        self.run_dir, self.wait_s = Path(run_dir), wait_s
         self.run_id = ""
         self._descriptor: int | None = None
 
-    def acquire(self, wait_s: float = NAMED_AFTER_S) -> "RunLock":
-        """Takes the folder, which is made if need be, or fails after `wait_s`.
+    def acquire(self) -> "RunLock":
+        """Takes the folder, which is made if need be.
 
         Call it before the first file of the run is opened, its log included.
 
-        Raises: RunFolderHeld; OSError if the folder cannot be made or written; UnsafeFolder.
+        Raises: ConfigError where another live process has it, where a name of ours in it is a link
+            or none that a run makes, or if it cannot be made or written.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        _check_no_links(self.run_dir)
-        _forget_in_forked_children()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
-        _held.add(self._descriptor)
         try:
-            self._lock(time.monotonic() + wait_s)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            _check_no_links(self.run_dir)
+            _forget_in_forked_children()
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
+            _held.add(self._descriptor)
+            self._lock(time.monotonic() + self.wait_s)
             self.adopt(read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex)
-        except BaseException:
+        except BaseException as error:
             self.release()
+            if isinstance(error, OSError):
+                about = "run_dir", self.run_dir, error.strerror or str(error)
+                raise ConfigError.of(*about, code=code_of(error)) from error
             raise
         return self
 
     def adopt(self, run_id: str) -> None:
         """Makes this the folder of another run, all of which is elsewhere; or of its first."""
         self.run_id = run_id
-        self._write_holder()
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname()}
+        text = json.dumps(holder | {"started": started}).encode()
+        descriptor = cast(int, self._descriptor)
+        os.pwrite(descriptor, text.ljust(_RECORD_BYTES), 0)
+        os.ftruncate(descriptor, _RECORD_BYTES)
+        os.fsync(descriptor)
 
     def release(self) -> None:
         """Gives the folder back; harmless when it is not held, or held by this process's parent."""
@@ -105,17 +103,11 @@ class RunLock:
                 return fcntl.flock(cast(int, self._descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end_s:
-                    raise RunFolderHeld(self.run_dir, read_holder(self.run_dir)) from None
+                    about = {"pid": "unknown", "host": "unknown", "started": "unknown"}
+                    about |= read_holder(self.run_dir)
+                    wrong = "held by process {pid} on {host} since {started}".format_map(about)
+                    raise _refused(self.run_dir, f"{wrong}; wait for it, stop it") from None
                 time.sleep(NAMED_AFTER_S)
-
-    def _write_holder(self) -> None:
-        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        holder = {"run_id": self.run_id, "pid": os.getpid()}
-        text = json.dumps(holder | {"host": socket.gethostname(), "started": started})
-        descriptor = cast(int, self._descriptor)
-        os.pwrite(descriptor, text.encode().ljust(_RECORD_BYTES), 0)
-        os.ftruncate(descriptor, _RECORD_BYTES)
-        os.fsync(descriptor)
 
 
 def read_holder(run_dir: str | Path) -> dict:
@@ -125,7 +117,7 @@ def read_holder(run_dir: str | Path) -> dict:
     """
     try:
         holder = read_json(Path(run_dir) / LOCK_NAME)
-    except (FileNotFoundError, UnreadableFile):
+    except (FileNotFoundError, UnreadableFile):  # of another error no new run may begin
         return {}
     kinds = {"run_id": str, "pid": int, "host": str, "started": str}
     if not isinstance(holder, dict):
@@ -146,11 +138,13 @@ def is_held(run_dir: str | Path) -> bool:
     return False
 
 
-def _check_no_links(run_dir: Path) -> None:
-    """Raises UnsafeFolder where a run would write through a link, or into a pipe or a device.
+def _refused(path: Path, wrong: str) -> ConfigError:
+    text = f"run_dir={path}: {wrong}, or choose another folder"
+    return ConfigError.of("", None, text, code=FOLDER_UNUSABLE)
 
-    A stranger's folder could lead elsewhere. `checkpoints` may be a link to another disk.
-    """
+
+def _check_no_links(run_dir: Path) -> None:
+    """In a stranger's folder they lead elsewhere; `checkpoints` may be a link to another disk."""
     for name in (*_FILES, *_FOLDERS):
         path = run_dir / name
         try:
@@ -159,7 +153,7 @@ def _check_no_links(run_dir: Path) -> None:
             continue
         if not (stat.S_ISREG(mode) if name in _FILES else stat.S_ISDIR(mode)):
             what = "a link" if stat.S_ISLNK(mode) else "none that a run makes"
-            raise UnsafeFolder(f"{path}: {what}; remove it, or choose another folder")
+            raise _refused(path, f"{what}; remove it")
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fsspec.core import url_to_fs
 
@@ -70,12 +71,10 @@ class Mirror:
                     store.run_id = run_id
                 self.restore(store)
         except OSError as error:
-            about = "checkpoint.mirror", self.url, first_line(error)
-            raise ConfigError.of(*about, code=code_of(error)) from error
+            raise self._refused(first_line(error), code=code_of(error)) from error
         if run_id not in ("", lock.run_id):
             attempt = "ckpt_path=last in a new run_dir to go on with that"
-            about = "checkpoint.mirror", self.url, "holds another run"
-            raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
+            raise self._refused("holds another run", attempt=attempt, code=FOLDER_UNUSABLE)
 
     def update(self, store: CheckpointStore) -> None:
         """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
@@ -104,16 +103,19 @@ class Mirror:
             except FileNotFoundError:  # never finished, or half removed
                 continue
             except DamagedCheckpoint as error:
-                damaged, path, aside = True, f"{self.root}/{name}", f"{name}.corrupt"
+                damaged, path = True, f"{self.root}/{name}"
                 with suppress(OSError):  # read-only: nothing is removed there either
-                    self.files.mv(path, f"{self.root}/{aside}", recursive=True)
-                _log.warning("warning: %s/%s: %s; kept as %s", self.url, name, error.reason, aside)
+                    self.files.mv(path, f"{path}.corrupt", recursive=True)
+                about = self.url, name, error.reason, name
+                _log.warning("warning: %s/%s: %s; kept as %s.corrupt", *about)
                 continue
             os.rename(draft, store.folder / name)
             fileops.sync_folder(store.folder)
         if damaged and not store.steps():
-            wrong = "none of its checkpoints is whole"
-            raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=BAD_DATA)
+            raise self._refused("none of its checkpoints is whole", code=BAD_DATA)
+
+    def _refused(self, wrong: str, **more: Any) -> ConfigError:
+        return ConfigError.of("checkpoint.mirror", self.url, wrong, **more)
 
     def _copy(self, store: CheckpointStore) -> None:
         try:

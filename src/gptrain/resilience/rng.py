@@ -37,9 +37,6 @@ def restore(state: dict[str, Any]) -> None:
 
 def _device_in_use() -> str | None:
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        return None
-    name = device.type
-    module = torch.get_device_module(name)
     # A device that was never used has no state of its own yet, and asking would open it.
-    return name if getattr(module, "is_initialized", lambda: True)() else None
+    is_used = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
+    return device.type if device is not None and is_used() else None

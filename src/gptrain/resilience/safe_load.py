@@ -32,6 +32,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     StorageMeta,
     TensorStorageMetadata,
@@ -78,7 +79,9 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
     Raises: UnsafeCheckpoint, DamagedCheckpoint, FileNotFoundError.
     """
     with one_line_refusals(path), open_regular(path) as file:
-        return _load(file, path if mmap else None)
+        is_mapped = mmap and zipfile.is_zipfile(file)
+        file.seek(0)
+        return _load(path if is_mapped else file, mmap=is_mapped)
 
 
 @contextmanager
@@ -119,8 +122,7 @@ class SafeFileSystemReader(FileSystemReader):
             for name, entry in metadata.state_dict_metadata.items():
                 if not isinstance(name, str) or type(entry) not in _ENTRIES:
                     raise ValueError(f"its index has an entry of another kind: {name!s:.80}")
-            metadata.storage_meta = metadata.storage_meta or StorageMeta()
-            metadata.storage_meta.load_id = self.load_id
+            metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -139,12 +141,8 @@ class ShardWriter(FileSystemWriter):
     def __init__(self, draft: Draft) -> None:
         # Nothing is copied ahead: what is, _OverlappingCpuLoader of the writer's module leaves
         # page-locked until the file is closed, a second copy of the whole state on the host.
-        super().__init__(
-            draft.path,
-            sync_files=False,  # the draft's files sync themselves
-            per_thread_copy_ahead=0,
-        )
-        self.fs = _DraftFolder(draft)
+        super().__init__(draft.path, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = _DraftFolder(draft)  # whose files sync themselves
 
     def storage_meta(self) -> None:
         """Nothing: it would hold the draft's path, which is gone after the save."""
@@ -155,7 +153,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    """As Python 3.11.0 to 3.11.3, which Debian 12 has, write a member of an enum."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class _PlainValues:
@@ -178,13 +185,10 @@ class _PlainValues:
         self._planner.load_bytes(read_item, ours)
 
 
-def _load(file: IO[bytes], mapped: str | Path | None = None) -> Any:
-    """Its content; mapped: where it lies, if its tensors shall be left there."""
-    mmap = mapped is not None and zipfile.is_zipfile(file)
-    file.seek(0)
+def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
     with warnings.catch_warnings():  # about pickles not made by torch.save: those end in an error
         warnings.filterwarnings("ignore", "Detected pickle protocol")
-        return torch.load(mapped if mmap else file, "cpu", weights_only=True, mmap=mmap)
+        return torch.load(file, "cpu", weights_only=True, mmap=mmap)
 
 
 class _DraftFolder(FileSystem):

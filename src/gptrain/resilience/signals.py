@@ -92,13 +92,10 @@ def hold_back() -> Generator[None, None, None]:
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
-    """Ends this process when its parent dies, however that dies (Linux; elsewhere see Watchdog).
+    """Ends this process by a signal when its parent dies, however (Linux; elsewhere see Guard).
 
     Call it first of all in a started process, with the number the parent had when it started it.
     The kernel means the *thread* that started the process: it must live as long as the child.
-
-    Args:
-        by: the signal that ends it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
@@ -109,8 +106,7 @@ def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
 def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
     """A data worker leaves when its rank ends it or dies, not when a signal reaches the group.
 
-    For DataLoader's worker_init_fn. A worker that outlived its rank would keep the rank's
-    connections open, and the other ranks waiting.
+    One that outlived its rank would keep the rank's connections open, and the other ranks waiting.
 
     Args:
         parent_pid: the rank, read before it started the worker: read here, it may be the process

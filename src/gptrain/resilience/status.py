@@ -74,15 +74,14 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
             on from it), message, traceback.
     Raises: OSError if the folder cannot be written.
     """
-    path = Path(run_dir) / STATUS_NAME
-    here = {"host": socket.gethostname(), "pid": os.getpid()}
-    status = facts | here | {"time": time.strftime("%F %T %z")}
+    path, host, pid = Path(run_dir) / STATUS_NAME, socket.gethostname(), os.getpid()
+    status = to_json(facts | {"host": host, "pid": pid, "time": time.strftime("%F %T %z")})
     was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
     if replace or (was_done and facts["exit_code"] != DONE):
-        fileops.replace(path, to_json(status))
+        fileops.replace(path, status)
         return True
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}")
-    fileops.write_whole(beside, to_json(status))
+    beside = path.with_name(f".{path.name}.{host}.{pid}.{time.time_ns()}")
+    fileops.write_whole(beside, status)
     try:
         os.link(beside, path)
     except FileExistsError:
@@ -109,11 +108,9 @@ def clear_status(run_dir: str | Path) -> None:
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """The result of a run that is done; a metric that is not finite becomes null.
+    """The result of a run that is done: final metrics under their logged names, and facts.
 
-    Args:
-        metrics: final values under their logged names.
-        facts: steps, tokens, seconds, checkpoint (the best one).
+    A metric that is not finite becomes null.
     """
     fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
 

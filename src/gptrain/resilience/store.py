@@ -10,6 +10,7 @@ for a person to look at), `.old-step-00000500` (being replaced by a second save 
 and `.trash-step-00000500` (being removed: a folder half removed must not look like a damaged one).
 """
 
+import errno
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gptrain.resilience import fileops, manifest
-from gptrain.resilience.draft import Draft, NoSpace
+from gptrain.resilience.draft import Draft, SaveFailed
 from gptrain.resilience.manifest import Checkpoint, DamagedCheckpoint, NoGoodCheckpoint, folder_name
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class CheckpointStore:
         progress: a heartbeat's `beat`: called bare while bytes are written or verified.
 
     Attributes:
-        on_commit: called with the folder of each new checkpoint, on rank 0.
+        on_commit: called after each new checkpoint, on rank 0.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class CheckpointStore:
         progress: Callable[..., None] | None = None,
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
-        self.on_commit: Callable[[Path], object] = lambda path: None
+        self.on_commit: Callable[[], object] = lambda: None
         self._unfinished: tuple[Draft, dict] | None = None  # in the background, and its manifest
 
     # Saving
@@ -70,8 +71,7 @@ class CheckpointStore:
 
         Args:
             needed_bytes: expected size, checked against the free space before anything is written.
-            gather: collects one picklable value of each rank on all ranks, in rank order
-                (torch.distributed.all_gather_object); it is the barrier, too.
+            gather: as torch.distributed.all_gather_object, see `Draft`.
             in_background: the files are written while the caller goes on; a checkpoint only once
                 `finish` was called.
         Raises: SaveFailed, the same on every rank, for whatever the file system refused.
@@ -82,7 +82,12 @@ class CheckpointStore:
         draft = Draft(self._hidden("draft", step), rank, gather, needed_bytes, self.progress)
         with draft.same_answer():
             if rank == 0:
-                self._begin(draft.path, needed_bytes)
+                self.check_space(needed_bytes)
+                if not self.folder.exists():
+                    os.mkdir(self.folder)
+                    fileops.sync_folder(self.folder.parent)
+                fileops.remove_tree(draft.path)  # of a save that failed and could not be removed
+                os.mkdir(draft.path)
         with draft.same_answer():
             yield draft
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
@@ -114,14 +119,14 @@ class CheckpointStore:
             if draft.rank == 0:
                 self._commit(draft.path, about, files_of_ranks)
         if draft.rank == 0:
-            self.on_commit(self.folder / folder_name(about["step"]))
+            self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raises NoSpace unless the folder's file system has that many bytes left."""
+        """Raises SaveFailed unless the folder's file system has that many bytes left."""
         folder = self.folder if self.folder.exists() else self.folder.parent
         free = shutil.disk_usage(folder).free  # quotas are not seen
         if free < needed_bytes:
-            raise NoSpace(self.folder, needed_bytes, free)
+            raise SaveFailed(errno.ENOSPC, self.folder, needed_bytes, free, rank=0)
 
     # Loading
 
@@ -162,10 +167,9 @@ class CheckpointStore:
                 n_before = len(list(self.folder.glob(f"{error.path.name}.corrupt*")))
                 number = f"-{n_before + 1}" if n_before else ""
                 aside = error.path.with_name(f"{error.path.name}.corrupt{number}")
-                if self.run_id is None or not _rename(error.path, aside):
-                    _log.warning("warning: %s; an older one is taken", error)
-                else:
-                    _log.warning("warning: %s; set aside as %s", error, aside.name)
+                is_aside = self.run_id is not None and _rename(error.path, aside)
+                what = f"set aside as {aside.name}" if is_aside else "an older one is taken"
+                _log.warning("warning: %s; %s", error, what)
             return found
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpoint(path, "found damaged before"))
@@ -176,7 +180,7 @@ class CheckpointStore:
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
         """Folders of the checkpoints that have a metric, the lowest (`max`: highest) first.
 
-        Of equal ones the earlier. They are not verified: for what may be removed, and for messages.
+        Of equal ones the earlier; not verified: for what may be removed, and for messages.
         """
         sign, scored = {"min": 1, "max": -1}[mode], []
         for step in self.steps():
@@ -215,14 +219,6 @@ class CheckpointStore:
                 os.rename(path, self.folder / name)
             elif kind in ("old", "draft", "trash"):
                 fileops.remove_tree(path)
-
-    def _begin(self, draft: Path, needed_bytes: int) -> None:
-        self.check_space(needed_bytes)
-        if not self.folder.exists():
-            os.mkdir(self.folder)
-            fileops.sync_folder(self.folder.parent)
-        fileops.remove_tree(draft)  # of a save that failed and could not be removed
-        os.mkdir(draft)
 
     def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
         """Makes a checkpoint of a draft; one of the same step is replaced."""

@@ -5,18 +5,17 @@ says only that the process runs. A rank that ticks and does not beat waits for s
 does neither is stopped, or holds the interpreter lock: it is the one the others wait for. Clocks of
 two processes or machines need not agree: counters are compared with themselves, a look before.
 
-A thread in every rank ends it where waiting has become pointless: the process that started it is
-gone (an orphan), a rank has failed (the others' collectives will never come), or nothing has moved
-for the timeout (a hang). It ends the process by os._exit: the main thread is stuck in a collective
-that no exception can reach. Against what stops this thread too there are two more layers:
-faulthandler's own thread needs no interpreter lock and prints the stacks, and a supervisor with a
-`StallWatch` ends the process from outside.
+A thread in every rank ends it where waiting has become pointless: its parent is gone, a rank has
+failed (the others' collectives will never come), or nothing has moved for the timeout. It ends it
+by os._exit: no exception reaches a main thread that is stuck in a collective. Where this thread is
+stopped, too, faulthandler's own thread, which needs no interpreter lock, prints the stacks, and a
+supervisor with a `StallWatch` ends the process from outside.
 """
 
 import contextlib
 import faulthandler
+import json
 import os
-import struct
 import threading
 import time
 from collections import defaultdict
@@ -32,7 +31,7 @@ from gptrain.resilience.status import Preempted, read_status, write_status
 GRACE_S = 5.0  # for a rank to end by itself after another has failed
 STOPPED_S = 3.0  # without a tick: longer than a busy machine keeps a process waiting
 _MAX_GAP_S = 2.0  # a watcher looks more often than this; if not, it was stopped itself
-_RECORD = struct.Struct("<qq24sqd")  # a Life without its rank
+_RECORD_BYTES = 200  # of one length: it covers what was there
 
 
 @dataclass(frozen=True)
@@ -99,34 +98,28 @@ class Heartbeat:
 
     def _write(self) -> None:
         # A tick may put an older beat back if a newer comes at that moment; the next tick repairs.
-        phase = self.phase.encode()[:24]
-        record = _RECORD.pack(self.beats, self._ticks, phase, self.step, self.allow_s)
-        os.pwrite(self._descriptor, record, 0)
+        record = json.dumps([self.beats, self._ticks, self.phase, self.step, self.allow_s])
+        os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES), 0)
 
 
 def read_lives(folder: str | Path) -> list[Life]:
     """The last heartbeat of every rank of the folder, in rank order."""
     lives = []
     for path in sorted(Path(folder).glob("rank-?????")):
-        with contextlib.suppress(FileNotFoundError, struct.error):  # just finished, or not begun
-            beats, ticks, phase, *rest = _RECORD.unpack(path.read_bytes())
-            text = phase.rstrip(b"\0").decode(errors="replace")
-            lives.append(Life(int(path.name[5:]), beats, ticks, text, *rest))
+        with contextlib.suppress(FileNotFoundError, ValueError):  # just finished, or not begun
+            lives.append(Life(int(path.name[5:]), *json.loads(path.read_bytes())))
     return lives
 
 
 class Silence:
-    """How long a counter has stood still, without the time in which the watcher was stopped.
-
-    Look at least every two seconds.
-    """
+    """How long a counter has stood still, without the time in which the watcher was stopped."""
 
     def __init__(self) -> None:
         self._count: int | None = None
         self._looked_s = self._silent_s = 0.0
 
     def look(self, count: int, now_s: float) -> float:
-        """Seconds for which the counter has had this value."""
+        """Seconds for which the counter has had this value. Look at least every two seconds."""
         elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
         self._silent_s = self._silent_s + elapsed_s if count == self._count else 0.0
         self._count = count
@@ -134,11 +127,7 @@ class Silence:
 
 
 class StallWatch:
-    """Which ranks of a folder are silent for longer than they may be.
-
-    Ask at least every two seconds. Before ranks are started again, start a new one on an empty
-    folder.
-    """
+    """Which ranks of a folder are silent for longer than they may be, of one start of ranks."""
 
     def __init__(self, folder: str | Path, timeout_s: float, stopped_s: float = STOPPED_S) -> None:
         self.folder, self.timeout_s, self.stopped_s = Path(folder), timeout_s, stopped_s
@@ -148,9 +137,9 @@ class StallWatch:
     def stalled(self) -> list[Life]:
         """The silent ranks, the one that the others most likely wait for first; mostly none.
 
-        Ranks of one step beat at different moments, so the first to have been silent for too long
-        may be one that waits. A rank is late only after as long again as it takes to see that a
-        process has stopped: then any that has is known, however late its last beat was.
+        Ask at least every two seconds. Ranks of one step beat at different moments, so the first
+        to have been silent for too long may be one that waits. A rank is late only after as long
+        again as it takes to see that a process has stopped: then any that has is known.
         """
         stalls, any_late, now_s = [], False, time.monotonic()
         for life in read_lives(self.folder):
@@ -249,9 +238,7 @@ class Guard:
     def _leave_after(self, status: dict) -> None:
         """Of this rank's own failure, too: what it does to end may wait for the others."""
         reason = f"rank {status.get('rank')} has failed ({status.get('cause')})"
-        if status["exit_code"] == HUNG:
-            self._leave(reason, HUNG, stacks=True)
-        if not self._done.wait(GRACE_S):
+        if status["exit_code"] == HUNG or not self._done.wait(GRACE_S):
             self._leave(reason, status["exit_code"])
 
     def _hang(self, beats: int, silent_s: float) -> None:
@@ -260,10 +247,14 @@ class Guard:
             return
         message = f"no progress for {silent_s:.0f} s; {stall}"
         self._say(message, stacks=True)
-        about: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "rank": stall.rank}
-        about |= {"message": message, "step": self.heartbeat.step}
+        about: dict[str, Any] = {
+            "rank": stall.rank,
+            "message": message,
+            "step": self.heartbeat.step,
+        }
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
-            write_status(self._run_dir, **about, **self._about())
+            about |= {"cause": "hang", "exit_code": HUNG, "message": message} | self._about()
+            write_status(self._run_dir, **about)
         if not self._done.wait(2 * self._poll_s):  # the others see it and print their stacks, too
             os._exit(HUNG)
 
@@ -283,8 +274,8 @@ class Guard:
         ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
         return status if ends_all and status != self._old_status else None
 
-    def _leave(self, reason: str, exit_code: int, stacks: bool = False) -> None:
-        self._say(f"leaving: {reason}", stacks)
+    def _leave(self, reason: str, exit_code: int) -> None:
+        self._say(f"leaving: {reason}", stacks=exit_code == HUNG)
         os._exit(exit_code)
 
     def _say(self, message: str, stacks: bool) -> None:

@@ -62,12 +62,6 @@ class Forwards(Callback):
     def on_train_batch_end(self, *args):
         self.other.on_train_batch_end(*args)
 
-    def on_train_batch_start(self, *args):
-        self.other.on_train_batch_start(*args)
-
-    def on_train_epoch_end(self, *args):
-        self.other.on_train_epoch_end(*args)
-
 
 class Stateful(Callback):
     """Counts steps over all starts of a run."""

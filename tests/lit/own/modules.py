@@ -41,17 +41,11 @@ class Returns(LanguageModel):
         loss = self.loss(*batch)
         if self.kind == "dict":
             return {"loss": loss, "extra": loss.detach()}
-        if self.kind == "none" and self.global_step == 2 and not self.skipped:
-            self.skipped = True
-            return None
-        return loss
+        once = self.kind == "once none" and self.global_step == 2 and not self.skipped
+        self.skipped |= once
+        return None if once or self.kind == "none" else loss
 
     skipped = False
-
-
-class NeverReturns(LanguageModel):
-    def training_step(self, batch):
-        return None
 
 
 class WithPenalty(LanguageModel):
@@ -130,12 +124,6 @@ class Manual(LanguageModel):
         super().__init__(*args, **kwargs)
         self.automatic_optimization = False
 
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        loss = self.loss(*batch)
-        self.manual_backward(loss)
-        optimizer.step()
-
 
 class LateManual(LanguageModel):
     """Says so as late as Lightning allows."""
@@ -185,13 +173,10 @@ class Plain(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         tokens, targets = batch
         loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
-        self.log("mine", loss)
+        self.log("mine" if self.training else "val/loss", loss, sync_dist=not self.training)
         return loss
 
-    def validation_step(self, batch, batch_idx):
-        tokens, targets = batch
-        loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
-        self.log("val/loss", loss, sync_dist=True)
+    validation_step = training_step
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=self.lr)

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -16,8 +16,11 @@ from gptrain.lit.callbacks.resume import (
 )
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import data_of, ends_step, is_validated, loops_after, strategy_of
+from gptrain.parallel.mesh import wait_for_rank_0
 from gptrain.problems import DONE, Problem
+from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.rng import capture
+from gptrain.resilience.status import Preempted
 from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
@@ -34,12 +37,12 @@ class Checkpoints(Checkpoint):
     Args:
         store: the run's checkpoints.
         identity: key -> value of what must not change on a resume; kept in each manifest.
-        options: the `checkpoint` group: every_n_steps, between validations too; keep, the newest
-            ones besides the best by `monitor` and `mode`; background, of a large save only the copy
-            in memory stops the training.
+        options: the `checkpoint` group.
         parameter_bytes: what a save holds of each parameter: it, and its optimizer's states.
         changed: options of the optimizer that a resume is allowed to change, and does.
         objective: the logged name that a sweep reads.
+        mirror: gets a copy of each checkpoint while steps go on; no rank of a run that ends, or was
+            asked to stop, leaves before the last copy is there.
 
     Attributes:
         stopping: the ranks have agreed to leave; set by `Steps`.
@@ -53,11 +56,14 @@ class Checkpoints(Checkpoint):
         identity: dict[str, Any],
         options: Any,
         parameter_bytes: int,
-        changed: tuple[str, ...] = (),
-        objective: str = "val/loss",
+        changed: tuple[str, ...],
+        objective: str,
+        mirror: Mirror | None,
     ):
         self.store, self.identity, self.options = store, identity, options
-        self.parameter_bytes, self.objective = parameter_bytes, objective
+        self.parameter_bytes, self.objective, self.mirror = parameter_bytes, objective, mirror
+        if mirror is not None:
+            store.on_commit = lambda: mirror.update(store)
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
@@ -68,7 +74,7 @@ class Checkpoints(Checkpoint):
         self._writing = Vote()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises NoSpace unless there is room for two saves: the newer before the older goes."""
+        """Raises SaveFailed unless there is room for two saves: the newer before the older goes."""
         if stage != "fit":
             return
         self._needed_bytes = self.parameter_bytes * strategy_of(trainer).info.n_parameters
@@ -140,6 +146,16 @@ class Checkpoints(Checkpoint):
         if self._loaded is not None:  # no step was left: what the run had come to is its result
             put_back_logged(trainer, self._loaded)
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._wait_for_mirror(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, Preempted) and exception.step is not None:  # all ranks agreed
+            self._wait_for_mirror(trainer)
+
     def save(self, trainer: Trainer, *, validated: bool = True) -> None:
         """Saves this step, once before and once after its validation; all ranks must call it.
 
@@ -154,7 +170,8 @@ class Checkpoints(Checkpoint):
         if self.saved == (step, validated):
             return
         self.saved = step, validated
-        self._wait_for_writing(trainer)
+        if not trainer.is_global_zero:
+            self._announce("save")
         is_large = self._needed_bytes >= BACKGROUND_BYTES
         ends = self.stopping or step == trainer.max_steps
         with self.store.writing(
@@ -184,16 +201,26 @@ class Checkpoints(Checkpoint):
         """Makes a checkpoint of a save in the background, waiting for it where it must."""
         if not self.store.is_unfinished:
             return
-        self._wait_for_writing(trainer)
+        self._announce("save")
         self._writing.close()
         self.store.finish()
         self._tidy(trainer)
 
-    def _wait_for_writing(self, trainer: Trainer) -> None:
+    def _announce(self, phase: str) -> None:
         """Tells the watchers that the next sign of life may take long."""
-        waits = self.store.is_unfinished or not trainer.is_global_zero
-        if self.store.progress and waits:
-            self.store.progress(phase="save", allow_s=WRITING_S)
+        if self.store.progress:
+            self.store.progress(phase=phase, allow_s=WRITING_S)
+
+    def _wait_for_mirror(self, trainer: Trainer) -> None:
+        """On all ranks: a launcher ends them soon after the first has left."""
+        if self.mirror is not None:
+            self._announce("mirror")
+            wait_for_rank_0(self._finish_mirror, trainer.global_rank, WRITING_S)
+
+    def _finish_mirror(self) -> None:
+        mirror = cast(Mirror, self.mirror)
+        mirror.update(self.store)  # what is there of a start that was killed, or pruned
+        mirror.wait()
 
     def _tidy(self, trainer: Trainer) -> None:
         """Removes old checkpoints."""

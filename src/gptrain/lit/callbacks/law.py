@@ -32,7 +32,7 @@ class LawWatch(Callback):
     def __init__(self, folder: str, counts: Mapping[str, int], objective: str, lengths: Lengths):
         try:
             facts = read_json(Path(folder).expanduser() / FILE)
-            self.law, self.stable = (facts[key] and Law.of(facts[key]) for key in LAWS)
+            self.law, self.stable = (facts[key] and Law(**facts[key]) for key in LAWS)
             least = min(one["stable_tokens"] / one["parameters"]["all"] for one in facts["points"])
         except (OSError, LookupError, TypeError) as error:
             raise ValueError(f"no law in it: {error}") from error

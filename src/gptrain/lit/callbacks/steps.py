@@ -37,10 +37,9 @@ class Steps(Callback):
     first step, which is slower than others, and of those that are validated. They are logged by
     `self.log`, so that what a module or a callback logs goes into the same row.
 
-    All ranks leave at the same step, saved. Whether any was asked to stop is answered one step
-    later, so that no rank waits for the answer; a rank leaves when the next hook is called, so that
-    the step is logged. Before the first step and in an evaluation there is nothing to save: a rank
-    that was asked leaves by itself, and the job ends with it.
+    All ranks leave at the same step (see Vote), saved, when the next hook is called, so that it is
+    logged. Before the first step and in an evaluation there is nothing to save: a rank that was
+    asked leaves by itself, and the job ends with it.
 
     Args:
         lengths: of the run; its last step is logged too, and then validated.
@@ -85,8 +84,7 @@ class Steps(Callback):
     # A training's steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.guard is not None:
-            self.guard.leave_if_asked()
+        self._leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.first_s)
         check_optimization(pl_module)  # again: hooks may have changed it
         self.first_step = trainer.global_step
@@ -185,31 +183,28 @@ class Steps(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        self._beat(phase="validate")
+        self._beat(phase="test" if trainer.testing else "validate")
         if trainer.state.fn != "fit":
-            if self.guard is not None:
-                self.guard.leave_if_asked()
+            self._leave_if_asked()
         elif not trainer.sanity_checking:
             self._ask()
             self._leave(trainer)
 
+    on_test_batch_end = on_validation_batch_end
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_evaluation(trainer, pl_module, "val")
+        values = {}
+        if isinstance(pl_module, LanguageModel):  # also where a subclass overrides this very hook
+            values = pl_module.take_evaluation("test" if trainer.testing else "val")
+        if not trainer.sanity_checking:  # a few batches, before the first step
+            step = trainer.global_step or self.evaluated_step
+            pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
+
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_paused = True
         self._beat(phase="train")
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
-        batch_idx: int, dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        self._beat(phase="test")
-        if self.guard is not None:
-            self.guard.leave_if_asked()
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_evaluation(trainer, pl_module, "test")
 
     # Checkpoints
 
@@ -231,10 +226,8 @@ class Steps(Callback):
             theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
             pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=theirs)
         speed = self.speed.read()
-        metrics: dict[str, Any] = {"lr": self.lr, STEP: float(step)}
         if strategy.grad_norm is not None:
-            metrics["grad_norm"] = strategy.grad_norm
-        metrics |= speed
+            pl_module.log("grad_norm", strategy.grad_norm)
         if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
             # Of prog_bar=True Lightning would read the loss from its device at every micro-batch.
             bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
@@ -243,20 +236,18 @@ class Steps(Callback):
             if self.lengths.n_steps:
                 left_s = (self.lengths.n_steps - step) * speed["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))
-        pl_module.log_dict({name: exact(value) for name, value in metrics.items()})
-
-    def _log_evaluation(self, trainer: Trainer, pl_module: LightningModule, prefix: str) -> None:
-        values = {}
-        if isinstance(pl_module, LanguageModel):  # also where a subclass overrides this very hook
-            values = pl_module.take_evaluation(prefix)
-        if not trainer.sanity_checking:  # a few batches, before the first step
-            step = trainer.global_step or self.evaluated_step
-            pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
+        # Of a plain float Lightning keeps fp32: tokens are counted in billions.
+        numbers = {"lr": self.lr, STEP: float(step), **speed}.items()
+        pl_module.log_dict({k: torch.tensor(v, dtype=torch.float64) for k, v in numbers})
 
     def _beat(self, *place: Any, **more: Any) -> None:
         """Tells the watchers that the run gets on."""
         if self.guard is not None:
             self.guard.heartbeat.beat(*place, **more)
+
+    def _leave_if_asked(self) -> None:
+        if self.guard is not None:
+            self.guard.leave_if_asked()
 
     def _ask(self) -> None:
         if self.guard is not None and self.stops.ask(bool(self.guard.stop)):
@@ -298,11 +289,6 @@ def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return not is_overridden("configure_gradient_clipping", pl_module)
-
-
-def exact(value: float | Tensor) -> Tensor:
-    """The value as Lightning keeps it without rounding to fp32: tokens are counted in billions."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dict[str, str]:

@@ -39,8 +39,6 @@ class CSVLogger(Logger):
         What comes with an earlier step belongs to the last row: some of Lightning's monitors call
         the step whose validation is running by its index, counted from 0.
         """
-        if not metrics:
-            return
         if not self._columns:
             self._write(*self._read())
         row = {name: float(value) for name, value in metrics.items()}
