@@ -98,6 +98,6 @@ def test_a_run_that_goes_on_shows_its_new_points_after_a_reload(window, tmp_path
         window.open(f"{address}#timeseries")
         wait(lambda: is_shown(2), bool, "two points")
         steps(3, 4)  # its writer is still open
-        window.ask("POST", "refresh")
+        window.run("location.reload()")
         wait(lambda: is_shown(4), bool, "four points")
     logger.finalize("success")
