@@ -9,7 +9,10 @@ import pytest
 from torch import nn
 
 from gptrain.ladder.__main__ import main
+from gptrain.ladder.runs import check_same
+from gptrain.ladder.sizes import merged
 from gptrain.law import NAMES, best_for, count_parameters, enough, fit, fit_law, law_loss, left_out
+from gptrain.problems import ConfigError
 from tests.conftest import ROOT, TINY
 
 pytestmark = pytest.mark.engine("scipy", "matplotlib")
@@ -142,6 +145,24 @@ def test_a_ladder_predicts_goes_on_and_watches(ladder, train, tmp_path):
     assert run.code == 0, run.err
     told = [line for line in run.out.splitlines() if line.startswith("warning: val/loss=")]
     assert len(told) == 2 and all(" above the " in line for line in told)
+
+
+@pytest.mark.parametrize("changed", ["data.image_dir=/b", "from_run={}/other", "optimizer.lr=2e-3"])
+def test_a_finished_run_is_used_again_with_the_same_options_alone(tmp_path, changed):
+    def write(run_dir, overrides):
+        (run_dir / ".hydra").mkdir(parents=True)
+        (run_dir / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
+
+    for name in ("old", "other"):
+        write(tmp_path / name, ["model=gpt_nano"])
+    mine = ["data.image_dir=/a", "optimizer.lr=1e-3", "~optimizer.betas"]
+    typed, run_dir = [f"from_run={tmp_path}/old", *mine], tmp_path / "1000" / "seed-0-5"
+    write(run_dir, ["model=gpt_nano", *typed, "run_dir=/x"])  # as train.py keeps them
+    elsewhere = ["optimizer.lr=0.001", "run_dir=/y", "ckpt_path=last", "logger=csv"]
+    check_same(tmp_path, run_dir, merged(typed, elsewhere))
+    changed = changed.format(tmp_path)
+    with pytest.raises(ConfigError, match=f" {changed};"):
+        check_same(tmp_path, run_dir, merged(typed, [changed]))
 
 
 def test_a_ladder_that_cannot_be_is_refused(ladder, tmp_path):

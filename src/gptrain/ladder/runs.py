@@ -6,21 +6,24 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gptrain.ladder.sizes import Phases, Size, key_of, merged
+from gptrain.config.from_run import expand
+from gptrain.ladder.sizes import Phases, Size, merged
 from gptrain.problems import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
 from gptrain.resilience.manifest import DamagedCheckpoint, folder_name, read_manifest
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.runs.folder import OVERRIDES, read_run
-from gptrain.runs.table import differing
+from gptrain.runs.table import same
 
-# With other values of these it is the same run, as with those of where it lies: how it runs,
-# what it keeps.
-INDIFFERENT = ("allow_changes", "debug", "logger", "hydra", "checkpoint",
-               "trainer.enable_progress_bar", "trainer.val_check_interval")  # fmt: skip
+# With other values of these it is the same run: where and how it runs, what it keeps.
+INDIFFERENT = (
+    "run_dir", "output_dir", "ckpt_path", "allow_changes", "debug", "logger", "hydra", "checkpoint",
+    "trainer.enable_progress_bar", "trainer.val_check_interval",
+)  # fmt: skip
 WHOLE = {  # a run ends by its steps alone
     "task": "fit", "max_tokens": "null", "trainer.max_epochs": -1, "trainer.max_time": "null",
     "scheduler": "warmup_stable_decay", "scheduler.warmup_tokens": "null",
@@ -81,12 +84,15 @@ def climb(
 
 def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
     """Raises: ConfigError where run_dir holds another run than these words make."""
-    now, then = {key_of(word): word.partition("=")[2] for word in words}, read_run(run_dir).typed
-    for key in sorted(differing([now, then])):
-        if not key.startswith(INDIFFERENT):
-            wrong = f"{run_dir.relative_to(folder)} was run with {key}={then.get(key)}, and this is"
-            wrong, attempt = f"{wrong} {key}={now.get(key)}", "another run_dir"
-            raise ConfigError.of("run_dir", folder, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
+    there = read_run(run_dir)
+    then, now = there.typed, replace(there, overrides=expand(words)).typed
+    for key in sorted(now.keys() | then.keys()):
+        old, new = then.get(key), now.get(key)
+        if not key.startswith(INDIFFERENT) and not same(old, new):
+            run = run_dir.relative_to(folder)
+            wrong = f"{run} was run with {key}={old}, and this is {key}={new}"
+            attempt, code = "another run_dir", FOLDER_UNUSABLE
+            raise ConfigError.of("run_dir", folder, wrong, attempt=attempt, code=code)
 
 
 def train(script: Path, words: list[str]) -> int:

@@ -16,7 +16,6 @@ import gc
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
-from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,9 +250,10 @@ class Step:
             for index in range(min(self.accumulate, 2)):
                 tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
                 self.micro_step(is_last=index == min(self.accumulate, 2) - 1)
-            # torch 2.11 takes for memory what DTensor computes of shapes while an optimizer steps:
-            # there a step is counted as what is held between steps, as the next line but one does.
-            if not self.parallel.partitions or version("torch") >= "2.13":
+            # torch before 2.13 takes for memory what DTensor computes of shapes while an optimizer
+            # steps: there the step's peak is not traced; `total` is then at least what is held.
+            is_counted = torch.__version__ >= "2.13"  # TorchVersion compares numbers, not texts
+            if is_counted or not self.parallel.partitions:
                 self.update()
         peak: dict[Any, int] = tracker.get_tracker_snapshot("peak")[CPU]
         total = max(peak["Total"], sum(held.values()))
