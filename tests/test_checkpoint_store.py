@@ -134,8 +134,12 @@ def test_a_step_saved_twice_holds_the_second_save(store):
 
 
 @pytest.mark.parametrize(
-    "number, in_background", [(errno.ENOSPC, False), (errno.EROFS, False), (errno.EIO, True)]
-)
+    "number, in_background",
+    [
+        (errno.ENOSPC, False), (errno.EDQUOT, False), (errno.EIO, False), (errno.EROFS, False),
+        (errno.EIO, True),
+    ],
+)  # fmt: skip
 def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
     store, monkeypatch, number, in_background
 ):

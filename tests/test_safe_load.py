@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import random
+import warnings
 from functools import partial
 
 import numpy
@@ -250,7 +251,9 @@ def draw_from_all() -> list:
 
 def test_every_generator_goes_on_bit_by_bit_after_a_safe_load(tmp_path):
     draw_from_all()  # leaves the second number of a gaussian pair behind in Python and NumPy
-    torch.save(rng.capture(), tmp_path / "rng")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(rng.capture(), tmp_path / "rng")
     expected = [draw_from_all() for _ in range(3)]
     random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
     state = load_file(tmp_path / "rng")

@@ -14,15 +14,18 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gptrain import ranks
 from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
 from gptrain.resilience import watchdog
+from gptrain.resilience.lock import LOST_HOST_S, RunLock
 from gptrain.resilience.store import CheckpointStore
 from tests.conftest import ROOT, Finished
 
@@ -33,7 +36,8 @@ _made: list[Finished] = []
 def plain(train) -> Finished:
     """One run for all tests that only look at it, or copy it."""
     if not _made:
-        _made.append(train("trainer.log_every_n_steps=1", "trainer.val_check_interval=2"))
+        words = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
+        _made.append(train(*words, name="plain"))
     return _made[0]
 
 
@@ -286,7 +290,9 @@ def test_a_job_that_a_launcher_starts_again_goes_on_by_itself(train, monkeypatch
         (run.folder / ".beats" / "of an earlier start").mkdir(parents=True)
         monkeypatch.setenv(name, "1")
         torch.set_num_threads(n_threads)
-        again = train(*options)
+        with patch.object(ranks, "RunLock", wraps=RunLock) as lock:
+            again = train(*options)
+        assert lock.call_args.args[1] == LOST_HOST_S
         torch.set_num_threads(1)
         monkeypatch.delenv(name)
         assert again.code == 0 and "resume    from step 2" in again.out, again.err

@@ -50,7 +50,7 @@ class SaveFailed(OSError):
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Draft:
     """The part of one rank in a save: its files in a checkpoint that is not yet one.
 

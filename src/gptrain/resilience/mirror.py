@@ -103,11 +103,11 @@ class Mirror:
             except FileNotFoundError:  # never finished, or half removed
                 continue
             except DamagedCheckpoint as error:
-                damaged, path = True, f"{self.root}/{name}"
+                damaged, aside = True, f"{name}.corrupt"
                 with suppress(OSError):  # read-only: nothing is removed there either
-                    self.files.mv(path, f"{path}.corrupt", recursive=True)
-                about = self.url, name, error.reason, name
-                _log.warning("warning: %s/%s: %s; kept as %s.corrupt", *about)
+                    self.files.mv(f"{self.root}/{name}", f"{self.root}/{aside}", recursive=True)
+                reason = error.reason
+                _log.warning("warning: %s/%s: %s; kept as %s", self.url, name, reason, aside)
                 continue
             os.rename(draft, store.folder / name)
             fileops.sync_folder(store.folder)

@@ -37,6 +37,8 @@ def restore(state: dict[str, Any]) -> None:
 
 def _device_in_use() -> str | None:
     device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
     # A device that was never used has no state of its own yet, and asking would open it.
     is_used = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
-    return device.type if device is not None and is_used() else None
+    return device.type if is_used() else None

@@ -92,7 +92,7 @@ def hold_back() -> Generator[None, None, None]:
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
-    """Ends this process by a signal when its parent dies, however (Linux; elsewhere see Guard).
+    """Ends this process by a signal when its parent dies, however it dies (Linux; else: Guard).
 
     Call it first of all in a started process, with the number the parent had when it started it.
     The kernel means the *thread* that started the process: it must live as long as the child.

@@ -127,7 +127,10 @@ class Silence:
 
 
 class StallWatch:
-    """Which ranks of a folder are silent for longer than they may be, of one start of ranks."""
+    """Which ranks of a folder are silent for longer than they may be.
+
+    Start a new one on an empty folder before ranks are started again.
+    """
 
     def __init__(self, folder: str | Path, timeout_s: float, stopped_s: float = STOPPED_S) -> None:
         self.folder, self.timeout_s, self.stopped_s = Path(folder), timeout_s, stopped_s
@@ -247,14 +250,10 @@ class Guard:
             return
         message = f"no progress for {silent_s:.0f} s; {stall}"
         self._say(message, stacks=True)
-        about: dict[str, Any] = {
-            "rank": stall.rank,
-            "message": message,
-            "step": self.heartbeat.step,
-        }
+        about: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "message": message}
+        about |= {"rank": stall.rank, "step": self.heartbeat.step}
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
-            about |= {"cause": "hang", "exit_code": HUNG, "message": message} | self._about()
-            write_status(self._run_dir, **about)
+            write_status(self._run_dir, **about | self._about())
         if not self._done.wait(2 * self._poll_s):  # the others see it and print their stacks, too
             os._exit(HUNG)
 
