@@ -133,19 +133,6 @@ def _own_output(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("GPTRAIN_OUTPUT_DIR", str(tmp_path_factory.mktemp("outputs")))
 
 
-@pytest.fixture(autouse=True)
-def _forked_ranks(request, tmp_path_factory):
-    """Of the user's own tests, too, which know nothing of it."""
-    if request.path.stem != "test_project":
-        yield
-        return
-    from forked import forked_ranks
-
-    said = tmp_path_factory.mktemp("ranks")
-    with forked_ranks(said / "out", said / "err"):
-        yield
-
-
 @pytest.fixture
 def command() -> Callable[..., subprocess.CompletedProcess]:
     """Runs `python <arguments>` as a user would, from any folder; the output is text."""

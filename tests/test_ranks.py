@@ -1,6 +1,6 @@
 """Two processes over gloo: one run, whichever launcher started them.
 
-Spawned ones, as a person's are, start in test_signals_run.py.
+Spawned ones, as a person's are, start in test_project.py and test_signals_run.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ def one_log_and_no_traces_of_other_ranks(folder):
 
 def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     """That they train what one does: tests/strategies."""
-    two = train(*LOGGED, "trainer.devices=2", name="two words = ä")
+    log = "hydra.job_logging.formatters.file.format='[${name}] %(message)s'"  # a key of the run
+    two = train(*LOGGED, log, "trainer.devices=2", name="two words = ä")
     assert two.code == 0, two.err
     one_log_and_no_traces_of_other_ranks(two.folder)
     labels = [line.split()[0] for line in two.out.splitlines()]
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
+    lines = (two.folder / "train.log").read_text().splitlines()
+    assert len(lines) == len(labels) and all(line.startswith("[train] ") for line in lines)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
@@ -78,18 +78,18 @@ def run_rank(
 
 
 def rank_process(
-    script: str, name: str, cfg: DictConfig, hydra: Any, environment: dict, parent_pid: int
+    script: str, name: str, cfg: DictConfig, hydra: DictConfig, environment: dict, parent_pid: int
 ) -> NoReturn:
     """Entry of a rank that the supervisor starts.
 
     Args:
         script, name: of the training function: of a job of submitit `__main__` is not the script.
-        hydra: the parent's HydraConfig: log, what was typed.
+        hydra: of the parent's HydraConfig.
     """
     die_with_parent(parent_pid)
     bear_lost_streams()
     os.environ.update(environment)
-    HydraConfig.instance().cfg = hydra
+    HydraConfig.instance().cfg = cast(Any, hydra)
     if this_process().rank == 0:
         configure_log(hydra.hydra.job_logging, hydra.hydra.verbose)
         start_log()
@@ -165,7 +165,7 @@ def report_ending(
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """Of a run folder: `CheckpointStore.newest`."""
+    """The newest checkpoint's folder, not verified: for messages, not for loading."""
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 

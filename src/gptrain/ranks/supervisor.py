@@ -110,10 +110,11 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 
 def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
-    context, ranks, known = multiprocessing.get_context(START_METHOD), [], cast(Any, train)
-    # Plain: classes that plugins of Hydra's declare cannot be pickled.
-    hydra = OmegaConf.create(OmegaConf.to_container(cast(Any, HydraConfig.instance().cfg)))
-    job, attempt = (known.__code__.co_filename, known.__name__, cfg, hydra), uuid.uuid4().hex
+    context = multiprocessing.get_context(START_METHOD)
+    function: Any = train
+    job = (function.__code__.co_filename, function.__name__, cfg, plain_hydra())
+    ranks: list[BaseProcess] = []
+    attempt = uuid.uuid4().hex
     folder = Path(cfg.run_dir) / ATTEMPTS_NAME / attempt
     environment = {
         "GPTRAIN_SUPERVISED": "1",
@@ -138,6 +139,18 @@ def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> 
             rank.join()
         shutil.rmtree(folder, ignore_errors=True)
     return job_code(cfg, ranks)
+
+
+def plain_hydra() -> DictConfig:
+    """Hydra's node for a rank: without classes of plugins, which cannot be pickled.
+
+    The log and the typed words are resolved here, where all keys and resolvers are known.
+    """
+    node: Any = HydraConfig.get()
+    plain = cast(dict, OmegaConf.to_container(node))
+    for key in ("job_logging", "overrides"):
+        plain[key] = OmegaConf.to_container(node[key], resolve=True)
+    return OmegaConf.create({"hydra": plain})
 
 
 def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
