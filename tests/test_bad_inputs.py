@@ -8,6 +8,7 @@ import torch
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.config.preflight import check_visible
+from gptrain.config.suggest import find_alias
 from tests.command_line import accepted, answer, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
@@ -93,6 +94,11 @@ ONE_LINE = {
     "data.seq_len=514": ["data.seq_len=514"],
     "data=text model.vocab_size=100": ["model.vocab_size=100", "256"],
     "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "both end the run"],
+    "strategy=fsdp_tensor_parallel strategy.tensor_parallel_size=3 model.n_heads=6 "
+    "model.d_model=510 trainer.devices=4": [
+        "strategy.tensor_parallel_size=3",
+        "there are 4 ranks; tensor_parallel_size must divide 4: 1, 2, 4",
+    ],
     "trainer.num_nodes=2": ["trainer.num_nodes=2", "torchrun"],
     "trainer.devices=100000": ["trainer.devices=100000"],
     "+callbacks.x=1": ["callbacks.x=1"],
@@ -151,6 +157,9 @@ WRONG = {
     "optimizer.betas": "[] [0.9] [0.9,1.0] [0.9,-0.1] 0.9 [0.9,a] [0.9,0.9,0.9] null abc",
     "optimizer.lr": "0 abc nan inf true [] 1e400 ''",
     "optimizer.fused": "maybe 1 []",
+    "optimizer.weight_decay": "-0.1",
+    "seed": "18446744073709551616",
+    "data.num_workers": "5000",
     "module.loss.label_smoothing": "1 -0.1 abc null",
     "checkpoint.mode": "best null 1",
     "checkpoint.keep": "1 0 null",
@@ -160,6 +169,21 @@ WRONG = {
     "allow_changes": "[1] x null",
     "on_nonfinite": "halt true null []",
 }
+
+
+HABITS = {
+    "debug=overfit": "trainer.overfit_batches=1",
+    "debug=profiler": "profiler=torch",
+    "test=False": "task=fit",
+    "task_name=a": "name=a",
+    "model.scheduler.warmup_steps=5": "scheduler.warmup_steps=5",
+}
+
+
+def test_a_habit_of_another_template_is_answered_by_name():
+    for typed, ours in HABITS.items():
+        key, _, value = typed.partition("=")
+        assert find_alias(key, value) == ours
 
 
 @pytest.mark.parametrize("number", range(11))

@@ -215,7 +215,8 @@ def check_names(cfg: DictConfig, module: type[pl.LightningModule]) -> None:
     is_known = module is LanguageModel and all(name.startswith(LOGGING) for name in targets)
     if cfg.task != "fit" or not is_known or cfg.objective.startswith("perf/"):
         return
-    parts = {f"{part}/loss" for part in cfg.data.get("parts") or {}}
+    is_mixture = cfg.data.val._target_ == "gptrain.data.Mixture"
+    parts = {f"{part}/loss" for part in cfg.data.parts} if is_mixture else set()
     names = {f"val/{name}" for name in OWN_VALUES | metrics | parts}
     names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
     if cfg.objective not in names:

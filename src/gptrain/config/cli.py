@@ -133,10 +133,10 @@ def check(
         run.add(check_place(run, folder or run.get("run_dir", "")))
         if not run.errors:  # torch is worth it now
             run.add(check_machine(run))
-    every = [*found, *run.problems]
-    if any(problem.code for problem in every):
-        raise ConfigError(every)
-    return [problem.line for problem in every]
+    all_found = [*found, *run.problems]
+    if any(problem.code for problem in all_found):
+        raise ConfigError(all_found)
+    return [problem.line for problem in all_found]
 
 
 def check_environment() -> None:
@@ -155,15 +155,15 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 
     Raises: ConfigError.
     """
-    parsed, wrong_words = parse(overrides)
+    parsed, unreadable = parse(overrides)
     if this_process().is_rank:
         wrong = "a sweep cannot run inside the ranks of a launcher"
         attempt = "python train.py -m ... trainer.devices=<n>"
-        wrong_words.append(Problem("-m", None, wrong, attempt=attempt))
+        raise ConfigError.of("-m", None, wrong, attempt=attempt)
     known = (one for one in parsed if not isinstance(one.value(), Glob))  # which Hydra looks up
-    cfg, found = compose_and_explain([_first_value(one) for one in known])
-    if every := [*wrong_words, *found]:
-        raise ConfigError(every)
+    cfg, unfit = compose_and_explain([_first_value(one) for one in known])
+    if unreadable or unfit:
+        raise ConfigError([*unreadable, *unfit])
     return parsed, cfg
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.config.check import Config, check_cpu, check_world, find_world_size
-from gptrain.config.data_schema import DATA, sample_tokens
+from gptrain.config.data_schema import DATA, Mixture, sample_tokens
 from gptrain.config.schema import GROUPS, KNOWN, Run
 from gptrain.config.suggest import nearest
 from gptrain.config.values import OF_HYDRA, targets
@@ -149,9 +149,11 @@ def check_files(run: Config) -> Iterator[Problem]:
 
     A command that is no run reads none of a run's data.
     """
-    ships = run.schema is Run and run.get("data.train._target_") in DATA
-    groups = ["data", *(f"data.parts.{name}" for name in run.get("data.parts", {}))]
-    keys = [f"{group}.{name}" for group in groups for name in DATA_FILES if ships]
+    is_mixture = DATA.get(run.get("data.train._target_")) is Mixture
+    parts = run.get("data.parts", {}) if is_mixture else {}
+    groups = ["data", *(f"data.parts.{name}" for name in parts)]
+    groups = [group for group in groups if run.get(f"{group}.train._target_") in DATA]
+    keys = [f"{group}.{name}" for group in groups for name in DATA_FILES if run.schema is Run]
     if mirror := run.get("checkpoint.mirror"):
         from fsspec import get_filesystem_class  # 0.2 s
         from fsspec.core import split_protocol
