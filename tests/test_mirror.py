@@ -195,7 +195,7 @@ def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
     train, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(supervisor, "GRACE_S", 0.2)
-    words = (*SAVES, "trainer.devices=2", f"checkpoint.mirror={tmp_path}/mirror")
+    words = (*SAVES, "trainer.devices=2", "strategy=fsdp", f"checkpoint.mirror={tmp_path}/mirror")
     slow = "{_target_: tests.test_mirror.StopsOneRank, step: 2, seconds: 1}"
     run = train(*words, f"+callbacks.slow={slow}")
     assert run.code == 75, run.err

@@ -23,7 +23,7 @@ GPT2 = (
 SLOW = pytest.param("fsdp_tensor_parallel", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline", SLOW])
+@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel", "pipeline", SLOW])
 def test_llama_equals_one_process(name, runs):
     truth = runs(*claims.PLACES["single"], model=LLAMA)
     claims.check_same_run(runs(*claims.PLACES[name], model=LLAMA), truth)

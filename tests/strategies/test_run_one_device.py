@@ -1,10 +1,10 @@
-"""Strategies of several ranks, tried on one: they start, and compute what a single device does."""
+"""Every strategy on one device: it starts, and computes what a single one does."""
 
 import pytest
 import runs as claims
 import torch
 
-ALL = ["fsdp", "tensor_parallel", "pipeline"]
+ALL = ["single", "fsdp", "tensor_parallel", "pipeline"]
 
 
 def on_one(runs, name, accelerator, *words):
@@ -27,7 +27,7 @@ def test_under_bf16_true_the_weights_are_in_bf16(name, runs):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["none", "blocks"])
-@pytest.mark.parametrize("name", ["single", *ALL])
+@pytest.mark.parametrize("name", ALL)
 def test_bf16_on_a_gpu_trains_close_to_fp32(name, compile, runs):
     words = ("trainer.precision=bf16-mixed", f"model.compile={compile}")
     run, truth = on_one(runs, name, "cuda", *words), claims.plain(runs, "single")

@@ -61,6 +61,10 @@ def test_gradients_are_measured_and_clipped_after_the_correction():
         norm = clip_grad_norm([parameter], max_norm, scale=torch.tensor(scale))
         assert norm == pytest.approx(5.0 * scale)
         torch.testing.assert_close(parameter.grad, torch.tensor(expected))
+    written = parameter.grad._version
+    for off in (None, 0.0):  # no pass over the gradients
+        assert clip_grad_norm([parameter], off) == pytest.approx(2.5)
+    assert parameter.grad._version == written
     assert clip_grad_norm([parameter], 0.25) == pytest.approx(2.5)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
 

@@ -14,3 +14,8 @@ from gptrain.optim.schedules import (
     warmup_linear,
     warmup_stable_decay,
 )
+
+__all__ = [
+    "Muon", "constant", "decay_groups", "muon_groups", "scaled_lr",
+    "warmup_constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay",
+]  # fmt: skip

@@ -1,5 +1,6 @@
 """Sums of gradients over groups of ranks, and their global norm with clipping."""
 
+import math
 from collections.abc import Iterable, Sequence, Set
 
 import torch
@@ -33,7 +34,8 @@ def sum_gradients(
     for message in messages:
         flat = torch.cat([part.flatten() for part in message]).to(_wire(given), dtype)
         dist.all_reduce(flat, group=group)
-        flat /= divisor
+        if divisor != 1:
+            flat /= divisor
         for part, summed in zip(message, flat.split([p.numel() for p in message]), strict=True):
             part.copy_(summed.view_as(part))
 
@@ -80,13 +82,15 @@ def clip_grad_norm(
     norm = squares.sqrt()
     if not gradients:
         return norm
-    norm = norm.to(gradients[0].device)
-    factor = torch.ones_like(norm) if scale is None else scale.to(norm)
-    norm = norm * factor
+    norm, factors = norm.to(gradients[0].device), []
+    if scale is not None:
+        factors.append(scale.to(norm))
+        norm = norm * factors[0]
     if max_norm:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
-        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)
+        factors.append((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if factors:
+        torch._foreach_mul_(gradients, math.prod(factors))
     return norm
 
 

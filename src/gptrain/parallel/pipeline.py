@@ -224,7 +224,8 @@ class Stage(nn.Module):
 def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
     """Remove in place all of net that these stages do not hold; the rest keeps its names.
 
-    The first stage keeps what `embed` uses: all but blocks, norm and head; the last these two.
+    It works on the meta device, so that what goes was never allocated. The first stage keeps what
+    `embed` uses: all but blocks, norm and head; the last these two.
     """
     blocks = list(cast(Net, net).blocks)
     held = [i for stage in stages for i in stage_blocks(stage, n_stages, len(blocks))]

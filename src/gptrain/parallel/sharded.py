@@ -53,7 +53,11 @@ class Sharded(Whole):
 
     @contextmanager
     def held_back(self) -> Generator[None, None, None]:
-        """Until a step's last micro-step; with `accumulate_shards` each one reduces gradients."""
+        """Until a step's last micro-step a rank adds up gradients of the whole net.
+
+        With `accumulate_shards` it keeps its shard of them alone: 1/N of the memory, for as many
+        times the traffic as a step has micro-steps.
+        """
         waits = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
         if waits:
             self.net.set_requires_gradient_sync(False)
