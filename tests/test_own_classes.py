@@ -184,8 +184,8 @@ YAML = {
     f"datasets: [{{_target_: mine.Data, path: a}}, {{_target_: mine.Data, path: b}}]}}\n{VAL}",
     "data/subset": f"{DATA}train: {{_target_: torch.utils.data.Subset, dataset: "
     f"{{_target_: mine.Data, path: a}}, indices: [0, 1, 2, 3, 4]}}\n{VAL}",
-    "data/own_words": f"{DATA}language: de\nparts: 3\nweights: {{a: 1, b: -2}}\nsplit: ~\nseq_len: long\n"
-    "vocab_size: many\n"
+    "data/own_words": f"{DATA}language: de\nweights: {{a: 1, b: -2}}\nsplit: ~\nseq_len: long\n"
+    "vocab_size: many\nparts: 3\n"
     f"train: {{_target_: mine.Data, path: a, weights: '${{data.weights}}'}}\n{VAL}",
     "callbacks/mine": "a: {_target_: mine.Mine, every: 3}\nb: null\n"
     "c: {_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/accuracy}",
