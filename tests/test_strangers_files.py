@@ -255,16 +255,11 @@ def header(content: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content
 
 
-def tensor_header(n: int, shape: str) -> bytes:
-    entry = b'{"dtype":"F32","shape":%s,"data_offsets":[0,0]}' % shape.encode()
-    return header(b"{" + b",".join(b'"t%d":%s' % (i, entry) for i in range(n)) + b"}")
-
-
 INDEX = "model.safetensors.index.json"
 WEIGHTS = {
     "h01": {"model.safetensors": (2**60).to_bytes(8, "little")},
-    "h03": {"model.safetensors": lambda: tensor_header(1_200_000, "[0]")},
-    "h04": {"model.safetensors": tensor_header(1, f"[{2**40}, {2**40}]")},
+    "h04": {"model.safetensors": header(
+        b'{"t":{"dtype":"F32","shape":[1099511627776,1099511627776],"data_offsets":[0,0]}}')},
     "h05": {INDEX: b'{"weight_map": {"a": "../../../etc/hostname"}}'},
     "h05b": {INDEX: b'{"weight_map": {"a": "/etc/hostname.safetensors"}}'},
     "h06": {INDEX: json.dumps({"weight_map": {"a": INDEX}}).encode()},

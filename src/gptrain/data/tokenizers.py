@@ -24,7 +24,6 @@ FILE_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 # Of GPT-2, Llama 2, Llama 3, Gemma, BERT-like ones; where no configuration says which it is.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _BYTES_JSON = b'{"type": "bytes"}\n'
-_MAX_BYTES = 2**28  # the largest in use, of vocabularies of 256,000, have 35 MB
 
 
 class ByteTokenizer:
@@ -64,7 +63,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self._json, library = read_bytes(os.fspath(path), _MAX_BYTES), _library()
+        self._json, library = read_bytes(path), _library()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))
@@ -164,7 +163,7 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / FILE_NAME
-    is_bytes = read_bytes(path, _MAX_BYTES) == _BYTES_JSON
+    is_bytes = read_bytes(path) == _BYTES_JSON
     return ByteTokenizer() if is_bytes else JsonTokenizer(path)
 
 

@@ -8,14 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gptrain.resilience import fileops
-from gptrain.small_files import read_bytes
 
 TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 WITH_IT = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-MAX_BYTES = 2**28  # as of a tokenizer
 
 
 def keep_around(sources: Iterable[Path], run_dir: Path) -> None:
@@ -42,4 +40,4 @@ def copy_around(folder: Path, to: Path, names: Iterable[str] = WITH_IT) -> list[
 
 
 def _content(file: Path) -> bytes | None:
-    return read_bytes(file, MAX_BYTES) if file.is_file() else None
+    return file.read_bytes() if file.is_file() else None

@@ -28,7 +28,6 @@ MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.ckpt"  # all that is not in the ranks' own files
 FORMAT = 1
 STEP_NAME = re.compile(r"step-(\d{8,})")  # of a checkpoint's folder
-MAX_BYTES = 2**22  # 120 a file: tens of thousands of ranks
 # Of a network file system that is away for a while: no damage, and no reason to do without a file.
 _AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
@@ -87,7 +86,7 @@ def read_manifest(path: Path) -> dict:
     Raises: DamagedCheckpoint; OSError where its file system does not answer.
     """
     try:
-        return parse(read_bytes(path / MANIFEST_NAME, MAX_BYTES), path)
+        return parse(read_bytes(path / MANIFEST_NAME), path)
     except (OSError, UnreadableFile) as error:
         raise DamagedCheckpoint(path, _why_not(MANIFEST_NAME, error)) from None
 

@@ -133,7 +133,7 @@ class Mirror:
     def _put(self, source: Path) -> None:
         """Copies a checkpoint, unless it is there as it is here."""
         target = f"{self.root}/{source.name}"
-        text = read_bytes(source / MANIFEST_NAME, manifest.MAX_BYTES)
+        text = read_bytes(source / MANIFEST_NAME)
         with suppress(FileNotFoundError):
             if self._manifest(source.name) == text:
                 return
@@ -163,7 +163,7 @@ class Mirror:
 
     def _manifest(self, name: str) -> bytes:
         """The text of a copy's manifest. Raises: FileNotFoundError; OSError."""
-        return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}", end=manifest.MAX_BYTES)
+        return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
 
     def _steps(self) -> list[int]:
         """Steps that are there, complete or not, the newest first."""

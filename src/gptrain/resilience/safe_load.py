@@ -44,7 +44,6 @@ from gptrain.resilience.draft import Draft
 from gptrain.resilience.manifest import DamagedCheckpoint, is_file_name
 from gptrain.small_files import open_regular, read_bytes
 
-MAX_INDEX_BYTES = 2**27  # `.metadata`: about 200 bytes for each shard of each tensor
 # Exactly what torch 2.11 to 2.13 write into .metadata: data classes, sizes and names of dtypes.
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -115,7 +114,7 @@ class SafeFileSystemReader(FileSystemReader):
         with one_line_refusals(path):
             if not path.exists():
                 raise ValueError("it is missing")
-            metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path, MAX_INDEX_BYTES))).load()
+            metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path))).load()
             for entry in metadata.storage_data.values():
                 if not is_file_name(entry.relative_path):
                     raise ValueError(f"its shards are in {entry.relative_path!s:.80}")
