@@ -126,6 +126,7 @@ def test_a_wrong_option_is_one_line_and_nothing_is_written(answer, tmp_path):
     assert code == 2
     assert keys == {f"error: {word.partition('=')[0]}" for word in words}, err
     assert err.count("\n") == len(words) and not list(tmp_path.iterdir())
+    assert "did you mean trainer.max_steps?" in answer("trainer.max_step=1")[2]
 
 
 def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):

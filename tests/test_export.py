@@ -121,6 +121,8 @@ def test_an_export_speaks_like_its_run_alone(speaker, export_run, capfd, tmp_pat
 
     expected = spoken(speaker)
     _, folder, said = export_run(f"from_run={speaker}", f"format={form}")
+    if form == "hf":
+        assert AutoTokenizer.from_pretrained(folder)("é")["input_ids"] == list("é".encode())
     shutil.rmtree(speaker)
     elsewhere = folder.rename(tmp_path / "elsewhere")
     assert spoken(elsewhere) == expected and expected.startswith("def é"), said
