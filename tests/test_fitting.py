@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -58,6 +59,12 @@ def test_a_run_that_fails_is_an_exception_with_its_code_and_folder(tmp_path):
     assert (failed.value.code, failed.value.folder) == (79, tmp_path / "run")
 
 
+RUN = """
+import signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit("saved"))
+open("begun", "w").close()
+signal.pause()
+"""
 SCRIPT = """
 import sys
 import gptrain
@@ -69,28 +76,26 @@ except KeyboardInterrupt:
 """
 
 
-def started(tmp_path, *words: str) -> subprocess.Popen:
+def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:
     """A script without `if __name__`, in a folder of no project."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    words = (*WORDS, f"run_dir={tmp_path / 'run'}", *words)
-    command = [sys.executable, "script.py", str(ROOT / "conf"), *words]
+    command = [sys.executable, "script.py", str(conf), *WORDS, *words]
     return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.slow
-def test_a_script_without_a_guard_may_ask_for_two_ranks(tmp_path):
-    script = started(tmp_path, "trainer.devices=2")
-    assert script.communicate(timeout=200)[1].splitlines()[-1] == str(tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    "by", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
-)
-def test_what_stops_the_script_lets_the_run_save(by, tmp_path):
-    words = ("trainer.max_steps=100000", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5")
-    script, checkpoints = started(tmp_path, *words), tmp_path / "run" / "checkpoints"
+def test_a_script_that_is_terminated_lets_its_run_save(tmp_path):
+    steps = ("trainer.max_steps=100000", "trainer.max_epochs=100000", "checkpoint.every_n_steps=5")
+    script = started(tmp_path, ROOT / "conf", *steps, f"run_dir={tmp_path / 'run'}")
+    checkpoints, status = tmp_path / "run" / "checkpoints", tmp_path / "run" / "status.json"
     wait_until(lambda: list(checkpoints.glob("step-*")) or script.poll() is not None, 200)
-    script.send_signal(by)
-    assert ("stopped here" in script.communicate(timeout=60)[1]) == (by == signal.SIGINT)
-    status = tmp_path / "run" / "status.json"
+    script.terminate()
+    script.communicate(timeout=60)
     wait_until(lambda: status.exists() and '"preempted"' in status.read_text(), 30)
+
+
+def test_ctrl_c_is_passed_on_and_raised_once_the_run_has_ended(tmp_path):
+    (tmp_path / "train.py").write_text(RUN)
+    script = started(tmp_path, tmp_path / "conf")
+    wait_until((tmp_path / "begun").exists, 60)
+    script.send_signal(signal.SIGINT)
+    assert script.communicate(timeout=60)[1].splitlines() == ["saved", "stopped here"]
