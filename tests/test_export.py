@@ -159,7 +159,7 @@ def test_weights_in_several_files_are_read_and_a_missing_one_is_told(tmp_path):
     load_weights(net, tmp_path)
     assert_same_logits(net, gpt2, SIZES[1])
     files[-1].unlink()
-    with pytest.raises(DamagedCheckpoint, match=f"names {files[-1].name}, which is not there"):
+    with pytest.raises(DamagedCheckpoint, match=f"names {files[-1].name}, which is no"):
         load_weights(net, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     for names, said in ({"a": "../a.safetensors"}, "no safetensors file beside"), ([], "no weight"):

@@ -115,6 +115,7 @@ def test_several_optimizers_are_refused(refused):
     assert "several optimizers" in refused(f"{MODULES}.OwnOptimizers", "+module.kind=two")
 
 
+@pytest.mark.filterwarnings("error:To copy construct from a tensor")  # of a rate that is one
 @pytest.mark.parametrize(
     "kind, stops",
     [("none", (5,)), ("step", (5,)), ("epoch", (3, 5)), ("plateau", (3, 5)),
@@ -446,9 +447,8 @@ def test_lora_starts_from_a_base_whose_names_differ(fit, resumes):
     assert "init_strict=false" in line
     start = (f"init_from={base.folder}", "init_strict=false")
     run = resumes(*lora, start=start, stops=(3,))
-    fresh, unused = (line for line in run.out.splitlines() if "init_strict=false" in line)
-    assert "blocks.0.mlp.up_proj.down.weight" in fresh and "as initialised" in fresh
-    assert "blocks.0.mlp.up_proj.weight" in unused and "not used" in unused
+    (line,) = (line for line in run.out.splitlines() if "init_strict=false" in line)
+    assert "blocks.0.attention.q_proj.down.weight here only" in line and " more" in line
     own, theirs = run.state(6)["state_dict"], base.state(6)["state_dict"]
     assert torch.equal(own["token_embedding.weight"], theirs["token_embedding.weight"])
     assert own["blocks.0.mlp.up_proj.up.weight"].abs().sum() > 0  # trained

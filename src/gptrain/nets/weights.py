@@ -6,7 +6,6 @@ import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from omegaconf import DictConfig
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 VAL_LOSS = {"monitor": "val/loss", "mode": "min"}  # of a run that says nothing else
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
-LONGEST = 2000  # characters of the names in a warning
 
 
 def find_weights(
@@ -56,7 +54,7 @@ def find_weights(
     if (folder / MANIFEST_NAME).exists():
         return CheckpointStore(folder.parent).verify(folder)
     for file in (source, source / SAFETENSORS, source / INDEX):
-        if file.exists() and not file.is_dir():
+        if file.is_file():
             return file
     if not source.exists():
         raise FileNotFoundError(f"{source}: no such file or folder")
@@ -120,13 +118,8 @@ def start_from(cfg: DictConfig, net: nn.Module, stages: Stages) -> None:
         found = find_weights(cfg.init_from, by=cfg.checkpoint)
         path, left = load_weights(net, found, strict=cfg.init_strict, stages=stages)
     log.info("%-9s from the weights of %s", "start", path)
-    for names, what in (
-        ([*left.missing, *left.mismatched], "of the net start as initialised"),
-        ([*left.unexpected, *left.mismatched], "of the weights are not used"),
-    ):
-        if names:
-            said = shorten(", ".join(names), LONGEST, placeholder=" ...")
-            log.warning("warning: init_strict=false: %s %s", said, what)
+    if any(left):
+        log.warning("warning: init_strict=false: %s", left.describe())
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -192,8 +185,7 @@ def _indexed(index: Path) -> list[Path]:
         raise DamagedCheckpoint(index, "not an index of safetensors files: it has no weight_map")
     parts = sorted(set(map(str, names.values())))
     for name in parts:
-        if Path(name).name != name or not name.endswith(".safetensors"):  # nor an index again
+        is_beside = Path(name).name == name and (index.parent / name).is_file()
+        if not is_beside or not name.endswith(".safetensors"):  # nor an index again
             raise DamagedCheckpoint(index, f"names {name}, which is no safetensors file beside it")
-        if not (index.parent / name).is_file():
-            raise DamagedCheckpoint(index, f"names {name}, which is not there")
     return [index.parent / name for name in parts]
