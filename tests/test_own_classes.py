@@ -272,8 +272,8 @@ def test_keys_that_our_code_reads_are_typed_for_any_class(mine):
 REFUSED = {
     "model=net +model.n_layer=3": "keyword argument 'n_layer'; allowed: vocab_size, n_layers",
     "data=mine model=net ~model.vocab_size": "missing a required argument: 'vocab_size'",
-    "model=net model._target_=mine.Nett": "nothing of that name in mine",
-    "model=net model._target_=nosuch.Net": "no module named nosuch",
+    "model=net model._target_=mine.Nett": "No module named 'mine.Nett'",
+    "model=net model._target_=nosuch.Net": "No module named 'nosuch'",
     "model=net model._target_=torch.load": "no Module, as this place needs",
     "model=net model._target_=5": "not a dotted name",
     "+optimizer.nesterov=true": "AdamW: got an unexpected keyword argument 'nesterov'",

@@ -73,9 +73,10 @@ def test_names_that_are_never_logged_are_told_once_with_those_that_are(fit):
 def test_what_is_known_to_be_no_metric_is_refused_in_one_line(refused):
     line = refused("objective=val/los")
     assert "objective=val/los: no value of this name is logged" in line and "val/loss" in line
-    assert "nothing of that name" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
-    line = refused("+module.metrics.loss={_target_: torchmetrics.text.Perplexity}")
-    assert "module.metrics.loss" in line and "try: module.metrics.my_loss" in line
+    assert "torchmetrics.Nope" in refused("+module.metrics.x={_target_: torchmetrics.Nope}")
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        line = refused(f"+module.metrics.{name}={{_target_: torchmetrics.text.Perplexity}}")
+        assert f"module.metrics.{name}" in line and f"try: module.metrics.my_{name}" in line
 
 
 def test_metrics_of_training_may_be_monitored(fit):

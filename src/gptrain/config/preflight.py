@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import glob
 import inspect
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import get_method
+
 from gptrain.config.check import Config, check_cpu, check_world, find_world_size
 from gptrain.config.data_schema import DATA, Mixture, sample_tokens
-from gptrain.config.schema import GROUPS, KNOWN, Run
-from gptrain.config.suggest import nearest
+from gptrain.config.schema import KNOWN, Model, Optimizer, Run, Scheduler
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
@@ -38,8 +39,12 @@ WORDS = {"ckpt_path": ("last", "best"), "tokenizer": ("bytes", "bpe")}  # no fil
 DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
-OURS = {group: set(model.model_fields) for group, model in GROUPS.items() if group != "trainer"}
-OURS["module"] = {"loss", "metrics"}
+OURS = {
+    "model": Model.model_fields.keys(),
+    "module": {"loss", "metrics"},
+    "optimizer": Optimizer.model_fields.keys(),
+    "scheduler": Scheduler.model_fields.keys(),
+}
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Group -> base class that its objects have; of a dataset what it can do is looked at.
@@ -169,22 +174,13 @@ def check_files(run: Config) -> Iterator[Problem]:
             if path in WORDS.get(key.rpartition(".")[2], ()):
                 continue
             if os.path.exists(found):
-                if wrong := key.startswith("data.") and not_data(found):
-                    yield Problem(key, path, wrong, attempt=f"{key}=<file>", code=BAD_DATA)
+                if not os.path.isdir(found) and not os.path.getsize(found):
+                    yield Problem(key, path, "empty", attempt=f"{key}=<file>", code=BAD_DATA)
                 continue
             if not (key.startswith("data.") and glob.glob(found, recursive=True)):
                 attempt = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
                 wrong, code = "no such file or folder", INPUT_NOT_FOUND
                 yield Problem(key, path, wrong, attempt=attempt, code=code)
-
-
-def not_data(path: str) -> str:
-    """Why what is there is no data to read; empty where it may be."""
-    if os.path.isdir(path):
-        return ""
-    if not os.path.isfile(path):
-        return "neither a regular file nor a folder"
-    return "" if os.path.getsize(path) else "an empty file"  # /proc/kmsg says so, and never ends
 
 
 def check_visible(
@@ -209,7 +205,7 @@ def check_classes(run: Config) -> Iterator[Problem]:
     """Every `_target_` that does not ship: what it is, and the keywords that it is given."""
     for place, node in targets(run.values):
         target, model = node["_target_"], KNOWN.get(node["_target_"])
-        given = {key: value for key, value in node.items() if key not in OF_HYDRA}
+        given = {k: value for k, value in node.items() if k not in OF_HYDRA and k != "_target_"}
         if target in DATA or (model is not None and given.keys() <= model.model_fields.keys()):
             continue
         group, *below = place.split(".")
@@ -241,7 +237,7 @@ def _check_keywords(
         bind(*[None] * SUPPLIED.get(place, 0), **given)
     except TypeError as error:
         allowed, target = ", ".join(signature.parameters), node["_target_"]
-        is_typed = place in GROUPS and target not in KNOWN  # over the keys of another class
+        is_typed = place in KINDS and target not in KNOWN  # over the keys of another class
         attempt = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys" if is_typed else ""
         yield Problem(f"{place}._target_", target, str(error), allowed, attempt)
 
@@ -271,29 +267,12 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
 
 
 def locate(target: str) -> Any:
-    """What a dotted name stands for. Raises: NotFound."""
-    parts, found = target.split("."), None
-    for depth in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:depth])
-        try:
-            found = import_module(name)
-            break
-        except Exception as error:  # whatever a user's module raises is a line, not a traceback
-            is_shorter = isinstance(error, ModuleNotFoundError) and error.name is not None
-            if not is_shorter or not f"{name}.".startswith(f"{error.name}."):
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise NotFound(f"{name} cannot be imported: {reason}") from error
-    if found is None:
-        raise NotFound(f"no module named {parts[0]}")
-    for i in range(depth, len(parts)):
-        owner, found = found, getattr(found, parts[i], None)
-        if found is None:
-            near = nearest(parts[i], [name for name in dir(owner) if name[0] != "_"])
-            meant = f", did you mean {near}?" if near else ""
-            raise NotFound(f"nothing of that name in {'.'.join(parts[:i])}{meant}")
-    if not callable(found):
-        raise NotFound("neither a class nor a function")
-    return found
+    """The class or function of a dotted name, as Hydra finds it. Raises: NotFound."""
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it also logs what it raises
+    try:
+        return get_method(target)
+    except Exception as error:  # whatever a user's module raises is a line, not a traceback
+        raise NotFound(first_line(error)) from error
 
 
 def wrong_kind(found: Any, group: str) -> str | None:

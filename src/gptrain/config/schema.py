@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from gptrain.config.data_schema import Data
 from gptrain.config.kinds import (
     SEED_MAX,
     Batches,
@@ -38,7 +39,7 @@ from gptrain.parallel.dims import STRATEGIES as STRATEGY_NAMES
 # Groups with a `_target_`: what our code reads of any class, then the classes that ship.
 
 
-class Model(Open):
+class Model(Built):
     compile: Literal["none", "blocks", "model"]
     activation_checkpointing: Literal["none", "selective", "full"]
 
@@ -77,12 +78,12 @@ class Loss(Closed):
     z_loss: NonNegativeFloat
 
 
-class LanguageModel(Open, extra="forbid"):
+class LanguageModel(Built, extra="forbid"):
     loss: Loss
     metrics: dict[str, Built]
 
 
-class Optimizer(Open):
+class Optimizer(Built):
     lr: PositiveFloat | None
     weight_decay: NonNegativeFloat | None
     lr_scaling: Literal["none", "linear", "sqrt"]
@@ -102,7 +103,7 @@ class Muon(AdamW):
     vector_lr: PositiveFloat | None = None
 
 
-class Scheduler(Open):
+class Scheduler(Built):
     warmup_steps: Warmup | None
     warmup_tokens: TokenCount | None
     total_steps: Count | None
@@ -120,12 +121,12 @@ class StableDecay(Schedule):
     decay_tokens: TokenCount | None
 
 
-class SampleText(Closed):
+class SampleText(Built, extra="forbid"):
     prompt: Name
     n_tokens: Count
 
 
-class Trainer(Open):
+class Trainer(Built):
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
     devices: Devices
     num_nodes: Literal["auto"] | Count
@@ -171,15 +172,11 @@ class LightningTrainer(Trainer, extra="forbid"):
     sync_batchnorm: bool = False
 
 
-GROUPS: dict[str, type[Closed]] = {
-    "model": Model, "module": Open, "optimizer": Optimizer, "scheduler": Scheduler,
-    "trainer": Trainer,
-}  # fmt: skip
 NETS: dict[str, type[Model]] = {  # whose sizes are known
     "gptrain.models.SimpleGPT": SimpleGPT,
     "gptrain.models.Llama": Llama,
 }
-KNOWN: dict[str, type[Closed]] = {
+KNOWN: dict[str, type[Built]] = {
     **NETS,
     "gptrain.models.HuggingFace": HuggingFace,
     "gptrain.lit.LanguageModel": LanguageModel,
@@ -196,10 +193,14 @@ KNOWN: dict[str, type[Closed]] = {
 # Groups without a `_target_`.
 
 
-class Strategy(Closed):
+class AnyStrategy(Open):
     name: Literal[("auto", *STRATEGY_NAMES)]  # ty: ignore[invalid-type-form]
     timeout_s: Positive
     backend: Literal["nccl", "gloo", "mpi"] | None
+
+
+class Strategy(AnyStrategy, extra="forbid"):
+    """Of one device."""
 
 
 class DDP(Strategy):
@@ -302,13 +303,13 @@ class Run(Closed):
     allowed_targets: list[str]
     debug: bool
     print_config: bool
-    model: Built
+    model: Model
     module: Built
-    data: Open
-    optimizer: Built
-    scheduler: Built
-    strategy: Open
-    trainer: Built
+    data: Data
+    optimizer: Optimizer
+    scheduler: Scheduler
+    strategy: AnyStrategy
+    trainer: Trainer
     callbacks: dict[str, Built | None]
     checkpoint: Checkpoint
     logger: dict[str, Built]

@@ -1,4 +1,4 @@
-"""What someone may have meant: the nearest name, and names that other projects use."""
+"""What someone may have meant: the nearest name, and habits from other projects."""
 
 from __future__ import annotations
 
@@ -6,34 +6,14 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-# Last part of a key elsewhere (nanoGPT, Hugging Face, other templates) -> our key.
-ALIASES = {
-    "bs train_batch_size per_device_train_batch_size": "data.batch_size",
-    "block_size n_ctx context_length": "model.max_seq_len",
-    "n_embd hidden_size embed_dim": "model.d_model",
-    "n_head num_heads num_attention_heads": "model.n_heads",
-    "n_layer num_layers num_hidden_layers": "model.n_layers",
-    "learning_rate": "optimizer.lr",
-    "warmup warmup_iters num_warmup_steps": "scheduler.warmup_steps",
-    "epochs num_epochs num_train_epochs": "trainer.max_epochs",
-    "steps max_iters": "trainer.max_steps",
-    "gpus num_gpus num_processes": "trainer.devices",
-    "grad_clip max_grad_norm clip_grad_norm": "trainer.gradient_clip_val",
-    "gradient_accumulation_steps grad_accum": "trainer.accumulate_grad_batches",
-    "dtype": "trainer.precision",
-    "ckpt resume resume_from resume_from_checkpoint": "ckpt_path",
-}
-# What is typed elsewhere -> what to type here, by the first that fits: arguments of Lightning's
-# Trainer that other groups set, and habits from lightning-hydra-template.
+# What is typed elsewhere -> what to type here, by the first that fits.
 HABITS = {
-    "trainer.logger=*": "logger=csv",
-    "trainer.callbacks=*": "callbacks=default",
+    # Arguments of Lightning's Trainer that other groups set.
     "trainer.default_root_dir=*": "run_dir={value}",
     "trainer.enable_checkpointing=*": "checkpoint=none",
-    "trainer.strategy=deepspeed*": "strategy=fsdp",
-    "trainer.strategy=fsdp*": "strategy=fsdp",
     "trainer.strategy=ddp*": "strategy=ddp",
-    "trainer.strategy=*": "strategy=auto",
+    "trainer.strategy=*": "strategy=fsdp",
+    # lightning-hydra-template
     "trainer=ddp": "strategy=ddp trainer.devices=4",
     "trainer=ddp_sim": "trainer=cpu trainer.devices=2",
     "debug=fdr": "trainer.fast_dev_run=true",
@@ -41,18 +21,24 @@ HABITS = {
     "debug=profiler": "profiler=torch",
     "train=false": "task=test",
     "test=false": "task=fit",
-    "data.val=null": "trainer.limit_val_batches=0 with any data.val",
     "logger=many_loggers": "logger=[csv,tensorboard]",
-    "model.compile=true": "model.compile=model",
-    "strategy=dp": "strategy=ddp; DataParallel drives all devices from one Python thread and copies"
-    " the weights at every step, which is slower than ddp on any number of them",
     "optimized_metric=*": "objective={value}",
     "task_name=*": "name={value}",
-    "paths.data_dir=*": "data.path={value}",
     "paths.*": "output_dir={value}",
     "model.optimizer.*": "optimizer.{leaf}={value}",
     "model.scheduler.*": "scheduler.{leaf}={value}",
     "model.net.*": "model.{leaf}={value}",
+    # nanoGPT, Hugging Face
+    "*block_size=*": "model.max_seq_len={value}",
+    "*n_embd=*": "model.d_model={value}",
+    "*hidden_size=*": "model.d_model={value}",
+    "*learning_rate=*": "optimizer.lr={value}",
+    "epochs=*": "trainer.max_epochs={value}",
+    "*max_iters=*": "trainer.max_steps={value}",
+    "*gpus=*": "trainer.devices={value}",
+    "*grad_clip=*": "trainer.gradient_clip_val={value}",
+    "dtype=*": "trainer.precision={value}",
+    "*resume*=*": "ckpt_path={value}",
 }
 
 
@@ -70,17 +56,12 @@ def find_alias(key: str, value: str) -> str | None:
 
 
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
-    """The known key that was meant: of another project, of its own group, or of any other."""
-    head, _, leaf = key.rpartition(".")
-    for names, ours in ALIASES.items():
-        if leaf in names.split():
-            return ours
-    for is_any, cutoff in ((False, 0.6), (True, 0.8)):
-        leaves: dict[str, str] = {}
-        for name in sorted(known, key=lambda one: (one.count("."), one)):
-            group, _, last = name.rpartition(".")
-            if is_any or group == head:
-                leaves.setdefault(last, name)
+    """The known key that was meant, of its own group or of any other."""
+    group, _, leaf = key.rpartition(".")
+    every = sorted(known, key=lambda name: (name.count("."), name), reverse=True)
+    own = [name for name in every if name.rpartition(".")[0] == group]
+    for names, cutoff in ((own, 0.6), (every, 0.8)):
+        leaves = {name.rpartition(".")[2]: name for name in names}  # of several the shortest
         if near := nearest(leaf, leaves, cutoff):
             return leaves[near]
     return None

@@ -9,12 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gptrain.config.data_schema import DATA, Data, Mixture
-from gptrain.config.schema import GROUPS, KNOWN, STRATEGIES, Run, Strategy
+from gptrain.config.data_schema import DATA, Mixture
+from gptrain.config.kinds import Closed
+from gptrain.config.schema import KNOWN, STRATEGIES, Run
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.problems import Problem, show
 
-OF_HYDRA = {"_target_", "_args_", "_recursive_", "_convert_", "_partial_"}  # in any node
+OF_HYDRA = {"_args_", "_recursive_", "_convert_", "_partial_"}  # in any node with a _target_
+CLASS = r"[^\W\d]\w*(\.\w+)+"
 SHORTER = {
     "greater than or equal to": ">=",
     "less than or equal to": "<=",
@@ -27,36 +29,22 @@ SHORTER = {
 
 
 def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterator[Problem]:
-    """Each value that is wrong by itself, each key that nothing reads or that is missing."""
-    yield from _judge(schema, values, "", values)
-    data, strategy = values.get("data"), values.get("strategy")
-    if isinstance(data, dict):
-        train = data.get("train")
-        target = str(train.get("_target_")) if isinstance(train, dict) else ""
-        yield from _judge(DATA.get(target, Data), data, "data", values)
-        parts = data.get("parts") if DATA.get(target) is Mixture else None
-        for name, part in parts.items() if isinstance(parts, dict) else ():
-            target = (part.get("train") or {}).get("_target_") if isinstance(part, dict) else None
-            if target in DATA:
-                yield from _judge(DATA[target], part, f"data.parts.{name}", values)
-    if isinstance(strategy, dict):
-        model = STRATEGIES.get(str(strategy.get("name")))
-        common = {key: strategy[key] for key in strategy if key in Strategy.model_fields}
-        own = strategy if model else common  # of no strategy nothing says which others it has
-        yield from _judge(model or Strategy, own, "strategy", values)
-    for place, node in targets(values):
-        target = node["_target_"]
-        is_name = isinstance(target, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)+", target)
-        if not is_name or target.split(".")[0] in sys.stdlib_module_names:
-            wrong = "not a dotted name of a class outside of Python's own library"
-            yield Problem(f"{place}._target_", show(target), wrong)
+    """Each value that is wrong by itself, each key that nothing reads or that is missing.
+
+    A key may be told twice, in the words of its class and in those of its group.
+    """
+    flat = dict(walk(values))
+    for place, node in flat.items():
+        if not isinstance(node, dict):
             continue
-        model, base = KNOWN.get(target), GROUPS.get(place)
-        if base and not (model and issubclass(model, base)):
-            model = base
-        if model:
+        target = show(node.get("_target_", "a.class"))
+        if not re.fullmatch(CLASS, target) or target.split(".")[0] in sys.stdlib_module_names:
+            wrong = "not a dotted name of a class outside of Python's own library"
+            yield Problem(f"{place}._target_", target, wrong)
+        elif model := _model_of(place, flat):
             own = {key: value for key, value in node.items() if key not in OF_HYDRA}
             yield from _judge(model, own, place, values)
+    yield from _judge(schema, values, "", values)
 
 
 def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,8 +76,7 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
     readers = [name for name, model in STRATEGIES.items() if leaf in model.model_fields]
     if group == "strategy" and readers:
         wrong = f"no effect under strategy={node.get('name')}"
-        attempt = f"strategy={readers[0]}, or leave {leaf} out"
-        return Problem(key, value, wrong, f"under strategy={', '.join(readers)}", attempt)
+        return Problem(key, value, wrong, f"under strategy={', '.join(readers)}")
     if alias := find_alias(key, show(value)):
         return Problem(key, value, "unknown key", attempt=alias)
     known = {place for place, value in walk(values) if "." not in place or type(value) is not dict}
@@ -97,6 +84,16 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
         return Problem(key, value, f"unknown key, did you mean {near}? (new keys need +)")
     wrong = f"unknown key of this {group}" if siblings else "unknown key"
     return Problem(key, value, wrong, ", ".join(siblings), "" if siblings else "--help")
+
+
+def _model_of(place: str, flat: dict[str, Any]) -> type[Closed] | None:
+    """The type of all keys of a group, where the class that reads them ships."""
+    if place == "strategy":
+        return STRATEGIES.get(show(flat.get("strategy.name")))
+    is_part = re.fullmatch(r"data\.parts\.[^.]+", place) and _model_of("data", flat) is Mixture
+    if place == "data" or is_part:
+        return DATA.get(show(flat.get(f"{place}.train._target_")))
+    return KNOWN.get(show(flat.get(f"{place}._target_")))
 
 
 def _judge(
