@@ -1,16 +1,10 @@
 """Batches of data workers pass through /dev/shm: too little of it is said, and never waited for."""
 
 import os
-import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-
-from gptrain.lit.datamodule import check_shared_memory
-from gptrain.problems import ConfigError
 
 READ_ALL = """
 import os
@@ -30,18 +24,6 @@ loader = Loader(
 for batch in loader:
     pass
 """
-
-
-def test_batches_that_do_not_fit_are_told_with_both_numbers(monkeypatch):
-    sample = (torch.zeros(127, dtype=torch.int64), {"targets": [torch.zeros(127)]})
-    batch_bytes = 512 * 127 * (8 + 4)
-    found = SimpleNamespace(free=8 * batch_bytes)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: found)
-    monkeypatch.setattr(os.path, "isdir", lambda _: True)
-    check_shared_memory(sample, 512, num_workers=2, n_local=1)  # 2 of each worker, twice
-    check_shared_memory(sample, 2**40, num_workers=0, n_local=1)
-    with pytest.raises(ConfigError, match=r"num_workers=2: 16 batches of 0\.7 MiB .* 6\.0 MiB"):
-        check_shared_memory(sample, 512, num_workers=2, n_local=2)
 
 
 @pytest.mark.slow

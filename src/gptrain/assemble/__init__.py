@@ -42,7 +42,6 @@ from gptrain.data.tokenizers import Tokenizer
 from gptrain.lengths import BatchPlan
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks.vote import gather
-from gptrain.lit.datamodule import check_shared_memory
 from gptrain.lit.lightning import quiet, refusals_in_one_line
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
@@ -144,9 +143,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
     checkpoint = None if start is None else Path(start)
-    sample = train[0]
-    check_shared_memory(sample, cfg.data.batch_size, cfg.data.num_workers, machine.n_local)
-    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
+    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])

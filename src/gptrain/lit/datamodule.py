@@ -3,28 +3,24 @@
 import atexit
 import errno
 import os
-import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import EvalBatches, Mixture, PaddedDataset, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.lengths import Lengths
-from gptrain.problems import IO_ERROR, ConfigError
 from gptrain.resilience.signals import hold_back, ignore_in_worker, kill_workers
 
 SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
-_PREFETCHED, _LOADERS = 2, 2  # batches a worker keeps ready; workers of training and validation
 
 
 class TextDataModule(pl.LightningDataModule):
@@ -90,7 +86,7 @@ class TextDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, for one that goes on with another batch or other weights."""
         step, order = self.step, self.batches.order
-        *place, _ = self.batches.place(step)
+        place = list(self.batches.place(step))
         taken = order.taken(*place) if isinstance(order, MixtureOrder) else None
         return {"step": step, "place": place, "taken": taken, "tokens": self.tokens}
 
@@ -141,7 +137,6 @@ class TextDataModule(pl.LightningDataModule):
             generator=torch.Generator().manual_seed(self.worker_seed),
             collate_fn=collate_and_share if self.num_workers else collate,
             num_workers=self.num_workers,
-            prefetch_factor=_PREFETCHED if self.num_workers else None,
             pin_memory=self.pin_memory,
             persistent_workers=self.num_workers > 0,
             worker_init_fn=partial(ignore_in_worker, os.getpid()) if self.num_workers else None,
@@ -177,7 +172,7 @@ class Loader(DataLoader):
         except RuntimeError as error:
             if "No space left" not in str(error):
                 raise
-            wrong = "full: no room for the batches of data.num_workers"
+            wrong = "full: no room for the batches of data.num_workers; docker has --shm-size"
             raise OSError(errno.ENOSPC, wrong, SHARED_MEMORY) from None
 
 
@@ -187,27 +182,16 @@ def collate_and_share(batch: Any) -> Any:
     The thread of a worker that sends its batches would print the error and send nothing, and the
     training process would wait for ever.
     """
-    return apply_to_collection(collate(batch), torch.Tensor, torch.Tensor.share_memory_)
+    batch = collate(batch)
+    for tensor in tensors_in(batch):
+        tensor.share_memory_()
+    return batch
 
 
-def check_shared_memory(sample: Any, batch_size: int, num_workers: int, n_local: int) -> None:
-    """Raises ConfigError where the batches of data workers do not fit into shared memory.
-
-    Args:
-        sample: of the training set.   n_local: ranks of this machine.
-    """
-    if not num_workers or not os.path.isdir(SHARED_MEMORY):
-        return
-    sizes: list[int] = []
-    apply_to_collection(sample, torch.Tensor, lambda tensor: sizes.append(tensor.nbytes))
-    batch_bytes = batch_size * sum(sizes)
-    n_batches = n_local * num_workers * _PREFETCHED * _LOADERS
-    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
-    if n_batches * batch_bytes > free_bytes:
-        wrong = (
-            f"{n_batches} batches of {batch_bytes / 2**20:.1f} MiB wait in {SHARED_MEMORY}, where"
-            f" {free_bytes / 2**20:.1f} MiB are free"
-        )
-        needed = n_batches * batch_bytes // 2**20 + 1
-        attempt = f"data.num_workers=0, a smaller data.batch_size, docker --shm-size={needed}m"
-        raise ConfigError.of("data.num_workers", num_workers, wrong, attempt=attempt, code=IO_ERROR)
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors of a batch, in whatever lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)

@@ -4,6 +4,7 @@ import logging
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +21,11 @@ from gptrain.resilience.status import RESULT_NAME, to_json, write_result
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Report:
     """The lines of one run, from rank 0 alone.
 
-    Args:
+    Attributes:
         lines: label -> what the start says of it, in the order of printing.
         hyper_parameters: the whole config, for the loggers, and `typed`: option -> value, of those
             that were typed and tell this run from another.
@@ -32,17 +34,16 @@ class Report:
         outside: overrides that name files which are read only where they are typed again.
     """
 
-    def __init__(
-        self,
-        lines: dict[str, str],
-        hyper_parameters: dict[str, Any],
-        facts: dict[str, Any],
-        planned: dict[str, Any] | None,
-        outside: Sequence[str],
-    ):
-        self.run_dir, self.lines = Path(hyper_parameters["run_dir"]), lines
-        self.facts, self.planned, self.outside = facts, planned, outside
-        self.hyper_parameters = hyper_parameters
+    lines: dict[str, str]
+    hyper_parameters: dict[str, Any]
+    facts: dict[str, Any]
+    planned: dict[str, Any] | None
+    outside: Sequence[str]
+    start_s: float = 0.0
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.hyper_parameters["run_dir"])
 
     def start(self, trainer: pl.Trainer) -> None:
         """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
@@ -64,21 +65,22 @@ class Report:
         metrics.pop(STEP, None)
         if not trainer.is_global_zero:
             return metrics
-        steps, seconds = trainer.global_step, time.perf_counter() - self.start_s
-        steps_log, is_fit = find_callback(trainer, Steps), trainer.state.fn == "fit"
-        checkpoints, first = find_callback(trainer, Checkpoints), steps_log.first_step
+        seconds = time.perf_counter() - self.start_s
+        steps = find_callback(trainer, Steps)
+        checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
-        path, measured = self.run_dir / RESULT_NAME, trainer.ckpt_path
-        ended = steps_log.ended or {
+        path = self.run_dir / RESULT_NAME
+        ended = steps.ended or {
             "reason": f"{cast(TrainerFn, trainer.state.fn).value} done",
-            "detail": f"of {measured or 'the weights that it began with'}",
+            "detail": f"of {trainer.ckpt_path or 'the weights that it began with'}",
         }
-        is_new = not is_fit or first is not None
+        first = steps.first_step
+        is_new = first is not None or trainer.state.fn != "fit"
         if not connected(trainer).fast_dev_run and (is_new or not path.exists()):
             write_result(
                 path,
                 metrics,
-                steps=steps,
+                steps=trainer.global_step,
                 tokens=data_of(trainer).tokens,
                 seconds=seconds,
                 checkpoint=best,
@@ -87,15 +89,17 @@ class Report:
             )
         parts = []
         if first is not None:
-            span, n_done = f", from step {first} to {steps}" if first else "", steps - first
-            parts.append(f"{n_done} step{'' if n_done == 1 else 's'} in {seconds:.0f} s{span}")
+            n_done = trainer.global_step - first
+            parts.append(f"{n_done} step{'' if n_done == 1 else 's'} in {seconds:.0f} s")
+            if first:
+                parts[0] += f", from step {first} to {trainer.global_step}"
         shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
         parts += [f"{name} {metrics[name]:.4f}" for name in shown]
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         if "perf/mfu" in metrics:
-            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps_log.speed.peak}")
-        parts.insert(len(parts) if is_new else 0, ", ".join(ended.values()))
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps.speed.peak}")
+        parts.append(", ".join(ended.values()))
         log.info("%-9s %s", "result", " · ".join(parts))
         log.info("%-9s %s", "next", self._next(trainer, best))
         return metrics

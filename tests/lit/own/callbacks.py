@@ -26,7 +26,7 @@ class SeesAll(Callback):
         grads = [p.grad for p in module.parameters() if p.grad is not None]
         norm = float(torch.stack([g.norm() for g in grads]).norm()) if grads else 0.0
         note(trainer, hook="before_step", n_grads=len(grads), norm=norm,
-             lr=optimizer.param_groups[0]["lr"])  # fmt: skip
+             lr=float(optimizer.param_groups[0]["lr"]))  # fmt: skip
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         keys = sorted(outputs) if isinstance(outputs, dict) else str(type(outputs))

@@ -99,7 +99,8 @@ class OwnOptimizers(LanguageModel):
         self.kind = kind
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        lr = torch.tensor(0.1) if self.kind == "none" else 0.1
+        optimizer = torch.optim.SGD(self.parameters(), lr, momentum=0.9)
         schedulers = torch.optim.lr_scheduler
         if self.kind == "none":
             return optimizer

@@ -55,11 +55,6 @@ class ProgressBar(TQDMProgressBar):
             words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown)]
             log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Shows the last count, also of a run that stops early."""
-        self.train_progress_bar.n = trainer.fit_loop.batch_idx + 1
-        super().on_train_epoch_end(trainer, pl_module)
-
     def end_line(self) -> None:
         """Ends the bar, and its line: what is said next begins another."""
         if self._train_progress_bar is not None:

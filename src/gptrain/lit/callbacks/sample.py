@@ -6,7 +6,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.steps import log_note
 from gptrain.lit.lightning import connected, data_of
 from gptrain.sampling import Sampling, generate, printable
 
@@ -26,12 +25,14 @@ class SampleText(Callback):
 
     def __init__(self, prompt: str, n_tokens: int = 256):
         self.prompt, self.n_tokens = prompt, n_tokens
-        self._written: tuple[int, str | None] = -1, None  # at which step, and the text
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        is_kept = any(hasattr(logger, "log_note") for logger in trainer.loggers)
-        if is_kept and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._write(trainer, pl_module)
+        keep = [*filter(None, (getattr(one, "log_note", None) for one in trainer.loggers))]
+        if not keep or trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        if (text := self._write(trainer, pl_module)) is not None:
+            for log_note in keep:
+                log_note("sample", text, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         text = self._write(trainer, pl_module)
@@ -41,9 +42,7 @@ class SampleText(Callback):
             log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
 
     def _write(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        """What the net writes at this step, once; None where it cannot."""
-        if self._written[0] == trainer.global_step:
-            return self._written[1]
+        """What the net writes at this step; None where it cannot."""
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
         parallel = getattr(trainer.strategy, "parallel", None)
         by_stages, net = getattr(parallel, "by_stages", False), getattr(pl_module, "net", None)
@@ -54,7 +53,4 @@ class SampleText(Callback):
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         generator = torch.Generator(device).manual_seed(0)  # apart from the run's own numbers
         tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
-        text = printable(tokenizer.decode(tokens))
-        self._written = trainer.global_step, text
-        log_note(trainer, "sample", text)
-        return text
+        return printable(tokenizer.decode(tokens))

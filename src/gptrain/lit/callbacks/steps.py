@@ -20,7 +20,6 @@ from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, s
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.shell import check_optimization
-from gptrain.problems import first_line
 from gptrain.resilience.status import NonFinite, Preempted, shorten
 from gptrain.resilience.watchdog import Guard
 
@@ -160,13 +159,10 @@ class Steps(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ended = why_ended(trainer, self.lengths, self.first_step)
-        if self.first_step is not None:
-            log_note(trainer, "ended", ", ".join(self.ended.values()))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
             step, rank = trainer.global_step, trainer.global_rank
             samples = data_of(trainer).step_samples(step, rank)
@@ -238,7 +234,7 @@ class Steps(Callback):
                 bar.logged["left"] = timedelta(seconds=round(left_s))
         # Of a plain float Lightning keeps fp32: tokens are counted in billions.
         numbers = {"lr": self.lr, STEP: float(step), **speed}.items()
-        pl_module.log_dict({k: torch.tensor(v, dtype=torch.float64) for k, v in numbers})
+        pl_module.log_dict({k: torch.as_tensor(v, dtype=torch.float64) for k, v in numbers})
 
     def _beat(self, *place: Any, **more: Any) -> None:
         """Tells the watchers that the run gets on."""
@@ -318,10 +314,3 @@ def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dic
     else:
         reason, detail = "stopped", f"by a callback or the module (trainer.should_stop), {detail}"
     return {"reason": reason, "detail": detail}
-
-
-def log_note(trainer: Trainer, name: str, text: str) -> None:
-    """Gives a text to the loggers that take any, at this step."""
-    for logger in trainer.loggers:
-        if log := getattr(logger, "log_note", None):
-            log(name, text, trainer.global_step)

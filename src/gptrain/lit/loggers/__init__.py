@@ -2,7 +2,7 @@
 
 Any logger of Lightning's works. One that also has `go_on_from(step)` is told, when training
 begins, at which step, and forgets its points after it: they are logged again. One that has
-`log_note(name, text, step)` is told samples of text and why the run ended.
+`log_note(name, text, step)` is told samples of text.
 """
 
 from gptrain.lit.loggers.csv import CSVLogger

@@ -56,20 +56,22 @@ class CSVLogger(Logger):
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
         """Removes the rows after step, and one that was cut short."""
-        if self._path.exists():
-            columns, rows = self._read()
-            self._write(columns, [row for row in rows if int(row["step"]) <= step])
+        columns, rows = self._read()
+        self._write(columns, [row for row in rows if row["step"] <= step])
 
-    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+    def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
         if not self._path.exists():
             return ["step"], []
         with io.TextIOWrapper(open_regular(self._path), newline="") as file:
             reader = csv.DictReader(file)
-            # Where the process was killed within a row its last cells are missing.
-            rows = [row for row in reader if None not in row.values()]
+            rows = [
+                {name: cell for name, cell in row.items() if cell} | {"step": int(row["step"])}
+                for row in reader
+                if None not in row.values()  # killed within a row: its last cells are missing
+            ]
             return list(reader.fieldnames or ["step"]), rows
 
-    def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+    def _write(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
@@ -77,7 +79,4 @@ class CSVLogger(Logger):
         content = text.getvalue().encode()
         fileops.replace(self._path, content)
         self._columns, self._last_start = columns, content.rfind(b"\n", 0, -1) + 1
-        last = rows[-1] if rows else {}
-        self._last = {name: value for name, value in last.items() if value != ""}
-        if rows:
-            self._last["step"] = int(last["step"])
+        self._last = rows[-1] if rows else {}
