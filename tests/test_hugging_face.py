@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import logging
 
@@ -96,10 +95,10 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
     assert torch.equal(back(TOKENS), net(TOKENS))
 
 
-@pytest.mark.parametrize("content, said", [("{", "no JSON"), ("[1]", "not a mapping")])
-def test_a_config_that_cannot_be_read_is_one_line_with_its_name(tmp_path, content, said):
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_config_that_cannot_be_read_is_one_line_with_its_name(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"config.json: {said}") as error:
+    with pytest.raises(ValueError, match="config.json: no JSON of keys") as error:
         HuggingFace(61, path=str(tmp_path))
     assert "\n" not in str(error.value)
 
@@ -132,19 +131,6 @@ def test_what_is_no_model_is_one_line(words, said):
     with pytest.raises(ValueError, match=said) as error:
         HuggingFace(61, **words)
     assert "\n" not in str(error.value)
-
-
-def test_without_transformers_it_says_what_to_install(monkeypatch):
-    found = builtins.__import__
-
-    def absent(name, *rest):
-        if name.startswith("transformers"):
-            raise ModuleNotFoundError("No module named 'transformers'")
-        return found(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ValueError, match=r"'transformers'; try: pip install -e \".\[export\]\""):
-        HuggingFace(61, CONFIGS["gpt2"])
 
 
 def test_a_strategy_that_it_lacks_something_for_is_refused_in_one_line(train, monkeypatch):

@@ -30,18 +30,16 @@ class HuggingFace(nn.Module):
         blocks: its longest list of layers of one class.
         head, hidden: where the logits are the head of the hidden states and nothing more.
 
-    Raises: ValueError where transformers is missing or knows no such model, or sizes contradict.
+    Raises: ValueError where transformers knows no such model, or sizes contradict.
     """
 
     def __init__(
         self, vocab_size: int, config: Mapping[str, Any] | None = None, path: str | None = None
     ):
         super().__init__()
-        try:
-            from transformers import AutoConfig, AutoModelForCausalLM
-            from transformers.models.auto import modeling_auto as known
-        except ImportError as error:
-            raise ValueError(f'{error}; try: pip install -e ".[export]"') from error
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto import modeling_auto as known
+
         keys: dict[str, Any] = {"vocab_size": vocab_size, **config_keys(config, path)}
         kind = str(keys.get("model_type"))
         if kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -129,18 +127,15 @@ class HuggingFace(nn.Module):
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
     """Keys of a folder's config and those given, which win; of code none.   Raises: ValueError."""
-    if path is None:
-        return _without_code(config or {})
-    file = Path(path).expanduser() / "config.json"
-    if not file.is_file():
-        raise ValueError(f"path={path}: no config.json there, which makes a folder a model")
-    attempt = "; try: a whole copy of the model's folder"
-    try:
-        content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: no JSON ({error}){attempt}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: not a mapping{attempt}")
+    content = {}
+    if path is not None:
+        file = Path(path).expanduser() / "config.json"
+        if not file.is_file():
+            raise ValueError(f"path={path}: no config.json there, which makes a folder a model")
+        try:
+            content = dict(json.loads(file.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file}: no JSON of keys ({error})") from error
     return _without_code({**content, **(config or {})})
 
 
