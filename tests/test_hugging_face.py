@@ -98,7 +98,7 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_config_that_cannot_be_read_is_one_line_with_its_name(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match="config.json: no JSON of keys") as error:
+    with pytest.raises(ValueError, match=r"config.json: no JSON of keys") as error:
         HuggingFace(61, path=str(tmp_path))
     assert "\n" not in str(error.value)
 
