@@ -18,11 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from gptrain.parallel.fit import tied_names
-from gptrain.parallel.fsdp import reshard
 from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
 
 State = dict[str, Any]
@@ -71,7 +71,7 @@ class Unmatched(NamedTuple):
 
 def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
     """Name in a checkpoint -> parameter of the net; a tied one once, under its first name."""
-    reshard(net)
+    _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
@@ -91,15 +91,8 @@ def saved_parameters(module: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.
 
 def whole_net_state(net: nn.Module, stages: Stages = WHOLE) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
-    reshard(net)
-    second = {**tied_names(net), **stages.aliases}  # such a weight is gathered and sent once
-    state = {}
-    for name, tensor in net.state_dict().items():
-        if name not in second:
-            whole = whole_of(tensor)
-            if _keeps(stages):
-                state[name] = whole.cpu()
-    state = _merge(state, stages)
+    state = _whole(_saved_tensors(net, stages), stages)
+    second = {**tied_names(net), **stages.aliases}
     return state | {name: state[first] for name, first in second.items() if state}
 
 
@@ -108,15 +101,11 @@ def whole_optimizer_state(
 ) -> State:
     """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
 
-    Raises: ValueError if the optimizer has a parameter that is not among `parameters`, or options
-        that are no plain values.
+    Raises: ValueError as `named_groups`.
     """
-    groups, states = named_groups(parameters, optimizer, stages), {}
-    for name, parameter in parameters.items():
-        values = tree_map_only(Tensor, whole_of, optimizer.state.get(parameter, {}))
-        if values and _keeps(stages):
-            states[name] = tree_map_only(Tensor, Tensor.cpu, values)
-    return {"state": _merge(states, stages), "param_groups": groups}
+    groups = named_groups(parameters, optimizer, stages)
+    states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
+    return {"state": _whole({n: s for n, s in states.items() if s}, stages), "param_groups": groups}
 
 
 def sharded_state(
@@ -126,19 +115,12 @@ def sharded_state(
 
     A tied weight is there once, under its first name. Groups' options are in `named_groups`.
     """
-    reshard(net)
-    second = tied_names(net)
-    tensors = {
-        stages.aliases.get(name, name): tensor
-        for name, tensor in net.state_dict().items()
-        if name not in second
-    }
     states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
     for name, kind, value in ((n, k, v) for n, state in states.items() for k, v in state.items()):
         if not isinstance(value, (Tensor, *_PLAIN)):
             made = type(value).__name__
             raise ValueError(f"optimizer state {name}.{kind} is a {made}: shards hold tensors only")
-    return {"net": tensors, "optimizer": states}
+    return {"net": _saved_tensors(net, stages), "optimizer": states}
 
 
 def load_net_state(
@@ -158,18 +140,16 @@ def load_net_state(
     Raises: ValueError that names all that does not fit, if strict.
     """
     if isinstance(source, dcp.StorageReader):
-        shapes = {
-            key.removeprefix("net."): tuple(entry.size)
-            for key, entry in source.read_metadata().state_dict_metadata.items()
-            if key.startswith("net.") and isinstance(entry, TensorStorageMetadata)
-        }
-        fitting, unmatched = _match(net, shapes, strict, stages)
-        _read({"net": {name: tensor.detach() for name, tensor in fitting.items()}}, source)
-        return unmatched
-    shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
+        entries = _entries(source, "net").items()
+        shapes = {n: tuple(e.size) for n, e in entries if isinstance(e, TensorStorageMetadata)}
+    else:
+        shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
     fitting, unmatched = _match(net, shapes, strict, stages)
-    for name, tensor in fitting.items():
-        copy_slice(tensor, source[name])
+    if isinstance(source, dcp.StorageReader):
+        _read({"net": fitting}, source)
+    else:
+        for name, tensor in fitting.items():
+            copy_slice(tensor, source[name])
     return unmatched
 
 
@@ -205,10 +185,10 @@ def load_optimizer_state(
     restored = []
     for group in optimizer.param_groups:
         members = [names[p] for p in group["params"]]
-        options = options_of.get(members[0], {}) if members else {}
-        other = next((n for n in members if options_of.get(n) != options or not options), None)
-        if other is not None:
-            raise ValueError(f"{other}: not in a group with {members[0]} in the saved optimizer")
+        for name in members:
+            if name not in options_of or options_of[name] != options_of.get(members[0]):
+                raise ValueError(f"{name}: not in a group with {members[0]} in the saved optimizer")
+        options = options_of[members[0]] if members else {}
         restored.append({**group, **options, "params": [numbers[p] for p in group["params"]]})
     state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
     optimizer.load_state_dict({"state": state, "param_groups": restored})
@@ -253,17 +233,23 @@ def _plain(key: str, value: Any) -> Any:
     return value
 
 
+def _entries(reader: dcp.StorageReader, part: str) -> dict[str, Any]:
+    """Name -> shape and type of what a sharded checkpoint holds of the net or the optimizer."""
+    entries = reader.read_metadata().state_dict_metadata.items()
+    return {k.removeprefix(f"{part}."): e for k, e in entries if k.startswith(f"{part}.")}
+
+
 def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> dict[str, State]:
     """Name -> kind -> value of these parameters: local shards, numbers, and whole other tensors."""
     values: dict[str, State] = {name: {} for name in parameters}
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
-        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
-        if name not in parameters or not key.startswith("optimizer."):
+    for key, entry in _entries(reader, "optimizer").items():
+        name, _, kind = key.rpartition(".")
+        if (parameter := parameters.get(name)) is None:
             continue
         if not isinstance(entry, TensorStorageMetadata):
             values[name][kind] = None  # a number
-        elif entry.size == parameters[name].shape:
-            like = parameters[name].detach()
+        elif entry.size == parameter.shape:
+            like = parameter.detach()
             values[name][kind] = torch.empty_like(like, dtype=entry.properties.dtype)
         else:
             values[name][kind] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -271,18 +257,33 @@ def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> 
     return values
 
 
+def _saved_tensors(net: nn.Module, stages: Stages) -> dict[str, Tensor]:
+    """Name in a checkpoint -> tensor of the net's state, this rank's slice; a tied one once."""
+    _reshard(net)
+    second = tied_names(net)
+    return {
+        stages.aliases.get(name, name): tensor
+        for name, tensor in net.state_dict().items()
+        if name not in second
+    }
+
+
+def _reshard(net: nn.Module) -> None:
+    """Free gathered weights, which an evaluation leaves in place of the shards."""
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _match(
     net: nn.Module, shapes: Shapes, strict: bool, stages: Stages
 ) -> tuple[dict[str, Tensor], Unmatched]:
     """Name in a checkpoint of these shapes -> the net's tensor that it fits; and what fits not."""
-    reshard(net)
-    held, first = net.state_dict(keep_vars=True), {**tied_names(net), **stages.aliases}
-    wanted = {first.get(name, name): tensor for name, tensor in held.items()}
-    mine = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-    fitting = {name: wanted[name] for name, shape in mine.items() if shapes.get(name) == shape}
-    everyones = _gather((mine, list(held)), stages)
+    tensors = _saved_tensors(net, stages)
+    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    everyones = _gather((mine, list(net.state_dict())), stages)
     all_shapes = {name: shape for theirs, _ in everyones for name, shape in theirs.items()}
-    known = {name for _, theirs in everyones for name in theirs} | all_shapes.keys()
+    known = all_shapes.keys() | {name for _, theirs in everyones for name in theirs}  # tied, too
     unmatched = Unmatched(
         [name for name in all_shapes if name not in shapes],
         [name for name in shapes if name not in known],
@@ -290,24 +291,30 @@ def _match(
     )
     if strict and any(unmatched):
         raise ValueError(unmatched.describe())
-    return fitting, unmatched
+    return {n: t for n, t in tensors.items() if shapes.get(n) == mine[n]}, unmatched
 
 
-def _merge(state: State, stages: Stages) -> State:
-    """All stages' values on the first of them, sent one at a time; {} on the others."""
-    counts, group = _gather(len(state), stages), stages.group
-    if group is None or len(counts) == 1:
-        return state
-    if group.rank() != 0:
-        for item in state.items():
-            dist.send_object_list([item], group=group, group_dst=0)
-        return {}
-    for sender in range(1, group.size()):
-        for _ in range(counts[sender]):
-            received: list = [None]
-            dist.recv_object_list(received, group=group, group_src=sender)
-            state.setdefault(*received[0])
-    return state
+@torch.no_grad()
+def _whole(state: State, stages: Stages) -> State:
+    """All stages' values, gathered whole, on the CPU of global rank 0; {} on the others."""
+    group = stages.group
+    first = dist.get_rank() if dist.is_initialized() else 0
+    if group is not None:  # other stages of the pipeline with rank 0 keep theirs, too
+        first = dist.get_global_rank(group, 0)
+    whole = {}
+    for name, value in state.items():
+        value = tree_map_only(Tensor, whole_of, value)
+        if first == 0:
+            whole[name] = tree_map_only(Tensor, Tensor.cpu, value)
+    if group is None:
+        return whole
+    mine, whole = list(whole.items()), {}
+    for number in range(max(_gather(len(mine), stages))):  # not all at once: they pass the device
+        received = [None] * group.size() if group.rank() == 0 else None
+        one = mine[number] if number < len(mine) else None
+        dist.gather_object(one, received, group=group, group_dst=0)
+        whole |= dict(filter(None, received or ()))
+    return whole
 
 
 def _gather(value: Any, stages: Stages) -> list[Any]:
@@ -317,14 +324,6 @@ def _gather(value: Any, stages: Stages) -> list[Any]:
     values: list = [None] * stages.group.size()
     dist.all_gather_object(values, value, group=stages.group)
     return values
-
-
-def _keeps(stages: Stages) -> bool:
-    # Stages of the pipeline with rank 0 keep what they hold until it is merged; else rank 0 alone.
-    first = dist.get_rank() if dist.is_initialized() else 0
-    if stages.group is not None:
-        first = dist.get_global_rank(stages.group, 0)
-    return first == 0
 
 
 @torch.no_grad()

@@ -200,7 +200,12 @@ class _VocabEmbedding(_Role):
 class _VocabHead(_Role):
     def forward(self, whole: Tensor) -> Tensor:
         logits = F.linear(whole, self.weight.to_local())  # (B, T', v)
-        return _GatherVocabulary.apply(logits, self.out_features, self.tensor_group)
+        like = logits.new_empty(*whole.shape[:-1], self.out_features, device="meta")
+        shape, stride = like.shape, like.stride()
+        mesh = self.weight.device_mesh
+        # What follows is computed alike on every rank: backward takes this rank's columns.
+        parts = DTensor.from_local(logits, mesh, [Shard(-1)], shape=shape, stride=stride)
+        return parts.full_tensor()  # (B, T', V)
 
 
 @cache
@@ -267,28 +272,11 @@ class _AlongSequence(torch.autograd.Function):
         return (_reduce_scatter if ctx.gathers else _all_gather)(grad, ctx.group), None, None
 
 
-class _GatherVocabulary(torch.autograd.Function):
-    """Columns of all ranks, (..., n_columns), where ranks hold torch.chunk's parts of them.
-
-    Backward takes this rank's columns: what follows is computed alike on every rank.
-    """
-
-    @staticmethod
-    def forward(ctx, part, n_columns, group):
-        width = -(-n_columns // group.size())  # torch.chunk's; the last ranks' parts are padded
-        ctx.start, ctx.width = group.rank() * width, part.shape[-1]
-        return _all_gather(F.pad(part, (0, width - part.shape[-1])), group, -1)[..., :n_columns]
-
-    @staticmethod
-    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
-        return grad.narrow(-1, min(ctx.start, grad.shape[-1] - ctx.width), ctx.width), None, None
-
-
-def _all_gather(part: Tensor, group: dist.ProcessGroup, dim: int = -2) -> Tensor:
+def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
     all_gather_single(whole, part.contiguous(), group=group)
     whole = whole.unflatten(0, (group.size(), -1))  # (n, ..., t, D) -> (..., T', D)
-    return whole.movedim(0, dim - 1).flatten(dim - 1, dim)
+    return whole.movedim(0, -3).flatten(-3, -2)
 
 
 def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
