@@ -92,6 +92,13 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         TokenDataset(tmp_path, 8, split="train")
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads any folder")
+def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    with pytest.raises(PermissionError, match="closed"):
+        find_token_files(tmp_path / "closed")
+
+
 # ---- windows
 
 

@@ -108,7 +108,8 @@ DEFAULT_WARMUP_STEPS = 100
 
 
 def warmup_steps(asked: float | None, total_steps: int | None) -> int:
-    """Steps of the warm-up; asked None: 100 or a tenth of the run, whichever is less.
+    """Steps of the warm-up; asked None: 100 or a tenth of the run, whichever is less; else as
+    phase_steps.
 
     Raises: ValueError as phase_steps.
     """

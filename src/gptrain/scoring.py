@@ -49,6 +49,7 @@ def score(
     token is scored in the first window in which `context` tokens or more come before it.
 
     Args:
+        tokenizer: of the net, as of `gptrain.load(..., with_tokenizer=True)`.
         context: from 1 to T, None: T // 2. T / (T + 1 - context) times as many tokens are read as
             there are; at T every token is scored after as many as the net can see.
 

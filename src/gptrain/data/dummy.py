@@ -9,15 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptrain.data.order import GOLDEN, mix64, stream, stream_key
+from gptrain.data.order import GOLDEN, mix64
 from gptrain.data.samples import BatchDataset
 
 
 class DummyTextDataset(BatchDataset):
     """Uniform random tokens, sample i a pure function of (seed, i); the loss floor is ln V.
 
-    `dataset[i]` is `(tokens[:-1], tokens[1:])`, so seq_len tokens make seq_len - 1 positions.
-    A token's probability differs from 1/V by at most 2^-32; V is below 2^31.
+    A token's probability differs from 1/V by at most 2^-32.
+
+    Args:
+        seq_len: tokens drawn per sample, one more than the positions trained on.
+        vocab_size: V, below 2^31.   seed: use another one for validation.
     """
 
     def __init__(
@@ -28,8 +31,8 @@ class DummyTextDataset(BatchDataset):
         seed: int = 0,
     ) -> None:
         self.num_samples, self.vocab_size = num_samples, vocab_size
-        self._key = stream_key(seed)
-        self._places = stream(0, seq_len)  # (S,)
+        self._key = mix64(np.array([seed + GOLDEN], dtype=np.uint64))
+        self._places = np.arange(1, seq_len + 1, dtype=np.uint64) * GOLDEN  # (S,)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -9,17 +9,41 @@ global batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from gptrain.small_files import DataError
 
-if TYPE_CHECKING:
-    from gptrain.data.mixture import MixtureOrder
-
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
-_BLOCK = 4096  # samples permuted at once: numpy's cost per call vanishes beside them
+# Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,
+# doi:10.1145/2660193.2660195; Stafford's variant 13).
+GOLDEN = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function, a bijection of uint64; `values` are left as they are.
+
+    All randomness of this room is this function of counters, so that any number can be had without
+    those before it, and is the same on every machine and version of NumPy.
+    """
+    mixed = values ^ (values >> 30)
+    mixed *= _FIRST
+    mixed ^= mixed >> 27
+    mixed *= _SECOND
+    mixed ^= mixed >> 31
+    return mixed
+
+
+class Order(Protocol):
+    """In which training reads samples."""
+
+    n_samples: int
+
+    def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Samples, int64, in the shape of `positions` of an epoch of n_samples."""
+        ...
 
 
 class SampleOrder:
@@ -37,10 +61,9 @@ class SampleOrder:
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """The samples at these positions of an epoch, int64, in the shape of `positions`."""
-        positions = np.asarray(positions)
-        if positions.size and not 0 <= positions.min() <= positions.max() < self.n_samples:
-            raise IndexError(f"positions beyond the {self.n_samples} samples of an epoch")
-        keys = mix64(stream(stream_key(self.seed, epoch), _ROUNDS))
+        key = mix64(np.array([self.seed + GOLDEN], dtype=np.uint64))
+        key = mix64(key + np.uint64(epoch + GOLDEN))
+        keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * GOLDEN)  # (rounds,)
         samples = self._permute(positions.astype(np.uint64).ravel(), keys)
         while (outside := np.flatnonzero(samples >= self.n_samples)).size:
             samples[outside] = self._permute(samples[outside], keys)
@@ -79,7 +102,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        order: "SampleOrder | MixtureOrder",
+        order: Order,
         batch_size: int,
         accumulate: int = 1,
         rank: int = 0,
@@ -103,41 +126,34 @@ class TrainBatches:
     def __iter__(self) -> Iterator[list[int]]:
         """From the run's position, as it is now, to the end of the epoch that it lies in."""
         done = self.position()
-        return self._batches(done, (done // len(self) + 1) * len(self))
-
-    def _batches(self, done: int, end: int) -> Iterator[list[int]]:
-        per_block = max(1, _BLOCK // self.batch_size)
-        while done < end:
-            step, first = divmod(done, self.accumulate)
-            permutation, start, n_steps = self.place(step)
-            n_batches = min(per_block, n_steps * self.accumulate - first, end - done)
-            micro_steps = np.arange(first, first + n_batches)
-            positions = start + self._positions(micro_steps * self.world_size + self.rank)
-            yield from self.order.index(permutation, positions).tolist()
-            done += n_batches
+        return map(self._micro_batch, range(done, (done // len(self) + 1) * len(self)))
 
     def step_samples(self, step: int) -> np.ndarray:
         """All samples of optimizer step `step`, counted over the whole run: (A, W, B).
 
         `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
         """
-        permutation, start, _ = self.place(step)
         slots = np.arange(self.accumulate * self.world_size).reshape(self.accumulate, -1)
-        return self.order.index(permutation, start + self._positions(slots))
+        return self._samples(step, slots)
 
-    def place(self, step: int) -> tuple[int, int, int]:
-        """The permutation and the position in it where a step begins, and its steps from there."""
+    def place(self, step: int) -> tuple[int, int]:
+        """The permutation, and the position in it, where a step begins."""
         begun, permutation, start = self.begin
-        n_steps = max(0, self.order.n_samples - start) // self.global_batch_size
-        done = step - begun
-        if done >= n_steps:  # beyond the permutation in which this batch began
-            further, done = divmod(done - n_steps, self.permutation_steps)
-            permutation, start, n_steps = permutation + 1 + further, 0, self.permutation_steps
-        return permutation, start + done * self.global_batch_size, n_steps - done
+        n_left = max(0, self.order.n_samples - start) // self.global_batch_size
+        if step - begun < n_left:
+            return permutation, start + (step - begun) * self.global_batch_size
+        further, done = divmod(step - begun - n_left, self.permutation_steps)
+        return permutation + 1 + further, done * self.global_batch_size
 
-    def _positions(self, slots: np.ndarray) -> np.ndarray:
-        """The B positions of each slot, slot = micro_step * W + rank: (..., B)."""
-        return slots.reshape(*slots.shape, 1) * self.batch_size + np.arange(self.batch_size)
+    def _micro_batch(self, number: int) -> list[int]:
+        step, micro_step = divmod(number, self.accumulate)
+        return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
+
+    def _samples(self, step: int, slots: np.ndarray) -> np.ndarray:
+        """The B samples of each slot of a step, slot = micro_step * W + rank: (..., B)."""
+        permutation, start = self.place(step)
+        positions = start + slots[..., None] * self.batch_size + np.arange(self.batch_size)
+        return self.order.index(permutation, positions)
 
 
 class EvalBatches:
@@ -171,36 +187,3 @@ class EvalBatches:
     def part_of(self, number: int) -> int:
         """The part that all samples of a batch are of, by the number of the batch."""
         return self._batches[number][1]
-
-
-# ---- All randomness of this room is a pure function of integers: NumPy's own generators are
-# stateful and slow to seed; a mixed counter gives the same numbers on every machine and version.
-
-# Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,
-# doi:10.1145/2660193.2660195; Stafford's variant 13).
-GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-
-
-def mix64(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, a bijection of uint64; `values` are left as they are."""
-    mixed = values ^ (values >> 30)
-    mixed *= _FIRST
-    mixed ^= mixed >> 27
-    mixed *= _SECOND
-    mixed ^= mixed >> 31
-    return mixed
-
-
-def stream_key(*words: int) -> int:
-    """One 64-bit key for a tuple of integers, in which every word and its place counts."""
-    key = np.zeros(1, dtype=np.uint64)
-    for word in words:
-        key = mix64(key + np.uint64((word + GOLDEN) % 2**64))
-    return int(key[0])
-
-
-def stream(key: int, length: int) -> np.ndarray:
-    """The counters key + GOLDEN, key + 2 GOLDEN, …; mixed, they are SplitMix64's output."""
-    steps = np.arange(1, length + 1, dtype=np.uint64)
-    return steps * np.uint64(GOLDEN) + np.uint64(key)  # (length,)

@@ -70,13 +70,15 @@ def find_token_files(
         return [file for one in path for file in find_token_files(one, split)]
     pattern = os.path.expanduser(path)
     if os.path.isdir(pattern):
-        others, what = _OTHER_SPLITS.get(split, ()), f"*.bin for {split or 'tokens'} in it"
-        files = sorted(Path(pattern).glob("*.bin"))
+        what = f"*.bin for {split or 'tokens'} in it"
+        others = _OTHER_SPLITS.get(split, ())
+        # Not by glob: it takes a folder that may not be read for an empty one.
+        files = sorted(file for file in Path(pattern).iterdir() if file.name.endswith(".bin"))
         found = [file for file in files if not any(other in file.name for other in others)]
     else:
-        files = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [Path(file) for file in files if not file.endswith(".idx")]  # beside its .bin
         what = "such file"
+        names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [Path(name) for name in names if not name.endswith(".idx")]  # beside its .bin
     if not found:
         raise FileNotFoundError(f"{path}: no {what}")
     return found

@@ -125,6 +125,9 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
-    """Windows of seq_len tokens and their targets in n_tokens; `keep_tail`: with a short one."""
+    """Windows of seq_len tokens and their targets in n_tokens; `keep_tail`: with a short one.
+
+    Windows overlap by one token, so that each token but the first is a target once.
+    """
     n_targets = n_tokens - 1
     return -(-n_targets // seq_len) if keep_tail else n_targets // seq_len
