@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PORT = 29400
+# A lost node is known after 6 s, not 15; a node that is late is waited for 5 s, not 30.
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=6,last_call_timeout=5"
 HOSTS = "127.0.0.1 localhost\n127.0.1.1 {}\n10.79.0.{} {}\n"
 
 
@@ -36,7 +38,7 @@ class Node:
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
             "--nproc_per_node=1", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
-            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", "--rdzv-conf=last_call_timeout=5",
+            f"--rdzv_endpoint=a:{PORT}", "--rdzv_id=1", f"--rdzv-conf={RENDEZVOUS}",
             "train.py", *words,
         ]  # fmt: skip
         script = f'hostname "$0" && {before or "true"} && exec "$@"'

@@ -20,20 +20,23 @@ WORDS = (*TINY, "logger=none", "callbacks=none", "data.global_batch_size=8")
 
 
 @pytest.mark.slow
-def test_two_runs_inside_ones_own_hydra_app_are_those_of_the_command_line(train, tmp_path, capfd):
+def test_runs_inside_ones_own_hydra_app_are_those_of_the_command_line(train, tmp_path, capfd):
+    """One that fails is an exception with its code and folder."""
     by_hand = train("logger=none", "callbacks=none", "data.global_batch_size=8")
+    diverging = ("optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'second'}")
     (tmp_path / "app.yaml").write_text("mine: 1")
     with initialize_config_dir(str(tmp_path), version_base=None):
         mine, before = GlobalHydra.instance().hydra, dict(os.environ)
-        first = gptrain.fit([*WORDS, f"run_dir={tmp_path / 'first'}"])
-        second = gptrain.fit((*WORDS, "trainer.devices=2", f"run_dir='{tmp_path / 'a b'}'"))
+        run = gptrain.fit((*WORDS, "trainer.devices=2", f"run_dir='{tmp_path / 'a b'}'"))
+        with pytest.raises(gptrain.RunFailed, match="error: ") as failed:
+            gptrain.fit([*WORDS, *diverging])
         assert GlobalHydra.instance().hydra is mine and compose("app").mine == 1
         assert dict(os.environ) == before
-    assert first.folder == tmp_path / "first" and second.folder == tmp_path / "a b"
-    assert first.metrics["val/loss"] == by_hand.metrics["val/loss"]
-    assert second.metrics["train/loss"] == pytest.approx(first.metrics["train/loss"], rel=1e-5)
+    assert run.folder == tmp_path / "a b"
+    assert (failed.value.code, failed.value.folder) == (79, tmp_path / "second")
+    assert run.metrics["train/loss"] == pytest.approx(by_hand.metrics["train/loss"], rel=1e-5)
     assert "strategy  ddp · 2 x cpu" in capfd.readouterr().out
-    assert first.net is first.net and not first.net.training and first.tokenizer is None
+    assert run.net is run.net and not run.net.training and run.tokenizer is None
 
 
 def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_path, capfd):
@@ -49,14 +52,6 @@ def test_a_run_that_is_refused_is_one_exception_with_a_line_for_each_fault(tmp_p
             gptrain.fit([wrong])
     with pytest.raises(gptrain.ConfigError, match="no project here"):
         gptrain.fit(conf=tmp_path / "conf")
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_is_an_exception_with_its_code_and_folder(tmp_path):
-    words = (*WORDS, "optimizer.lr=1e30", "scheduler=constant", f"run_dir={tmp_path / 'run'}")
-    with pytest.raises(gptrain.RunFailed, match="error: ") as failed:
-        gptrain.fit(words)
-    assert (failed.value.code, failed.value.folder) == (79, tmp_path / "run")
 
 
 RUN = """
