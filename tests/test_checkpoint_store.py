@@ -2,8 +2,6 @@
 
 import contextlib
 import errno
-import hashlib
-import json
 import logging
 import os
 import random
@@ -15,7 +13,7 @@ import pytest
 from gptrain.resilience import draft, fileops, manifest
 from gptrain.resilience import store as store_module
 from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, seal, verify
+from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, verify
 from gptrain.resilience.store import CheckpointStore
 
 RUN = "a" * 32
@@ -94,7 +92,8 @@ class Shim:
 # Whole
 
 
-def test_a_save_is_found_again_with_what_was_said_about_it(store):
+def test_a_save_is_found_again_with_what_was_said_about_it(store, monkeypatch):
+    monkeypatch.setattr(fileops, "_PIECE_BYTES", 7)
     save(store, 500, config={"model": {"d_model": 32}}, metrics={"val/loss": 2.0})
     found = CheckpointStore(store.folder, RUN).newest_good()
     assert found.path.name == "step-00000500" and holds(found.path, 500)
@@ -105,11 +104,6 @@ def test_a_save_is_found_again_with_what_was_said_about_it(store):
     assert {name: entry["bytes"] for name, entry in about["files"].items()} == {
         name: 3000 for name in FILES
     }
-
-
-def test_what_is_written_in_several_pieces_arrives_as_written(store, monkeypatch):
-    monkeypatch.setattr(fileops, "_PIECE_BYTES", 7)
-    assert holds(save(store, 1), 1) and store.newest_good().step == 1
 
 
 def test_an_exception_in_the_block_leaves_nothing_and_an_empty_folder_is_no_error(store):
@@ -327,22 +321,17 @@ def test_a_damaged_newest_is_set_aside_and_the_one_before_is_used(store, caplog,
 
 
 def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, monkeypatch):
-    for step in (1, 2):
-        save(store, step)
+    save(store, 1)
 
     def stale(*_):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    for name in ("read_bytes", "open_regular"):
+    for module, name in ((manifest, "read_bytes"), (manifest, "open_regular"), (os, "listdir")):
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, name, stale)
+            patch.setattr(module, name, stale)
             with pytest.raises(OSError, match="Stale"):
-                store.newest_good()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "listdir", stale)
-        with pytest.raises(OSError, match="Stale"):
-            store.newest_good()  # not None, which would be a start from the beginning
-    assert store.newest_good().step == 2
+                store.newest_good()  # not None, which would be a start from the beginning
+    assert store.newest_good().step == 1
 
 
 def test_two_damaged_saves_of_one_step_are_both_kept_and_count_as_checkpoints(store):
@@ -373,71 +362,12 @@ def test_a_checkpoint_of_another_run_is_refused(store, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert store.newest_good().step == 1
     assert "another run" in caplog.text
-    forge(store.folder / f"{foreign.name}.corrupt", run_id="b" * 10_000)
-    with pytest.raises(DamagedCheckpoint, match=r"another run \(b{40}, this is"):
-        store.verify(store.folder / f"{foreign.name}.corrupt")
 
 
 def test_order_is_by_step_and_never_by_time(store):
     for step in (100, 20, 3):
         os.utime(save(store, step), (4e9, 4e9) if step == 3 else (0, 0))
     assert store.newest_good().step == 100
-
-
-# Made by somebody else
-
-
-def forge(path: Path, **entries: object) -> None:
-    """Seals another manifest."""
-    manifest = json.loads((path / "manifest.json").read_bytes()) | entries
-    (path / "manifest.json").write_bytes(seal(manifest))
-
-
-ENTRY = {"bytes": 3000, "sha256": "0" * 64}
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"step": "2"}, {"step": -1}, {"step": 2**70}, {"step": True}, {"run_id": None},
-        {"files": []}, {"files": {"state.ckpt": {}}}, {"files": {"state.ckpt": None}},
-        {"files": {"../secret": ENTRY}}, {"files": {"/etc/passwd": ENTRY}},
-        {"files": {"..": ENTRY}}, {"files": {"a\0b": ENTRY}},
-        {"files": {"a" * 256: ENTRY}},
-        {"files": {"state.ckpt": {"bytes": "3000", "sha256": "0"}}},
-        {"files": {"state.ckpt": {"bytes": True, "sha256": "0"}}},
-        {"metrics": {"val/loss": "low"}}, {"metrics": {"val/loss": []}}, {"config": 5},
-    ],
-)  # fmt: skip
-def test_a_manifest_of_another_shape_is_damaged(store, entries):
-    path = save(store, 2)
-    forge(path, **entries)
-    with pytest.raises(DamagedCheckpoint, match="none of ours"):
-        verify(path)
-    assert store.best("val/loss") is None
-
-
-def test_a_manifest_that_is_no_manifest_is_damaged(store):
-    path = save(store, 2)
-    for text in (b"[" * 100_000, b"[]", b"1"):
-        (path / "manifest.json").write_bytes(text)
-        with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
-            verify(path)
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "state.ckpt"])
-def test_a_pipe_or_a_device_in_place_of_a_file_is_damage_and_no_wait(store, name):
-    path = save(store, 2)
-    empty = hashlib.sha256(b"").hexdigest()
-    forge(path, files={"state.ckpt": {"bytes": 0, "sha256": empty}})
-    (path / name).unlink()
-    os.mkfifo(path / name)
-    with pytest.raises(DamagedCheckpoint, match=f"{name}.* not a regular file"):
-        verify(path)
-    (path / name).unlink()
-    (path / name).symlink_to("/dev/zero")
-    with pytest.raises(DamagedCheckpoint, match=f"{name}.* not a regular file"):
-        verify(path)
 
 
 def test_of_a_hidden_link_only_the_link_is_removed(store, tmp_path):
@@ -464,7 +394,6 @@ def test_the_best_is_the_whole_one_with_the_lowest_metric(store):
     assert store.best("val/loss").step == 2
     assert store.best("val/loss", mode="max").step == 1
     DAMAGES["truncated"](store.folder / "step-00000002")
-    store = CheckpointStore(store.folder, RUN)  # a later start: one process reads a file once
     assert store.best("val/loss").step == 3
     assert store.best("other") is None
 
@@ -492,10 +421,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert holds(store.newest_good().path, 2)
 
 
-def test_progress_is_told_while_bytes_are_written_and_read(tmp_path):
+def test_progress_is_told_while_bytes_are_written(tmp_path):
     beats = []
-    store = CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1))
-    save(store, 1)
-    n_written = len(beats)
-    store.newest_good()
-    assert n_written >= 2 and len(beats) >= n_written + 2
+    save(CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1)), 1)
+    assert len(beats) == len(FILES)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptrain.resilience import fileops
-from gptrain.resilience.manifest import difference
 
 
 class SaveFailed(OSError):
@@ -59,7 +58,7 @@ class Draft:
         gather: collects one picklable value of each rank on all ranks, in rank order; it is the
             barrier, too.
         needed_bytes: what to say of the size where nothing was written.
-        progress: called for every piece that is written or read back.
+        progress: called for every piece that is written.
     """
 
     path: Path
@@ -101,7 +100,7 @@ class Draft:
         Other exceptions pass: their rank is about to end the job, and a collective might not
         return. After any exception nothing is left of the draft.
         """
-        mine, free = None, None
+        mine = free = None
         try:
             try:
                 yield
@@ -127,16 +126,11 @@ class Draft:
         self.needed_bytes, entries = max(self.needed_bytes, sum(sizes)), {}
         while self._held:
             name, file = self._held.popitem()
-            entries[name] = self._write_file(self.path / name, file.getbuffer())
+            content = file.getbuffer()
+            fileops.write_whole(self.path / name, content, self.progress)
+            sha256 = hashlib.sha256(content).hexdigest()
+            entries[name] = {"bytes": content.nbytes, "sha256": sha256}
         return entries
-
-    def _write_file(self, path: Path, content: memoryview) -> dict:
-        """Its entry in the manifest, after it was read back."""
-        entry = {"bytes": content.nbytes, "sha256": hashlib.sha256(content).hexdigest()}
-        fileops.write_whole(path, content, self.progress)
-        if found := difference(path, entry, self.progress):
-            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
-        return entry
 
 
 class _HeldFile(io.BytesIO):

@@ -8,28 +8,26 @@ never removed: a lock on a file that has lost its name excludes nobody.
 """
 
 import fcntl
-import functools
 import json
 import os
 import socket
-import stat
 import time
 import uuid
 from pathlib import Path
-from typing import cast
 
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.small_files import UnreadableFile, open_regular, read_json
 
 LOCK_NAME = ".lock"
 # What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
-_FILES = (LOCK_NAME, "train.log")
-_FOLDERS = (".hydra", ".beats")
+_KINDS = {
+    LOCK_NAME: Path.is_file, "train.log": Path.is_file,
+    ".hydra": Path.is_dir, ".beats": Path.is_dir,
+}  # fmt: skip
 # One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
 _RECORD_BYTES = 512
 NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
 LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in Linux 90 s
-_held: set[int] = set()  # descriptors of this process's locks
 
 
 class RunLock:
@@ -46,7 +44,7 @@ class RunLock:
     def __init__(self, run_dir: str | Path, wait_s: float = NAMED_AFTER_S) -> None:
         self.run_dir, self.wait_s = Path(run_dir), wait_s
         self.run_id = ""
-        self._descriptor: int | None = None
+        self._descriptor = -1
 
     def acquire(self) -> "RunLock":
         """Takes the folder, which is made if need be.
@@ -58,19 +56,16 @@ class RunLock:
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            _check_no_links(self.run_dir)
-            _forget_in_forked_children()
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._check_names()
+            os.register_at_fork(after_in_child=self.release)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
-            _held.add(self._descriptor)
-            self._lock(time.monotonic() + self.wait_s)
+            self._lock()
             self.adopt(read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex)
-        except BaseException as error:
+        except OSError as error:
             self.release()
-            if isinstance(error, OSError):
-                about = "run_dir", self.run_dir, error.strerror or str(error)
-                raise ConfigError.of(*about, code=code_of(error)) from error
-            raise
+            about = "run_dir", self.run_dir, error.strerror or str(error)
+            raise ConfigError.of(*about, code=code_of(error)) from error
         return self
 
     def adopt(self, run_id: str) -> None:
@@ -79,17 +74,15 @@ class RunLock:
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname()}
         text = json.dumps(holder | {"started": started}).encode()
-        descriptor = cast(int, self._descriptor)
-        os.pwrite(descriptor, text.ljust(_RECORD_BYTES), 0)
-        os.ftruncate(descriptor, _RECORD_BYTES)
-        os.fsync(descriptor)
+        os.pwrite(self._descriptor, text.ljust(_RECORD_BYTES), 0)
+        os.ftruncate(self._descriptor, _RECORD_BYTES)
+        os.fsync(self._descriptor)
 
     def release(self) -> None:
-        """Gives the folder back; harmless when it is not held, or held by this process's parent."""
-        if self._descriptor in _held:  # a forked child has closed its copy already
-            _held.discard(self._descriptor)
+        """Gives the folder back, once; in a forked child the parent keeps it."""
+        if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor = None
+            self._descriptor = -1
 
     def __enter__(self) -> "RunLock":
         return self.acquire()
@@ -97,13 +90,23 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _lock(self, end_s: float) -> None:
+    def _check_names(self) -> None:
+        """In a stranger's folder links lead elsewhere; `checkpoints` may be one to another disk."""
+        for name, is_ours in _KINDS.items():
+            path = self.run_dir / name  # which another start may be making: first whether it exists
+            if path.is_symlink() or (path.exists() and not is_ours(path)):
+                what = "a link" if path.is_symlink() else "none that a run makes"
+                raise _refused(path, f"{what}; remove it")
+
+    def _lock(self) -> None:
+        end_s = time.monotonic() + self.wait_s
         while True:
             try:
-                return fcntl.flock(cast(int, self._descriptor), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end_s:
-                    about = {"pid": "unknown", "host": "unknown", "started": "unknown"}
+                    self.release()
+                    about = dict.fromkeys(("pid", "host", "started"), "unknown")
                     about |= read_holder(self.run_dir)
                     wrong = "held by process {pid} on {host} since {started}".format_map(about)
                     raise _refused(self.run_dir, f"{wrong}; wait for it, stop it") from None
@@ -119,10 +122,8 @@ def read_holder(run_dir: str | Path) -> dict:
         holder = read_json(Path(run_dir) / LOCK_NAME)
     except (FileNotFoundError, UnreadableFile):  # of another error no new run may begin
         return {}
-    kinds = {"run_id": str, "pid": int, "host": str, "started": str}
-    if not isinstance(holder, dict):
-        return {}
-    return {key: holder[key] for key, kind in kinds.items() if isinstance(holder.get(key), kind)}
+    is_ours = isinstance(holder, dict) and isinstance(holder.get("run_id"), str)
+    return holder if is_ours else {}
 
 
 def is_held(run_dir: str | Path) -> bool:
@@ -141,26 +142,3 @@ def is_held(run_dir: str | Path) -> bool:
 def _refused(path: Path, wrong: str) -> ConfigError:
     text = f"run_dir={path}: {wrong}, or choose another folder"
     return ConfigError.of("", None, text, code=FOLDER_UNUSABLE)
-
-
-def _check_no_links(run_dir: Path) -> None:
-    """In a stranger's folder they lead elsewhere; `checkpoints` may be a link to another disk."""
-    for name in (*_FILES, *_FOLDERS):
-        path = run_dir / name
-        try:
-            mode = path.lstat().st_mode  # once: another start may be making it
-        except FileNotFoundError:
-            continue
-        if not (stat.S_ISREG(mode) if name in _FILES else stat.S_ISDIR(mode)):
-            what = "a link" if stat.S_ISLNK(mode) else "none that a run makes"
-            raise _refused(path, f"{what}; remove it")
-
-
-@functools.cache
-def _forget_in_forked_children() -> None:
-    os.register_at_fork(after_in_child=_close_inherited)
-
-
-def _close_inherited() -> None:
-    while _held:
-        os.close(_held.pop())

@@ -2,12 +2,7 @@
 
 The manifest is written last, lists every file with its size and SHA-256, and holds the SHA-256 of
 its own text, so one flipped bit anywhere in the folder is seen. This finds damage, not forgery:
-whoever changes a file on purpose can seal the manifest anew. Its entries:
-
-run_id, step     of the run it belongs to; order is by step, never by a file's time
-kind             full (one file holds everything) or sharded (every rank wrote its own)
-metrics, config  readable without loading a tensor
-files            name -> {"bytes": size, "sha256": hex}
+whoever changes a file on purpose can seal the manifest anew. Its entries: see `_is_ours`.
 """
 
 import errno
@@ -31,10 +26,6 @@ STEP_NAME = re.compile(r"step-(\d{8,})")  # of a checkpoint's folder
 # Of a network file system that is away for a while: no damage, and no reason to do without a file.
 _AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
-_KINDS = {
-    "format": int, "run_id": str, "step": int, "kind": str, "world_size": int, "metrics": dict,
-    "files": dict, "config": dict,
-}  # fmt: skip
 
 
 class DamagedCheckpoint(Exception):
@@ -101,66 +92,36 @@ def parse(text: bytes, path: Path) -> dict:
         manifest = parse_json(text, path / MANIFEST_NAME)
     except UnreadableFile as error:
         raise DamagedCheckpoint(path, _why_not(MANIFEST_NAME, error)) from None
-    if wrong := _wrong_entry(manifest):
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours ({wrong})")
+    if not _is_ours(manifest):
+        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours")
     return manifest
 
 
-def verify(
-    path: Path, *, run_id: str | None = None, progress: Callable[[], None] | None = None
-) -> dict:
+def verify(path: Path, run_id: str | None = None) -> dict:
     """The manifest of a checkpoint of which every byte was read and found right.
 
     A person at a terminal sees how far it is.
 
     Args:
         run_id: the run it must belong to, None for any.
-        progress: called after every piece read, at least once a second on a working disk.
     Raises: DamagedCheckpoint, naming the first file that is wrong; OSError where its file system
         does not answer.
     """
     manifest = read_manifest(path)
     if run_id is not None and manifest["run_id"] != run_id:
-        other = manifest["run_id"][:40]  # theirs may have any length
-        raise DamagedCheckpoint(path, f"of another run ({other}, this is {run_id})")
+        raise DamagedCheckpoint(path, f"of another run ({manifest['run_id']}, this is {run_id})")
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
 
-    n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
-    bar = progress_bar("verifying", n_bytes)
-
-    def on_piece() -> None:
-        bar.update(min(_READ_BYTES, n_bytes - bar.n))
-        if progress:
-            progress()
-
-    def check(name: str) -> str | None:
-        return difference(path / name, manifest["files"][name], on_piece)
-
+    files = manifest["files"]
+    n_bytes = sum(entry["bytes"] for entry in files.values())
     workers = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock
-    with bar, ThreadPoolExecutor(max_workers=workers) as pool:
-        for found in pool.map(check, manifest["files"]):
-            if found:
+    with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
+        checks = [pool.submit(_difference, path / name, files[name], bar.update) for name in files]
+        for check in checks:
+            if found := check.result():
                 raise DamagedCheckpoint(path, found)
     return manifest
-
-
-def difference(path: Path, expected: dict, progress: Callable[[], None] | None) -> str | None:
-    """How a file differs from its entry in a manifest; None if it does not."""
-    digest, left = hashlib.sha256(), expected["bytes"]
-    try:
-        with open_regular(path) as file:
-            n_bytes = os.fstat(file.fileno()).st_size
-            if n_bytes != left:
-                return f"{path.name} has {n_bytes} bytes, its manifest says {left}"
-            while left and (piece := file.read(min(left, _READ_BYTES))):
-                digest.update(piece)
-                left -= len(piece)
-                if progress:
-                    progress()
-    except (OSError, UnreadableFile) as error:
-        return _why_not(path.name, error)
-    return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
 def folder_name(step: int) -> str:
@@ -182,21 +143,43 @@ def _why_not(name: str, error: OSError | UnreadableFile) -> str:
     return f"{name} cannot be read: {why}"
 
 
-def _wrong_entry(manifest: dict) -> str | None:
-    """The first entry of another shape than we write."""
-    for key, kind in _KINDS.items():
-        if type(manifest.get(key)) is not kind:
-            return key
-    right = {
-        "format": manifest["format"] == FORMAT,
-        "step": 0 <= manifest["step"] < 2**63,
-        "kind": manifest["kind"] in ("full", "sharded"),
-        "metrics": all(isinstance(v, int | float | None) for v in manifest["metrics"].values()),
-        "files": all(is_file_name(n) and _is_entry(e) for n, e in manifest["files"].items()),
-    }
-    return next((key for key, holds in right.items() if not holds), None)
+def _difference(path: Path, expected: dict, on_piece: Callable[[int], object]) -> str | None:
+    """How a file differs from its entry in a manifest; None if it does not."""
+    digest = hashlib.sha256()
+    try:
+        with open_regular(path) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != expected["bytes"]:
+                return f"{path.name} has {n_bytes} bytes, its manifest says {expected['bytes']}"
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                on_piece(len(piece))
+    except (OSError, UnreadableFile) as error:
+        return _why_not(path.name, error)
+    return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
+
+
+def _is_ours(manifest: dict) -> bool:
+    """Whether it has the entries that we write."""
+    match manifest:
+        case {
+            "format": int(number),
+            "run_id": str(),
+            "step": int(step),  # order is by it, never by a file's time
+            "kind": "full" | "sharded",  # one file holds everything, or every rank wrote its own
+            "world_size": int(),
+            "metrics": dict(metrics),
+            "files": dict(files),
+            "config": dict(),  # like metrics, readable without loading a tensor
+        }:
+            are_numbers = all(isinstance(value, int | float | None) for value in metrics.values())
+            are_files = all(is_file_name(name) and _is_entry(files[name]) for name in files)
+            return number == FORMAT and 0 <= step < 2**63 and are_numbers and are_files
+    return False
 
 
 def _is_entry(entry: object) -> bool:
-    kinds = {key: type(value) for key, value in entry.items()} if type(entry) is dict else {}
-    return kinds == {"bytes": int, "sha256": str}
+    match entry:
+        case {"bytes": int(), "sha256": str()}:
+            return True
+    return False

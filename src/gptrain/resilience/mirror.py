@@ -5,10 +5,10 @@
     mirror.restore(store)  # where the run folder is lost
 
 An object store has no rename. So a copy's manifest is written last, and removed first where a step
-is saved again: a folder without one is no checkpoint. What comes back is verified, and of a folder
-there only the files come that its manifest names: keys of a store may have any ".." in them.
-Removed are only steps that the store has passed and pruned: a run that goes on from an old image of
-its disk leaves what is newer, until it gets there itself.
+is saved again: a folder without one is no checkpoint. Of a folder there only the files come back
+that its manifest names: keys of a store may have any ".." in them. Removed are only steps that the
+store has passed and pruned: a run that goes on from an old image of its disk leaves what is newer,
+until it gets there itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,10 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from fsspec.core import url_to_fs
 
-from gptrain.problems import (
-    BAD_DATA,
-    DONE,
-    FOLDER_UNUSABLE,
-    ConfigError,
-    Problem,
-    code_of,
-    first_line,
-)
+from gptrain.problems import DONE, FOLDER_UNUSABLE, ConfigError, Problem, code_of, first_line
 from gptrain.resilience import fileops, manifest
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
@@ -61,7 +52,7 @@ class Mirror:
         Args:
             restore: the store is empty: the folder becomes that of the run that is in the mirror.
 
-        Raises: ConfigError where it holds another run, or no checkpoint that is whole.
+        Raises: ConfigError where it holds another run, or cannot be used.
         """
         try:
             run_id = self._run_id()
@@ -71,10 +62,12 @@ class Mirror:
                     store.run_id = run_id
                 self.restore(store)
         except OSError as error:
-            raise self._refused(first_line(error), code=code_of(error)) from error
+            wrong, code = first_line(error), code_of(error)
+            raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=code) from error
         if run_id not in ("", lock.run_id):
+            about = "checkpoint.mirror", self.url, "holds another run"
             attempt = "ckpt_path=last in a new run_dir to go on with that"
-            raise self._refused("holds another run", attempt=attempt, code=FOLDER_UNUSABLE)
+            raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
 
     def update(self, store: CheckpointStore) -> None:
         """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
@@ -88,34 +81,15 @@ class Mirror:
             self._last.result()
 
     def restore(self, store: CheckpointStore) -> None:
-        """Brings every checkpoint that is whole back into the store; sets damaged ones aside.
-
-        Raises: OSError; ConfigError where there are some, and none is whole: a person must decide.
-        """
+        """Brings every checkpoint back into the store, which verifies them.   Raises: OSError."""
         store.folder.mkdir(exist_ok=True)
-        damaged = False
         for step in self._steps():
             name = folder_name(step)
             draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
-            try:
+            with suppress(FileNotFoundError):  # never finished, or half removed
                 self._get(name, draft)
-                manifest.verify(draft, run_id=store.run_id)
-            except FileNotFoundError:  # never finished, or half removed
-                continue
-            except DamagedCheckpoint as error:
-                damaged, aside = True, f"{name}.corrupt"
-                with suppress(OSError):  # read-only: nothing is removed there either
-                    self.files.mv(f"{self.root}/{name}", f"{self.root}/{aside}", recursive=True)
-                reason = error.reason
-                _log.warning("warning: %s/%s: %s; kept as %s", self.url, name, reason, aside)
-                continue
-            os.rename(draft, store.folder / name)
-            fileops.sync_folder(store.folder)
-        if damaged and not store.steps():
-            raise self._refused("none of its checkpoints is whole", code=BAD_DATA)
-
-    def _refused(self, wrong: str, **more: Any) -> ConfigError:
-        return ConfigError.of("checkpoint.mirror", self.url, wrong, **more)
+                os.rename(draft, store.folder / name)
+        fileops.sync_folder(store.folder)
 
     def _copy(self, store: CheckpointStore) -> None:
         try:
@@ -149,9 +123,10 @@ class Mirror:
         fileops.remove_tree(draft)
         text = self._manifest(name)
         draft.mkdir()
-        for file in manifest.parse(text, draft)["files"]:
-            self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
         fileops.write_whole(draft / MANIFEST_NAME, text)
+        with suppress(DamagedCheckpoint):  # as the store will find it
+            for file in manifest.parse(text, draft)["files"]:
+                self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
 
     def _run_id(self) -> str:
         """Of the run whose checkpoints are there, "" where there are none."""

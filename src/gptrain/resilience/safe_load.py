@@ -98,7 +98,6 @@ def one_line_refusals(path: str | Path) -> Generator[None, None, None]:
         # torch's first advice on a pickle that it cannot read is to load it freely, code and all.
         is_pickle = isinstance(error, pickle.UnpicklingError | LookupError)
         said = "no file that torch.save wrote" if is_pickle else first_line(error)
-        said = getattr(error, "reason", said)
         raise DamagedCheckpoint(path, f"not a checkpoint ({said})") from error
 
 
@@ -117,10 +116,9 @@ class SafeFileSystemReader(FileSystemReader):
             metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path))).load()
             for entry in metadata.storage_data.values():
                 if not is_file_name(entry.relative_path):
-                    raise ValueError(f"its shards are in {entry.relative_path!s:.80}")
-            for name, entry in metadata.state_dict_metadata.items():
-                if not isinstance(name, str) or type(entry) not in _ENTRIES:
-                    raise ValueError(f"its index has an entry of another kind: {name!s:.80}")
+                    raise ValueError(f"its shards are in {entry.relative_path}")
+            if not all(isinstance(v, _ENTRIES) for v in metadata.state_dict_metadata.values()):
+                raise ValueError("its index has an entry of another kind")
             metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -152,16 +150,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
+        # So do Python 3.11.0 to 3.11.3, of which Debian 12 has one, write a member of an enum.
         if (module, name) == ("builtins", "getattr"):
-            return _memory_format
+            return lambda _, member: _MEM_FORMAT_ENCODING[member]
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
-
-
-def _memory_format(kind: Any, name: str) -> Any:
-    """As Python 3.11.0 to 3.11.3, which Debian 12 has, write a member of an enum."""
-    if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
-    return _MEM_FORMAT_ENCODING[name]
 
 
 class _PlainValues:

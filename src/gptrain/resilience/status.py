@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import time
+import uuid
 from pathlib import Path
 
 from gptrain.problems import DONE
@@ -74,22 +75,21 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
             on from it), message, traceback.
     Raises: OSError if the folder cannot be written.
     """
-    path, host, pid = Path(run_dir) / STATUS_NAME, socket.gethostname(), os.getpid()
-    status = to_json(facts | {"host": host, "pid": pid, "time": time.strftime("%F %T %z")})
+    path = Path(run_dir) / STATUS_NAME
+    place = {"host": socket.gethostname(), "pid": os.getpid()}
+    status = to_json(facts | place | {"time": time.strftime("%F %T %z")})
     was_done = (read_status(run_dir) or {}).get("exit_code") == DONE
     if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, status)
         return True
-    beside = path.with_name(f".{path.name}.{host}.{pid}.{time.time_ns()}")
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     fileops.write_whole(beside, status)
     try:
         os.link(beside, path)
-    except FileExistsError:
-        return False
-    except OSError:  # no hard links here (FAT, some network mounts)
+    except OSError:
         if path.exists():
             return False
-        os.rename(beside, path)
+        os.rename(beside, path)  # no hard links here (FAT, some network mounts)
     finally:
         beside.unlink(missing_ok=True)
     fileops.sync_folder(path.parent)

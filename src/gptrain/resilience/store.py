@@ -31,7 +31,7 @@ class CheckpointStore:
     Args:
         run_id: written into every manifest; a checkpoint of another run is refused. None takes
             checkpoints of any run and cannot write.
-        progress: a heartbeat's `beat`: called bare while bytes are written or verified.
+        progress: a heartbeat's `beat`: called bare while bytes are written.
 
     Attributes:
         on_commit: called after each new checkpoint, on rank 0.
@@ -97,19 +97,19 @@ class CheckpointStore:
             self.finish()
 
     @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes a save in the background."""
-        return self._unfinished is not None and self._unfinished[0].is_writing
-
-    @property
     def is_unfinished(self) -> bool:
         """Whether a save in the background waits for `finish`; the same on all ranks."""
         return self._unfinished is not None
 
-    def finish(self) -> None:
-        """Makes a checkpoint of the save in the background, if there is one; all ranks call it.
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes it."""
+        return self._unfinished is not None and self._unfinished[0].is_writing
 
-        Waits until it is written. Raises: SaveFailed, on all ranks alike.
+    def finish(self) -> None:
+        """Waits for the save in the background and makes a checkpoint of it; all ranks call it.
+
+        Raises: SaveFailed, on all ranks alike.
         """
         if self._unfinished is None:
             return
@@ -144,7 +144,7 @@ class CheckpointStore:
 
     def verify(self, path: Path) -> Checkpoint:
         """The checkpoint, read from disk and found whole. Raises: DamagedCheckpoint."""
-        return Checkpoint(path, manifest.verify(path, run_id=self.run_id, progress=self.progress))
+        return Checkpoint(path, manifest.verify(path, self.run_id))
 
     def newest_good(self) -> Checkpoint | None:
         """The highest step that verifies, None if nothing was ever saved here.
@@ -164,12 +164,7 @@ class CheckpointStore:
                 damaged.append(error)
                 continue
             for error in damaged:
-                n_before = len(list(self.folder.glob(f"{error.path.name}.corrupt*")))
-                number = f"-{n_before + 1}" if n_before else ""
-                aside = error.path.with_name(f"{error.path.name}.corrupt{number}")
-                is_aside = self.run_id is not None and _rename(error.path, aside)
-                what = f"set aside as {aside.name}" if is_aside else "an older one is taken"
-                _log.warning("warning: %s; %s", error, what)
+                self._set_aside(error)
             return found
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpoint(path, "found damaged before"))
@@ -232,6 +227,15 @@ class CheckpointStore:
         os.rename(draft, target)
         fileops.sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
+
+    def _set_aside(self, error: DamagedCheckpoint) -> None:
+        name, what = error.path.name, "an older one is taken"
+        if self.run_id is not None:
+            n_before = len(list(self.folder.glob(f"{name}.corrupt*")))
+            aside = f"{name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
+            if _rename(error.path, self.folder / aside):
+                what = f"set aside as {aside}"
+        _log.warning("warning: %s; %s", error, what)
 
     def _hidden(self, kind: str, step: int) -> Path:
         return self.folder / f".{kind}-{folder_name(step)}"

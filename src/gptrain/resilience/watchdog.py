@@ -1,9 +1,9 @@
 """No rank waits for ever: heartbeats of the ranks, and the watch over them in the rank and outside.
 
-A beat says: the main thread got somewhere (a step, a validation batch, a piece of a file). A tick
-says only that the process runs. A rank that ticks and does not beat waits for somebody; one that
+A beat says that the main thread got somewhere (a step, a validation batch, a piece of a file), a
+tick only that the process runs. A rank that ticks and does not beat waits for somebody; one that
 does neither is stopped, or holds the interpreter lock: it is the one the others wait for. Clocks of
-two processes or machines need not agree: counters are compared with themselves, a look before.
+two machines need not agree: a counter is compared with itself, a look before.
 
 A thread in every rank ends it where waiting has become pointless: its parent is gone, a rank has
 failed (the others' collectives will never come), or nothing has moved for the timeout. It ends it
@@ -62,10 +62,9 @@ class Heartbeat:
     """The heartbeat of this rank, a small file. A beat is one small write into the page cache."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
-        self.folder = Path(folder)
+        self.folder, self.rank = Path(folder), rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.rank, self.beats, self.step, self.phase, self.allow_s = rank, 0, 0, "start", 0.0
-        self._ticks = 0
+        self.beats, self.step, self.phase, self.allow_s, self._ticks = 0, 0, "start", 0.0, 0
         self._path = self.folder / f"rank-{rank:05d}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o644)
@@ -77,11 +76,10 @@ class Heartbeat:
         Args:
             step, phase: where to; kept from the last beat if None.
             allow_s: how long the next beat may take, where that is longer than the timeout
-                (compiling, one long call). Until that next beat only.
+                (compiling, one long call).
         """
         self.step = self.step if step is None else step
-        self.phase = phase or self.phase
-        self.allow_s = allow_s
+        self.phase, self.allow_s = phase or self.phase, allow_s
         self.beats += 1
         self._write()
 
@@ -159,16 +157,16 @@ class StallWatch:
 class Guard:
     """A context around the training function: nothing in it waits for ever.
 
-    Attributes:
-        stop: true once somebody asked the run to stop; the caller has installed it.
-        heartbeat: to be told of every step.
-        doing: what was being done when an exception came, for its report.
-
     Args:
         beats: folder of the heartbeats, shared by the ranks.
+        stop: true once somebody asked the run to stop; the caller has installed it.
         timeout_s: how long the main thread may go without a beat.
         parent_pid: the supervisor that must live; None where nobody started us (a shell may go).
         about: what to add to the status of a hang: checkpoint, resume.
+
+    Attributes:
+        heartbeat: to be told of every step.
+        doing: what was being done when an exception came, for its report.
     """
 
     def __init__(
@@ -183,9 +181,7 @@ class Guard:
         about: Callable[[], dict] = dict,
         poll_s: float = 0.5,
     ) -> None:
-        self.stop = stop
-        self.heartbeat = Heartbeat(beats, rank)
-        self.doing = ""
+        self.stop, self.heartbeat, self.doing = stop, Heartbeat(beats, rank), ""
         self._run_dir, self._about = Path(run_dir), about
         self._timeout_s, self._parent_pid, self._poll_s = timeout_s, parent_pid, poll_s
         self._done = threading.Event()
@@ -234,15 +230,23 @@ class Guard:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self._leave("the process that started it is gone", FAILED)
             elif (status := self._new_failure()) is not None:
-                self._leave_after(status)
+                reason = f"rank {status.get('rank')} has failed ({status.get('cause')})"
+                self._leave(reason, status["exit_code"])
             elif silent_s > limit_s:
                 self._hang(beats, silent_s)
 
-    def _leave_after(self, status: dict) -> None:
-        """Of this rank's own failure, too: what it does to end may wait for the others."""
-        reason = f"rank {status.get('rank')} has failed ({status.get('cause')})"
-        if status["exit_code"] == HUNG or not self._done.wait(GRACE_S):
-            self._leave(reason, status["exit_code"])
+    def _new_failure(self) -> dict | None:
+        """The status of a failure, this rank's own or another's, once it is there."""
+        status = read_status(self._run_dir)
+        ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
+        return status if ends_all and status != self._old_status else None
+
+    def _leave(self, reason: str, exit_code: int) -> None:
+        """Unless this rank ends by itself, which may wait for others, and after a hang does."""
+        is_hang = exit_code == HUNG
+        if is_hang or not self._done.wait(GRACE_S):
+            self._say(f"leaving: {reason}", stacks=is_hang)
+            os._exit(exit_code)
 
     def _hang(self, beats: int, silent_s: float) -> None:
         stall = self._suspect()
@@ -266,16 +270,6 @@ class Guard:
             stalls = watch.stalled() or stalls
             time.sleep(self._poll_s)
         return stalls[0] if stalls else Life(heart.rank, heart.beats, 0, heart.phase, heart.step)
-
-    def _new_failure(self) -> dict | None:
-        """The status of a failure, once it is there."""
-        status = read_status(self._run_dir)
-        ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
-        return status if ends_all and status != self._old_status else None
-
-    def _leave(self, reason: str, exit_code: int) -> None:
-        self._say(f"leaving: {reason}", stacks=exit_code == HUNG)
-        os._exit(exit_code)
 
     def _say(self, message: str, stacks: bool) -> None:
         os.write(2, f"rank {self.heartbeat.rank}: {message}\n".encode())
