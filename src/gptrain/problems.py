@@ -101,11 +101,6 @@ def first_line(error: object) -> str:
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 
-def way_to_install(error: ModuleNotFoundError) -> str:
-    """What to type where an optional package is missing; empty where the message says it."""
-    return f"pip install {error.name.partition('.')[0]}" if error.name else ""
-
-
 class ConfigError(Exception):
     """All that is wrong with a run, found before anything was started or written.
 
@@ -190,7 +185,8 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
             said = said if cause else f"{type(error).__name__}: {said}"
             return Ending(code_of(error), "disk", f"error: {said}", rank=rank)
         case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
-            missing = Problem("", None, said, attempt=way_to_install(error))
+            attempt = f"pip install {error.name}" if error.name else ""
+            missing = Problem("", None, said, attempt=attempt)
             return Ending(BAD_CONFIG, "config", missing.line)
         case KeyboardInterrupt():
             return Ending(INTERRUPTED, "interrupted", "interrupted")

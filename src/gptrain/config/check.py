@@ -237,18 +237,19 @@ def _check_split(run: Config, tensor: int, pipeline: int) -> Iterator[Problem]:
 
 
 def _check_microbatches(run: Config, stages: int) -> Iterator[Problem]:
-    batch, given = run.get("data.batch_size"), run.get("strategy.microbatches")
-    micro, schedule = count_microbatches(given, stages), run.get("strategy.schedule")
-    key = "strategy.microbatches" if given else "data.batch_size"
+    batch, schedule = run.get("data.batch_size"), run.get("strategy.schedule")
+    micro = count_microbatches(run.get("strategy.microbatches"), stages)
     if batch and batch % micro:
-        wrong = f"not divisible into {micro} microbatches, two per stage"
-        wrong = f"does not divide data.batch_size={batch}" if given else wrong
-        yield run.error(key, wrong, f"data.batch_size={micro * max(1, batch // micro)}")
-    elif schedule != "gpipe" and (micro < stages or (schedule != "1f1b" and micro % stages)):
-        needed = "at least one microbatch" if schedule == "1f1b" else "equally many microbatches"
-        wrong = f"{schedule} needs {needed} per stage ({stages})"
-        attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
-        yield run.error(key, wrong, attempt)
+        wrong = f"not divisible into {micro} microbatches"
+        attempt = f"data.batch_size={micro * max(1, batch // micro)}"
+        yield run.error("data.batch_size", wrong, attempt)
+    attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
+    if schedule == "1f1b" and micro < stages:
+        wrong = f"1f1b needs at least one microbatch per stage ({stages})"
+        yield run.error("strategy.microbatches", wrong, attempt)
+    if schedule == "interleaved_1f1b" and micro % stages:
+        wrong = f"interleaved_1f1b needs equally many microbatches per stage ({stages})"
+        yield run.error("strategy.microbatches", wrong, attempt)
 
 
 def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:

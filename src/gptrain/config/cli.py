@@ -12,17 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gptrain import home, problems
 from gptrain.config.check import check_config
-from gptrain.config.compose import compose_and_explain, compose_config, line_of, open_hydra, parse
+from gptrain.config.compose import compose_and_explain, line_of, open_hydra, parse
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
@@ -76,19 +77,18 @@ def run_command(
 ) -> int:
     """The exit code of a command line, after it has run or was refused."""
     try:
-        args = parse_command(command_of(job), argv)
+        args = parse_command(argv)
         if args.help:
             print(help_text(usage))
             return problems.DONE
         check_environment()
-        own = [f"+{key}={value}" for key, value in (defaults or {}).items()]
+        overrides = args.overrides
         if args.config_dir:
             folder = quoted(f"file://{os.path.abspath(args.config_dir)}")
-            args.overrides.insert(0, f"hydra.searchpath=[{folder}]")
-        overrides = args.overrides
+            overrides.insert(0, f"hydra.searchpath=[{folder}]")
         if schema.expands_run:
             overrides = expand(overrides, schema.reads_data)
-        overrides = [*own, *overrides]
+        overrides = [*(f"+{key}={value}" for key, value in (defaults or {}).items()), *overrides]
         if args.cfg:
             check_sweep(overrides)
             with open_hydra() as hydra:
@@ -167,16 +167,11 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     return parsed, cfg
 
 
-def command_of(job: Job) -> str:
-    """What is typed to run a job: `python -m gptrain.export`, or the script that it stands in."""
-    spec = vars(sys.modules[job.__module__])["__spec__"]  # None of a script
-    name = spec.name.removesuffix(".__main__").removesuffix(".command") if spec else ""
-    return f"python -m {name}" if "." in name else f"python {Path(sys.argv[0]).name}"
-
-
-def parse_command(prog: str, argv: list[str]) -> argparse.Namespace:
+def parse_command(argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
-    parser = Parser(prog, add_help=False, allow_abbrev=False)
+    spec = sys.modules["__main__"].__spec__  # None of a script
+    command = f"-m {spec.parent}" if spec else Path(sys.argv[0]).name
+    parser = Parser(f"python {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -184,7 +179,7 @@ def parse_command(prog: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     args = parser.parse_intermixed_args(argv)
     if args.config_dir and not os.path.isdir(args.config_dir):
-        raise ConfigError([Problem("--config-dir", args.config_dir, "no such folder")])
+        raise ConfigError.of("--config-dir", args.config_dir, "no such folder")
     return args
 
 
@@ -193,10 +188,9 @@ def compose_command(overrides: list[str]) -> DictConfig:
 
     Raises: ConfigError, or what Hydra raises.
     """
-    cfg = compose_config(expand(overrides))
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
+    lines = expand(overrides)
+    with open_hydra():
+        return compose("train", lines)
 
 
 def help_text(usage: str | None) -> str:
@@ -238,7 +232,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
             is_elsewhere = not node.launcher["_target_"].endswith("BasicLauncher")
             code, said = _end(error, bool(cfg.get("debug")))
             codes.append(code)
-            if isinstance(error, ConfigError) and _rank() == 0:
+            if isinstance(error, (ConfigError, ModuleNotFoundError)) and _rank() == 0:
                 with suppress(OSError):  # somebody's files are there, or others log into it
                     Path(node.runtime.output_dir).rmdir()  # made by Hydra
                     if sweep:

@@ -89,12 +89,6 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
     return parsed, problems
 
 
-def compose_config(overrides: list[str]) -> DictConfig:
-    """The config that these overrides compose, with Hydra's own node. Raises: REFUSALS."""
-    with open_hydra():
-        return _compose(overrides)
-
-
 def line_of(one: Override) -> str:
     """An override as it was typed."""
     return one.input_line or ""

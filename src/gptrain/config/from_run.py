@@ -94,14 +94,14 @@ def read_overrides(run_dir: str) -> list[Override]:
         lines = read_yaml(file)
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise UnreadableFile(file, "not a list of overrides")
+        parsed, problems = parse(lines)
+        if problems:
+            raise UnreadableFile(file, str(problems[0]))
     except (FileNotFoundError, NotADirectoryError):
         wrong = f"no run in this folder, {file} is missing"
         raise ConfigError.of("from_run", run_dir, wrong, code=INPUT_NOT_FOUND) from None
     except (UnreadableFile, OSError) as error:
         raise ConfigError.of("from_run", run_dir, str(error), code=BAD_DATA) from None
-    parsed, problems = parse(lines)
-    if problems:
-        raise ConfigError.of("from_run", run_dir, str(problems[0]), code=BAD_DATA)
     return parsed
 
 
