@@ -19,11 +19,7 @@ from typing import Any
 import pytest
 
 FOUND_S = 40.0  # a page that is busy on a shared machine
-FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-    "--disable-extensions", "--disable-background-networking", "--no-first-run",
-    "--window-size=1500,1000", "--force-color-profile=srgb",
-]  # fmt: skip
+FLAGS = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1500,1000"]
 # All text that a person sees, also in what pages build of shadow trees (Polymer).
 SEEN = """
 const seen = node => {

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from gptrain.lit import LanguageModel, perf
 from gptrain.lit.loggers import CSVLogger
-from gptrain.parallel import state
 
 N_STEPS, LOGGED_EVERY = 9, 4
 LOGGED = (1, 4, 8, 9)  # the first and the last step, too
@@ -129,15 +128,6 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
     assert {float(row["perf/step_s"]) for row in rows} == {2.0}
     tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
     assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
-
-
-def test_a_partitioned_module_is_walked_through_once_and_not_at_each_step(train, monkeypatch):
-    walks, walk = [], state.named_beside_net
-    counted = lambda module: walks.append(module) or walk(module)  # noqa: E731
-    monkeypatch.setattr(state, "named_beside_net", counted)
-    run = train("strategy=fsdp", "trainer.max_steps=4", "checkpoint=none")
-    assert run.code == 0, run.err
-    assert len(walks) == 1
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])

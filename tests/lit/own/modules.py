@@ -33,7 +33,7 @@ class Logs(LanguageModel):
 class Returns(LanguageModel):
     """Returns what it is told to, from a step that takes the batch alone."""
 
-    def __init__(self, *args, kind="tensor", **kwargs):
+    def __init__(self, *args, kind, **kwargs):
         super().__init__(*args, **kwargs)
         self.kind = kind
 

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -61,13 +61,17 @@ class Checkpoints(Checkpoint):
         mirror: Mirror | None,
     ):
         self.store, self.identity, self.options = store, identity, options
-        self.parameter_bytes, self.objective, self.mirror = parameter_bytes, objective, mirror
+        self.parameter_bytes, self.mirror = parameter_bytes, mirror
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
         self.changed, self.stopping = frozenset(changed), False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
-        self._monitor_checked = self._only_validates = False
+        self._only_validates = False
+        self._awaited = {  # until the first validation: key, a logged name, what follows without it
+            "checkpoint.monitor": (options.monitor, "the newest checkpoint is the best"),
+            "objective": (objective, "a sweep finds no best run"),
+        }
         self._loaded: dict[str, Any] | None = None  # of a checkpoint to go on from
         self._rng: dict[str, Any] | None = None  # before the validation that is going on
         self._needed_bytes = 0  # of a save, estimated
@@ -128,8 +132,8 @@ class Checkpoints(Checkpoint):
             return
         trainer.should_stop |= self._only_validates
         self._metrics = without_clocks(trainer)
-        if trainer.is_global_zero and not self._monitor_checked:
-            self._check_monitor(self._metrics)
+        if trainer.is_global_zero:
+            self._warn_of_names(self._metrics)
         if not self._ends_epoch(trainer):
             self.save(trainer)
 
@@ -213,14 +217,15 @@ class Checkpoints(Checkpoint):
 
     def _wait_for_mirror(self, trainer: Trainer) -> None:
         """On all ranks: a launcher ends them soon after the first has left."""
-        if self.mirror is not None:
-            self._announce("mirror")
-            wait_for_rank_0(self._finish_mirror, trainer.global_rank, WRITING_S)
+        if (mirror := self.mirror) is None:
+            return
 
-    def _finish_mirror(self) -> None:
-        mirror = cast(Mirror, self.mirror)
-        mirror.update(self.store)  # what is there of a start that was killed, or pruned
-        mirror.wait()
+        def finish() -> None:
+            mirror.update(self.store)  # what is there of a start that was killed, or pruned
+            mirror.wait()
+
+        self._announce("mirror")
+        wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
     def _tidy(self, trainer: Trainer) -> None:
         """Removes old checkpoints."""
@@ -236,18 +241,11 @@ class Checkpoints(Checkpoint):
     def _ends_epoch(self, trainer: Trainer) -> bool:
         return trainer.global_step % data_of(trainer).epoch_steps == 0
 
-    def _check_monitor(self, metrics: dict[str, float]) -> None:
-        """Says once which name is never logged, so that no checkpoint or trial is the best by it.
-
-        Of what is measured in time it is not known.
-        """
-        self._monitor_checked, wrong = True, "not logged in the first validation"
+    def _warn_of_names(self, metrics: dict[str, float]) -> None:
+        """Says once which name is never logged; of what is measured in time it is not known."""
         names = ", ".join(name for name in sorted(metrics) if name != "step")
-        asked = {
-            "checkpoint.monitor": (self.options.monitor, "the newest checkpoint is the best"),
-            "objective": (self.objective, "a sweep finds no best run"),
-        }
-        for key, (name, effect) in asked.items():
+        for key, (name, effect) in self._awaited.items():
             if name not in metrics and not name.startswith("perf/"):
-                problem = Problem(key, name, f"{wrong}; {effect}", names, code=DONE)
-                log.warning("%s", problem.line)
+                wrong = f"not logged in the first validation; {effect}"
+                log.warning("%s", Problem(key, name, wrong, names, code=DONE).line)
+        self._awaited = {}
