@@ -31,8 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.costs.choice import compare
 from gptrain.costs.speed import this_machine
-from gptrain.plan.counters import FLOPS
-from tests.strategies.count_bytes import CountBytes
+from gptrain.plan.counters import FLOPS, Sent
 
 ROOT = Path(__file__).parents[1]
 NANO = ("model=gpt_nano", "data.seq_len=129", "data.batch_size=8")
@@ -91,7 +90,7 @@ class Meter(pl.Callback):
         self.mode = (
             profile(activities=[ProfilerActivity.CPU], profile_memory=True),
             FlopCounterMode(display=False, custom_mapping=FLOPS),
-            CountBytes(),
+            Sent(),
         )[step - 2]
         self.mode.__enter__()
 

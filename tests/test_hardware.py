@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 
@@ -22,20 +21,15 @@ def test_links_have_the_arithmetic_of_their_standards():
         assert LINKS[f"infiniband_{name}"].bytes_per_s == bits / 8
 
 
-def test_every_device_has_a_link_of_the_table_and_every_row_a_source():
-    assert all(device.link in LINKS and device.source for device in DEVICES.values())
+def test_every_row_has_a_source_and_the_arithmetic_of_tensor_cores():
+    """16 bits are twice as fast as tf32; what a device cannot do is not in its row."""
     assert all(link.source and link.latency_s > 0 for link in LINKS.values())
-
-
-def test_sixteen_bits_are_twice_as_fast_as_tf32_on_tensor_cores():
     for device in DEVICES.values():
         flops = device.flops_per_s
+        assert device.link in LINKS and device.source
         if "tf32" in flops:
             assert flops["float16"] == pytest.approx(2 * flops["tf32"], rel=0.03), device.name
         assert flops.get("bfloat16", flops["float16"]) == flops["float16"]
-
-
-def test_what_a_device_cannot_do_is_not_in_its_row():
     assert "bfloat16" not in DEVICES["v100_sxm2"].flops_per_s
     assert "tf32" not in DEVICES["t4"].flops_per_s
 
@@ -98,24 +92,16 @@ MEASURED = {
     "links": {"gloo": {"2": {"latency_s": 1e-4, "bytes_per_s": 1e9, "wait_s": 0}}},
 }  # fmt: skip
 WRONG = [
-    *({key: value} for key in ("threads", "op_s", "memory_bytes_per_s")
-      for value in (0, -1, "x", float("nan"), 10**400, None)),
-    *({"flops_per_s": value} for value in ([1], "x", 0, {}, {"float32": 0})),
+    *({"op_s": value} for value in (0, -1, "x", float("nan"), None)),
+    *({"flops_per_s": value} for value in ([1], {}, {"float32": 0})),
     *({"links": value} for value in ([], {"gloo": []}, {"gloo": {"2": {"speed": 1}}})),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "5", "[" * 2000, *map(json.dumps, WRONG)], ids=range(5 + len(WRONG))
+    "text", ["", "[]", *(json.dumps(MEASURED | one) for one in WRONG)], ids=range(2 + len(WRONG))
 )
 def test_a_damaged_measurement_is_named(text, tmp_path):
-    facts = json.loads(text) if text.startswith('{"') else None
-    (tmp_path / "machine.json").write_text(json.dumps(MEASURED | facts) if facts else text)
+    (tmp_path / "machine.json").write_text(text)
     with pytest.raises(DamagedMeasurement, match=r"machine\.json: damaged .*; try: python -m"):
-        this_machine(tmp_path, 1)
-
-
-def test_a_pipe_in_its_place_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "machine.json")
-    with pytest.raises(DamagedMeasurement, match="not a regular file"):
         this_machine(tmp_path, 1)

@@ -1,8 +1,7 @@
 """How the loss falls with the size of a net and its tokens: L(N, D) = E + A N^-a + B D^-b.
 
 Hoffmann et al. 2022, arXiv:2203.15556, approach 3, with the corrections of Besiroglu et al. 2024,
-arXiv:2404.10102: the cost is summed, not averaged, so that the search does not stop early. Where
-the runs are too few for five constants: L = A (N D)^-a.
+arXiv:2404.10102. Where the runs are too few for five constants: L = A (N D)^-a.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def fit(n: Any, d: Any, loss: Any, near: np.ndarray | None = None) -> np.ndarray
     Args:
         n, d, loss: (P,), of each run.   near: constants to begin at; None: many.
     """
-    from scipy.optimize import minimize
+    from scipy.optimize import least_squares
 
     x, y, z = np.log(n), np.log(d), np.log(loss)
     if enough(n, d) == 2:
@@ -105,29 +104,23 @@ def fit(n: Any, d: Any, loss: Any, near: np.ndarray | None = None) -> np.ndarray
     x_mean, y_mean, lowest, middle = x.mean(), y.mean(), z.min(), z.mean()
     x, y = x - x_mean, y - y_mean  # so that an exponent and its factor do not move together
 
-    def cost(p: np.ndarray) -> tuple[float, np.ndarray]:
-        """In units of HUBER, as else all of it is below what L-BFGS takes for no progress."""
-        terms = np.stack([np.full_like(x, p[0]), p[1] - p[2] * x, p[3] - p[4] * y])
-        total = np.logaddexp.reduce(terms)
-        off, (e, a, b) = (total - z) / HUBER, np.exp(terms - total)
-        value = np.where(np.abs(off) <= 1, off**2 / 2, np.abs(off) - 0.5).sum()
-        slope = np.clip(off, -1, 1) / HUBER
-        return value, (np.stack([e, a, -a * x, b, -b * y]) * slope).sum(1)
+    def residuals(p: Any) -> np.ndarray:
+        e, a, s, b, t = p  # logarithms of E, A, B, and the two exponents
+        return np.logaddexp.reduce([np.full_like(x, e), a - s * x, b - t * y]) - z
 
     if near is None:
         logs = ((lowest + np.log(e), middle + np.log(a), s, middle + np.log(b), t)
                 for e, a, s, b, t in product(*GRID))  # fmt: skip
-        starts = sorted(map(np.array, logs), key=lambda p: cost(p)[0])[:N_STARTS]
+        starts = sorted(logs, key=lambda p: np.abs(residuals(p)).sum())[:N_STARTS]
     else:
         e, a, s, b, t = near
-        here = [np.log(e), np.log(a) - s * x_mean, s, np.log(b) - t * y_mean, t]
-        starts = [np.array(here)]
-    floor = lowest + np.log(1e-3)  # below it E is nothing, and the slope there, too
-    bounds = [(floor, lowest), (None, None), (0, STEEPEST), (None, None), (0, STEEPEST)]
-    options = {"maxiter": 1000, "maxfun": 5000, "ftol": 1e-12, "gtol": 1e-8}
-    how = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
-    found = min((minimize(cost, start, **how) for start in starts), key=lambda one: one.fun)
-    e, a, s, b, t = found.x
+        starts = [(np.log(e), np.log(a) - s * x_mean, s, np.log(b) - t * y_mean, t)]
+    # E is at most the lowest loss; below a thousandth of that it is nothing, and so is its slope.
+    low = (lowest + np.log(1e-3), -np.inf, 0, -np.inf, 0)
+    high = (lowest + 1e-9, np.inf, STEEPEST, np.inf, STEEPEST)
+    how = {"bounds": (low, high), "loss": "huber", "f_scale": HUBER, "xtol": 1e-10}
+    found = [least_squares(residuals, np.clip(start, low, high), **how) for start in starts]
+    e, a, s, b, t = min(found, key=lambda one: one.cost).x
     return np.array([np.exp(e), np.exp(a + s * x_mean), s, np.exp(b + t * y_mean), t])
 
 

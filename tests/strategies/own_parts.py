@@ -14,7 +14,6 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from count_bytes import CountBytes
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ from torchmetrics import Metric
 
 from gptrain.lit import LanguageModel
 from gptrain.optim import muon
+from gptrain.plan.counters import Sent
 
 IGNORED = -100
 PRODUCTS = {"mm", "addmm", "bmm"}
@@ -165,7 +165,7 @@ class Record(pl.Callback):
             return
         self.looks.close()
         self.looks = None
-        self.seen["sent"].append(dict(self.counts.sent))
+        self.seen["sent"].append(dict(self.counts.n_bytes))
         self.seen["calls"].append(dict(self.counts.calls))
         self.seen["products"].append(self.counts.products)
         self.seen["saved_bytes"].append(self.bytes)
@@ -201,7 +201,7 @@ class Record(pl.Callback):
             self.seen["passes"].append(way + name)
 
 
-class Counts(CountBytes):
+class Counts(Sent):
     """Bytes sent, and products of matrices."""
 
     def __init__(self):

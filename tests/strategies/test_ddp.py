@@ -3,11 +3,11 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from count_bytes import CountBytes
 from kinds import close, make_batch, make_net
 from ranks import on_ranks
 
 from gptrain.parallel.ddp import comm_hook
+from gptrain.plan.counters import Sent
 
 
 @on_ranks(2)
@@ -20,9 +20,9 @@ def test_comm_hooks_round_gradients_and_halve_the_bytes():
             net.register_comm_hook(*hook)
         tokens, targets = make_batch(0, dist.get_rank())
         loss = F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
-        with CountBytes() as counted:
+        with Sent() as counted:
             loss.backward()
-        sent[name] = counted.sent["allreduce"]
+        sent[name] = counted.n_bytes["allreduce"]
         gradients[name] = net.module.blocks[0].mlp.up_proj.weight.grad
     close(gradients["bf16"], gradients["none"], 2**-7)  # eight bits of mantissa
     close(gradients["fp16"], gradients["none"], 2**-10)

@@ -1,7 +1,6 @@
 """The planner's formulas: bytes that a rank sends in a step, and that it holds."""
 
 import torch.distributed as dist
-from count_bytes import CountBytes
 from kinds import ACCUMULATE, BATCH, D, OneProcess, Parallel, T, V, training_bytes
 from omegaconf import OmegaConf
 from ranks import on_ranks
@@ -12,6 +11,7 @@ from gptrain.costs.shape import gpt_shape
 from gptrain.costs.work import Work
 from gptrain.parallel.diloco import DiLoCo
 from gptrain.parallel.dims import ParallelDims
+from gptrain.plan.counters import Sent
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
 
@@ -39,10 +39,10 @@ def check_bytes(name, **options):
     kind.optimizer.step()
     held = sum(estimate_states(work).values())
     assert abs(training_bytes(kind) / held - 1) < 0.05, name
-    with CountBytes() as counted:
+    with Sent() as counted:
         kind.step(1)
     sent = sum(one.n_bytes for one in find_traffic(work))
-    assert abs(counted.total / sent - 1) < 0.01, (name, counted.sent, sent)
+    assert abs(counted.total / sent - 1) < 0.01, (name, counted.n_bytes, sent)
 
 
 @on_ranks(2)
@@ -74,7 +74,7 @@ def test_replicas_send_what_they_moved_in_the_plans_share_of_a_step():
         options.outer_dtype = name
         outer = DiLoCo(options, dims)
         outer.prepare(one.net, one.optimizer)
-        with CountBytes() as counted:
+        with Sent() as counted:
             outer.sync(4)
         (expected,) = find_traffic(make_work(options, dims))
         assert abs(counted.total / 4 / expected.n_bytes - 1) < 0.01

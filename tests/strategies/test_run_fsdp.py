@@ -16,7 +16,7 @@ def test_it_reads_checkpoints_of(source, runs):
 def test_under_bf16_weights_are_gathered_in_it_and_gradients_reduced_in_fp32(runs):
     run = runs(*claims.PLACES["fsdp"], "trainer.precision=bf16-mixed", "trainer.max_steps=2")
     in_bf16, in_fp32 = run.record(), plain(runs)
-    gathered, whole = (seen["sent"][0]["allgather_base"] for seen in (in_bf16, in_fp32))
+    gathered, whole = (seen["sent"][0]["allgather"] for seen in (in_bf16, in_fp32))
     assert gathered == whole / 2
     assert reduced(in_bf16) == reduced(in_fp32)
 
@@ -40,7 +40,7 @@ def short(runs, option):
 
 def reduced(seen):
     """Bytes that were reduce-scattered in each micro-step of a step."""
-    return [sent.get("reduce_scatter_base", 0) for sent in seen["sent"]]
+    return [sent["reducescatter"] for sent in seen["sent"]]
 
 
 def test_gradients_are_reduced_once_per_step_or_at_each_micro_step_where_asked(runs):
@@ -53,5 +53,5 @@ def test_weights_are_gathered_once_less_where_they_are_kept(runs):
     """Of four blocks each is gathered forward, and again backward; the rest once."""
     kept = short(runs, "strategy.reshard_after_forward=false")
     # The first micro-step reshards nothing at its end: the gradients wait for the second.
-    assert plain(runs)["calls"][0]["allgather_base"] == 4 + 4 + 1
-    assert all(calls["allgather_base"] <= 4 + 1 for calls in kept["calls"])
+    assert plain(runs)["calls"][0]["allgather"] == 4 + 4 + 1
+    assert all(calls["allgather"] <= 4 + 1 for calls in kept["calls"])

@@ -28,9 +28,9 @@ def test_copies_exchange_gradients_alone_and_of_a_shard_each(runs):
     (sent,) = run.record()["sent"]
     weights = {tensor.data_ptr(): tensor for tensor in run.weights().values()}  # a tied one once
     half = sum(tensor.nbytes for tensor in weights.values()) / 2
-    assert sent["reduce_scatter_base"] == pytest.approx(half, rel=1e-2)  # rows of padding
+    assert sent["reducescatter"] == pytest.approx(half, rel=1e-2)  # rows of padding
     # 2 (n-1)/n of half, n = 2; and how many targets the step has, over four ranks
-    assert sent["allreduce"] == sent["reduce_scatter_base"] + 12
+    assert sent["allreduce"] == sent["reducescatter"] + 12
 
 
 def test_it_starts_from_weights_of_one_process(runs):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 
 _PCIE = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
@@ -21,7 +21,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # nvidia-smi underlines the hea
 
 @dataclass(frozen=True)
 class Topology:
-    """GPUs by nvidia-smi's numbers, and the link of each pair, its lower number first."""
+    """GPUs by nvidia-smi's numbers, and the link from each to each other."""
 
     gpus: tuple[int, ...]
     links: dict[tuple[int, int], str]
@@ -31,22 +31,10 @@ class Topology:
         """GPUs that NVLinks join, directly or through others; without NVLink each is its own."""
         islands: list[list[int]] = []
         for gpu in self.gpus:
-            near = [island for island in islands if any(self._speed(gpu, o) > 0 for o in island)]
+            near = [one for one in islands if any(speed(self.links[gpu, o]) > 0 for o in one)]
             islands = [island for island in islands if island not in near]
             islands.append(sorted(sum(near, [gpu])))
         return sorted(islands)
-
-    @property
-    def tensor_groups(self) -> list[list[int]]:
-        """Groups for tensor parallelism: each GPU has NVLinks to every other of its group."""
-        groups: list[list[int]] = []
-        for gpu in self.gpus:
-            near = (group for group in groups if all(self._speed(gpu, o) > 0 for o in group))
-            if group := next(near, None):
-                group.append(gpu)
-            else:
-                groups.append([gpu])
-        return groups
 
     @property
     def slowest_ring_link(self) -> str | None:
@@ -54,13 +42,10 @@ class Topology:
         words = sorted(set(self.links.values()), key=speed, reverse=True)
         return next((w for w in words if self._has_ring(speed(w), self.gpus[:1])), None)
 
-    def _speed(self, one: int, other: int) -> int:
-        return speed(self.links[min(one, other), max(one, other)])
-
     def _has_ring(self, least: int, path: tuple[int, ...]) -> bool:
         """Whether links of at least this speed lead on from the path, through all others, back."""
         left = [gpu for gpu in self.gpus if gpu not in path]
-        near = [gpu for gpu in left or path[:1] if self._speed(path[-1], gpu) >= least]
+        near = [gpu for gpu in left or path[:1] if speed(self.links[path[-1], gpu]) >= least]
         return any(not left or self._has_ring(least, (*path, gpu)) for gpu in near)
 
 
@@ -74,19 +59,16 @@ def speed(link: str) -> int:
 def parse_topology(text: str) -> Topology:
     """The first matrix in what nvidia-smi printed, without NICs and the slices of MIG.
 
-    Raises: ValueError for half a matrix, and for none where nothing says that there is no GPU.
+    Raises: ValueError for half a matrix.
     """
     lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     rows = {line[0]: line[1:] for line in reversed(lines) if "X" in line}
     heads = (line for line in lines if "X" not in line)
     columns = next((head for head in heads if any(map(_GPU, head))), [])
     gpus = sorted(int(word[3:]) for word in columns if _GPU(word))
-    if not gpus and text.strip() and not re.search(r"(?i)nvidia|nvml|no devices|\bX\b", text):
-        raise ValueError("no matrix as `nvidia-smi topo -m` prints it")
+    pairs = permutations(gpus, 2)
     try:
-        links = {
-            (a, b): rows[f"GPU{a}"][columns.index(f"GPU{b}")] for a, b in combinations(gpus, 2)
-        }
+        links = {(a, b): rows[f"GPU{a}"][columns.index(f"GPU{b}")] for a, b in pairs}
     except LookupError:
         raise ValueError("half a matrix: GPUs of its first line have no row or column") from None
     return Topology(tuple(gpus), links)
@@ -96,7 +78,10 @@ def read_topology(source: str | None) -> Topology:
     """From a file, a pipe ("-") or this machine (None). Raises: OSError, ValueError."""
     if source is None:
         return parse_topology(nvidia_smi("topo", "-m"))
-    return parse_topology(sys.stdin.read() if source == "-" else Path(source).read_text())
+    found = parse_topology(sys.stdin.read() if source == "-" else Path(source).read_text())
+    if not found.gpus:
+        raise ValueError("no matrix of GPUs, as `nvidia-smi topo -m` prints it")
+    return found
 
 
 def nvidia_smi(*arguments: str) -> str:

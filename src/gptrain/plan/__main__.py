@@ -23,9 +23,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gptrain import config
 from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
@@ -41,6 +41,7 @@ from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.ranks.process import count_devices
+from gptrain.runs.table import aligned
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
@@ -89,64 +90,37 @@ def measure(cfg: DictConfig) -> None:
 def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
     """Prints what the flags ask for.   Raises: ConfigError."""
     values = plain(cfg, resolve=True)
-    trainer = values["trainer"]
+    trainer, as_json = values["trainer"], "--json" in flags
     if "--doctor" in flags:
         n_local, backend = count_devices(trainer["devices"]), values["strategy"]["backend"]
-        found = doctor(n_local, trainer["num_nodes"], trainer["accelerator"], backend)
-        print(json.dumps(found, indent=1) if "--json" in flags else "\n".join(found))
+        lines = doctor(n_local, trainer["num_nodes"], trainer["accelerator"], backend)
+        print(json.dumps(lines, indent=1) if as_json else "\n".join(lines))
         return
     machine, topology = find_machine(values)
     found = compare(values, sample_tokens(values["data"]), machine, trainer["num_nodes"])
     if "--trace" in flags or not found["strategies"]:
-        found = traced(cfg, values, machine)
-        print(json.dumps(found, indent=1) if "--json" in flags else traced_lines(found), flush=True)
-        return
-    changes = found.pop("changes")
-    typed = [word for word in words if not word.startswith(("hardware", "topology"))]
-    found["command"] = changes and command_line(typed, changes)
+        cfg.trainer.precision = trainer["precision"]
+        found, lines_of = traced(cfg, machine), traced_lines
+    else:
+        typed = [word for word in words if not word.startswith(("hardware", "topology"))]
+        found["command"] = found["changes"] and command_line(typed, found["changes"])
+        if topology:
+            islands, slowest = topology.islands, topology.slowest_ring_link
+            found["topology"] = {"islands": islands, "slowest_ring_link": slowest}
+        lines_of = planned_lines
     found["machine"] = {"name": machine.name, "source": machine.source}
-    if topology is not None:
-        found["topology"] = {
-            "islands": topology.islands,
-            "slowest_ring_link": topology.slowest_ring_link,
-        }
-    as_json = "--json" in flags
-    print(json.dumps(found, indent=1) if as_json else table(found, changes, topology), flush=True)
+    print(json.dumps(found, indent=1) if as_json else "\n".join(lines_of(found)), flush=True)
 
 
-def traced(cfg: DictConfig, values: dict[str, Any], machine: Machine) -> dict[str, Any]:
+def traced(cfg: DictConfig, machine: Machine) -> dict[str, Any]:
     """The traced step of any net, as `compare` gives estimates.   Raises: ConfigError."""
     from gptrain.plan.trace import trace  # here: it imports torch and Lightning
 
-    precision = {"trainer": {"precision": values["trainer"]["precision"]}}
-    cfg = cast(DictConfig, OmegaConf.merge(cfg, precision))
-    world_size = machine.n_local * values["trainer"]["num_nodes"]
-    found = trace(cfg, world_size, sample_tokens(values["data"]))
-    row = found["row"]
-    total = row["bytes_per_device"]["total"] * machine.n_local**machine.is_cpu
-    row["fits"] = total <= machine.memory_bytes
-    return {
-        "parameters": found["parameters"],
-        "strategies": {found["strategy"]: row},
-        "machine": {"name": machine.name, "source": machine.source},
-        "traced": True,
-        "layers": found["layers"],
-    }
-
-
-def traced_lines(found: dict[str, Any]) -> str:
-    """For people: what a device holds, computes and sends."""
-    lines = held_lines(found)
+    found = trace(cfg, machine.n_local * cfg.trainer.num_nodes, sample_tokens(plain(cfg)["data"]))
     for row in found["strategies"].values():
-        sent = ", ".join(
-            f"{what} {n_bytes / 2**20:,.1f} MiB" for what, n_bytes in row["wire"].items()
-        )
-        computed = f"a step    {row['flops'] / 1e12:,.4g} TFLOP of a device, traced"
-        lines.append(f"{computed}; sent: {sent or 'nothing'}")
-    if found["layers"]:
-        few, more, count = found["layers"]
-        lines.append(f"layers    of {count}; {few} and {more} were traced, each more adds the same")
-    return "\n".join(lines)
+        total = row["bytes_per_device"]["total"] * machine.n_local**machine.is_cpu
+        row["fits"] = total <= machine.memory_bytes
+    return found | {"traced": True}
 
 
 def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
@@ -177,60 +151,68 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     except OSError as error:
         wrong = str(error.strerror)
         raise ConfigError.of("topology", source, wrong, code=INPUT_NOT_FOUND) from error
-    slowest = topology.slowest_ring_link if topology else None
-    if topology and slowest and speed(slowest) < 0:
-        island = max(map(len, topology.tensor_groups))
+    if topology and (slowest := topology.slowest_ring_link) and speed(slowest) < 0:
+        island = max(map(len, topology.islands))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
     if trainer["precision"] == "auto":
         trainer["precision"] = "bf16-mixed" if machine.has_bf16 else "32-true"
     return machine, topology
 
 
-def table(found: dict[str, Any], changes: dict[str, Any] | None, topology: Topology | None) -> str:
-    """For people: what a device holds, and what a step takes."""
-    rows, lines = found["strategies"], held_lines(found)
+def planned_lines(found: dict[str, Any]) -> list[str]:
+    """For people: what a device holds, what a step takes, and what is best."""
+    rows, changes, lines = found["strategies"], found["changes"], held_lines(found)
     if all(row["step_s"] is not None for row in rows.values()):
         lines += step_lines(rows)
-    if topology and topology.gpus:
-        lines.append(f"topology  tensor parallelism inside {topology.tensor_groups}")
-        lines[-1] += f", slowest link of a ring {topology.slowest_ring_link}"
+    if topology := found.get("topology"):
+        line = f"topology  tensor parallelism inside {topology['islands']}"
+        lines.append(f"{line}, slowest link of a ring {topology['slowest_ring_link']}")
     if not changes:
-        return "\n".join([*lines, "best      nothing fits: more devices, or a smaller model"])
+        return [*lines, "best      nothing fits: more devices, or a smaller model"]
     needed = [f"{key}={changes[key]}" for key in changes if key not in CHOSEN]
     with_what = f"; nothing fits as typed, but with {' '.join(needed)}" if needed else ""
-    lines += [f"best      {found['best']}{with_what}", f"command   {found['command']}"]
-    return "\n".join(lines)
+    return [*lines, f"best      {found['best']}{with_what}", f"command   {found['command']}"]
+
+
+def traced_lines(found: dict[str, Any]) -> list[str]:
+    """For people: what a device holds, computes and sends."""
+    (row,) = found["strategies"].values()
+    sent = (f"{what} {n_bytes / 2**20:,.1f} MiB" for what, n_bytes in row["wire"].items())
+    line = f"a step    {row['flops'] / 1e12:,.4g} TFLOP of a device, traced"
+    lines = [*held_lines(found), f"{line}; sent: {', '.join(sent) or 'nothing'}"]
+    if found["layers"]:
+        few, more, count = found["layers"]
+        lines.append(f"layers    of {count}; {few} and {more} were traced, each more adds the same")
+    return lines
 
 
 def held_lines(found: dict[str, Any]) -> list[str]:
     """What a device holds."""
     machine, rows = found["machine"], found["strategies"]
-    held = [row["bytes_per_device"] for row in rows.values()]
-    unit, size = unit_of(max(one["total"] for one in held))
-    lines = [f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"]
-    lines[0] += f" ({machine['source']})"
-    lines.append(f"{f'{unit} of a device':22}{'  '.join(PARTS)}  fits")
-    for (name, row), one in zip(rows.items(), held, strict=True):
-        numbers = "  ".join(f"{one[part] / size:{len(part)}.2f}" for part in PARTS)
-        lines.append(f"{name:22}{numbers}  {'yes' if row['fits'] else 'no'}")
-    return lines
+    unit, size = unit_of(max(row["bytes_per_device"]["total"] for row in rows.values()))
+    cells = [[f"{unit} of a device", *PARTS, "fits"]]
+    for name, row in rows.items():
+        held = (f"{row['bytes_per_device'][part] / size:.2f}" for part in PARTS)
+        cells.append([name, *held, "yes" if row["fits"] else "no"])
+    head = f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"
+    return [f"{head} ({machine['source']})", aligned(cells)]
 
 
 def step_lines(rows: dict[str, Any]) -> list[str]:
     """What a step takes."""
     unit, size = unit_of(max(row["wire_bytes_per_step"] for row in rows.values()))
-    head = f"seconds   tokens/s    MFU  {unit} sent  hidden s  shown s  scaling"
-    priced = any("hours" in row for row in rows.values())
-    lines = [f"{'a step':25}{head}{'     hours  device hours' * priced}  most over"]
+    cells = [["a step", "seconds", "tokens/s", "MFU", f"{unit} sent", "hidden s", "shown s",
+              "scaling", "hours", "device hours", "most over"]]  # fmt: skip
     for name, row in rows.items():
-        hidden_s, wire = row["overlapped_s"], row["wire"]
-        line = f"{name:22}{row['step_s']:10.4g} {row['tokens_per_s']:10,.0f} {row['mfu']:6.1%}"
-        line += f" {row['wire_bytes_per_step'] / size:9.2f} {hidden_s:9.3g}"
-        line += f" {row['communication_s'] - hidden_s:8.3g} {row['scaling_efficiency']:8.1%}"
-        if priced:
-            line += f"{row['hours']:10,.1f}{row['device_hours']:14,.1f}"
-        lines.append(f"{line}  {max(wire, key=wire.get).rpartition(' ')[2] if wire else ''}")
-    return lines
+        wire, hidden_s = row["wire"], row["overlapped_s"]
+        cells.append([
+            name, f"{row['step_s']:.4g}", f"{row['tokens_per_s']:,.0f}", f"{row['mfu']:.1%}",
+            f"{row['wire_bytes_per_step'] / size:.2f}", f"{hidden_s:.3g}",
+            f"{row['communication_s'] - hidden_s:.3g}", f"{row['scaling_efficiency']:.1%}",
+            *(f"{row[key]:,.1f}" if key in row else "-" for key in ("hours", "device_hours")),
+            max(wire, key=wire.get).rpartition(" ")[2] if wire else "-",
+        ])  # fmt: skip
+    return [aligned(cells)]
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
         cfg: checked; trainer.precision is not `auto`.
         sample_tokens: positions of a sample; None: the first sample of data.train is read.
 
-    Returns: {"strategy", "parameters", "layers", "row": {"bytes_per_device", "flops",
-        "wire_bytes_per_step", "wire"}}; flops with what is recomputed. Of `layers` a net was
+    Returns: {"parameters", "layers", "strategies": {name: {"bytes_per_device", "flops",
+        "wire_bytes_per_step", "wire"}}}; flops with what is recomputed. Of `layers` a net was
         traced each; empty: the whole one.
     Raises: ConfigError.
     """
@@ -110,7 +110,7 @@ def along_a_line(few: Any, more: Any, times: float) -> Any:
     """`more`, and the difference of its numbers to those of `few` so many times besides."""
     if isinstance(more, dict):
         return {key: along_a_line(few.get(key, 0), more[key], times) for key in more}
-    return more if isinstance(more, str) else round(more + times * (more - few))
+    return round(more + times * (more - few))
 
 
 def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Step:
             "wire_bytes_per_step": round(sum(sent.values())),
             "wire": {what: round(n_bytes) for what, n_bytes in sent.items() if n_bytes},
         }
-        return {"strategy": self.name, "parameters": self.n_parameters, "row": row}
+        return {"parameters": self.n_parameters, "strategies": {self.name: row}}
 
     def count(self) -> tuple[float, dict[str, float]]:
         """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
