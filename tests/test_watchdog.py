@@ -25,12 +25,12 @@ RANK = """
 import os, sys, time
 from gptrain.resilience import watchdog
 from gptrain.resilience.signals import StopFlag, die_with_parent
-watchdog.GRACE_S = 0.5
+watchdog.GRACE_S, watchdog.POLL_S = 0.5, 0.1
 run_dir, rank, what, timeout_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 if what == "orphan":
     die_with_parent(os.getppid())
 guard = watchdog.Guard(run_dir, run_dir + "/lives", StopFlag(), rank=rank, timeout_s=timeout_s,
-                       poll_s=0.1, parent_pid=os.getppid() if what == "poll" else None).__enter__()
+                       parent_pid=os.getppid() if what == "poll" else None).__enter__()
 heartbeat = guard.heartbeat
 print("ready", flush=True)
 if what == "lock":
@@ -243,8 +243,7 @@ def test_a_beat_costs_microseconds_and_a_finished_rank_is_not_missed(tmp_path):
 
 
 def test_a_guard_that_was_left_does_nothing_more(tmp_path):
-    options = {"rank": 0, "timeout_s": 60, "poll_s": 0.05}
-    with Guard(tmp_path, tmp_path / "lives", StopFlag(), **options) as guard:
+    with Guard(tmp_path, tmp_path / "lives", StopFlag(), rank=0, timeout_s=60) as guard:
         guard.heartbeat.beat()
         threads = threading.active_count()
     assert threading.active_count() == threads - 1 and list((tmp_path / "lives").iterdir()) == []

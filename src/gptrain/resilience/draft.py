@@ -78,9 +78,7 @@ class Draft:
         """Lets a thread put the files on the disk; `finish` waits for it."""
         if in_background:
             self.progress = None  # it would hide a training that hangs
-        pool = ThreadPoolExecutor(1)
-        self._written = pool.submit(self._write_files)
-        pool.shutdown(wait=False)
+        self._written = ThreadPoolExecutor(1).submit(self._write_files)
 
     @property
     def is_writing(self) -> bool:

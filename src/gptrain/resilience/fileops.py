@@ -59,5 +59,5 @@ def remove_tree(path: Path) -> None:
     """Removes a folder with all that it holds, if there is one. Of a link only the link goes."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.unlink(path)
+    else:
+        path.unlink(missing_ok=True)

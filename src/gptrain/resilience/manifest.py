@@ -34,7 +34,7 @@ class DamagedCheckpoint(Exception):
     cause = "data"
 
     def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(path, reason)
+        super().__init__(path, reason)  # as it is made again in another process
         self.path, self.reason = Path(path), reason
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class StopFlag:
     def __exit__(self, *_: object) -> None:
         """Puts the previous handlers back."""
         for number, previous in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            signal.signal(number, previous or signal.SIG_DFL)
         self._previous.clear()
 
     def _handle(self, number: int, _frame: object) -> None:

@@ -71,7 +71,7 @@ class CheckpointStore:
 
         Args:
             needed_bytes: expected size, checked against the free space before anything is written.
-            gather: as torch.distributed.all_gather_object, see `Draft`.
+            gather: see `Draft`.
             in_background: the files are written while the caller goes on; a checkpoint only once
                 `finish` was called.
         Raises: SaveFailed, the same on every rank, for whatever the file system refused.
@@ -164,7 +164,7 @@ class CheckpointStore:
                 damaged.append(error)
                 continue
             for error in damaged:
-                self._set_aside(error)
+                _log.warning("warning: %s; %s", error, self._set_aside(error.path))
             return found
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpoint(path, "found damaged before"))
@@ -200,7 +200,9 @@ class CheckpointStore:
         """Removes all but the newest `keep` checkpoints and the protected."""
         for step in self.steps()[:-keep]:
             path, trash = self.folder / folder_name(step), self._hidden("trash", step)
-            if path not in protect and _rename(path, trash):
+            if path not in protect:
+                fileops.remove_tree(trash)  # of a start that was killed meanwhile
+                os.rename(path, trash)
                 shutil.rmtree(trash, ignore_errors=True)  # what is left goes at the next `clean`
 
     def clean(self) -> None:
@@ -228,24 +230,14 @@ class CheckpointStore:
         fileops.sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
 
-    def _set_aside(self, error: DamagedCheckpoint) -> None:
-        name, what = error.path.name, "an older one is taken"
-        if self.run_id is not None:
-            n_before = len(list(self.folder.glob(f"{name}.corrupt*")))
-            aside = f"{name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
-            if _rename(error.path, self.folder / aside):
-                what = f"set aside as {aside}"
-        _log.warning("warning: %s; %s", error, what)
+    def _set_aside(self, path: Path) -> str:
+        """What became of a damaged checkpoint."""
+        if self.run_id is None:
+            return "an older one is taken"
+        n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
+        aside = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
+        os.rename(path, self.folder / aside)
+        return f"set aside as {aside}"
 
     def _hidden(self, kind: str, step: int) -> Path:
         return self.folder / f".{kind}-{folder_name(step)}"
-
-
-def _rename(path: Path, to: Path) -> bool:
-    """Whether it could be put away; no run ends because it could not, in a read-only folder say."""
-    try:
-        os.rename(path, to)
-    except OSError as error:
-        _log.warning("warning: %s: cannot be renamed to %s: %s", path, to.name, error.strerror)
-        return False
-    return True

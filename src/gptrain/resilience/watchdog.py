@@ -29,6 +29,7 @@ from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import Preempted, read_status, write_status
 
 GRACE_S = 5.0  # for a rank to end by itself after another has failed
+POLL_S = 0.5  # between two looks of a rank's guard
 STOPPED_S = 3.0  # without a tick: longer than a busy machine keeps a process waiting
 _MAX_GAP_S = 2.0  # a watcher looks more often than this; if not, it was stopped itself
 _RECORD_BYTES = 200  # of one length: it covers what was there
@@ -125,7 +126,7 @@ class Silence:
 
 
 class StallWatch:
-    """Which ranks of a folder are silent for longer than they may be.
+    """Which ranks are silent for longer than they may be.
 
     Start a new one on an empty folder before ranks are started again.
     """
@@ -179,11 +180,10 @@ class Guard:
         timeout_s: float,
         parent_pid: int | None = None,
         about: Callable[[], dict] = dict,
-        poll_s: float = 0.5,
     ) -> None:
         self.stop, self.heartbeat, self.doing = stop, Heartbeat(beats, rank), ""
         self._run_dir, self._about = Path(run_dir), about
-        self._timeout_s, self._parent_pid, self._poll_s = timeout_s, parent_pid, poll_s
+        self._timeout_s, self._parent_pid = timeout_s, parent_pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._old_status = read_status(run_dir)  # of an earlier attempt
@@ -205,11 +205,8 @@ class Guard:
 
     @contextlib.contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
-        """A request to stop, earlier or now, ends the block at once, whatever it is doing.
-
-        Raises: Preempted.
-        """
-        self.stop.error = Preempted()  # before the question, between which a signal may come
+        """A request to stop, earlier or now, ends the block at once. Raises: Preempted."""
+        self.stop.error = Preempted()  # first: a signal may come just after the question
         try:
             self.leave_if_asked()
             yield
@@ -221,7 +218,7 @@ class Guard:
         while True:
             # Prints the stacks if it is not called again in time, interpreter lock or no lock.
             faulthandler.dump_traceback_later(limit_s, file=2)
-            if self._done.wait(self._poll_s):
+            if self._done.wait(POLL_S):
                 return
             self.heartbeat.tick()
             beats = self.heartbeat.beats
@@ -258,17 +255,17 @@ class Guard:
         about |= {"rank": stall.rank, "step": self.heartbeat.step}
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
             write_status(self._run_dir, **about | self._about())
-        if not self._done.wait(2 * self._poll_s):  # the others see it and print their stacks, too
+        if not self._done.wait(2 * POLL_S):  # the others see it and print their stacks, too
             os._exit(HUNG)
 
     def _suspect(self) -> Life:
         """The rank that the others wait for: a stopped one, or the one furthest behind."""
         heart, stalls = self.heartbeat, []
-        watch = StallWatch(heart.folder, 0.0, stopped_s=3 * self._poll_s)
+        watch = StallWatch(heart.folder, 0.0, stopped_s=3 * POLL_S)
         for _ in range(5):  # the others may be looking at us
             heart.tick()
             stalls = watch.stalled() or stalls
-            time.sleep(self._poll_s)
+            time.sleep(POLL_S)
         return stalls[0] if stalls else Life(heart.rank, heart.beats, 0, heart.phase, heart.step)
 
     def _say(self, message: str, stacks: bool) -> None:
