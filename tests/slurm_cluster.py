@@ -1,4 +1,4 @@
-"""A SLURM of one controller and six node daemons on this machine, all of it in one folder.
+"""A SLURM of one controller and five node daemons on this machine, all of it in one folder.
 
 Its nodes are called by addresses of the loopback interface, so that no name has to be made known
 to the machine. It stops by the process numbers that its daemons wrote.
@@ -50,7 +50,7 @@ KillWait=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
-NODES = {"main": (1, 2), "cheap": (3, 4), "frail": (5, 6)}  # partition -> its nodes
+NODES = {"main": (1, 2), "cheap": (3, 4), "frail": (5,)}  # partition -> its nodes
 
 
 class Cluster:
@@ -106,7 +106,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    cluster, ports, host = Cluster(folder), free_ports(7), socket.gethostname().split(".")[0]
+    cluster, ports, host = Cluster(folder), free_ports(6), socket.gethostname().split(".")[0]
     (folder / "state").mkdir()
     user = subprocess.run(["id", "-un"], capture_output=True, text=True).stdout.strip()
     lines = [CONFIG.format(host=host, user=user, folder=folder, ports=ports)]
@@ -133,7 +133,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         for n in range(1, len(ports)):
             cluster.run("slurmd", "-c", "-N", f"127.0.0.{n}")
         states = ("sinfo", "--noheader", "--Node", "--partition=main,cheap,frail", "--format=%t")
-        is_up = lambda: cluster.start(*states).communicate()[0].split() == ["idle"] * 6  # noqa: E731
+        is_up = lambda: cluster.start(*states).communicate()[0].split() == ["idle"] * 5  # noqa: E731
         wait_for(is_up, lambda: (folder / "slurmctld.log").read_text(), 30)
         yield cluster
     finally:

@@ -5,7 +5,6 @@ MPICH's is a package beside Open MPI's; accelerate is one of the extra `engines`
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -18,7 +17,7 @@ import pytest
 from command_line import accepted, refused
 
 from gptrain.ranks.process import LAUNCHERS, Process, this_process
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, Finished
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
 OPEN_MPI = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
@@ -27,7 +26,6 @@ ACCELERATE = (
     "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
 )  # fmt: skip
 STARTED = {
-    "openmpi": (*OPEN_MPI, sys.executable),
     "openmpi, a shell around each": (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable),
     "mpich": ("mpiexec.mpich", "-n", "2", sys.executable),
     "accelerate": ACCELERATE,
@@ -42,23 +40,9 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def by_itself(tmp_path_factory) -> dict[str, float]:
-    """Metrics of the run whose ranks gptrain starts."""
-    folder = tmp_path_factory.mktemp("by_itself")
-    run = start(folder, sys.executable)
-    assert run.returncode == 0, run.stderr
-    return metrics(folder)
-
-
-def metrics(folder: Path) -> dict[str, float]:
-    (run,) = (folder / "train").iterdir()  # one: not a run for each process
-    return json.loads((run / "result.json").read_text())["metrics"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", STARTED)
-def test_a_launcher_gives_one_run_with_the_same_loss(how, by_itself, tmp_path):
+def test_a_launcher_gives_one_run_with_the_same_loss(how, train, tmp_path):
     command = STARTED[how]
     if how == "accelerate" and find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
@@ -66,7 +50,10 @@ def test_a_launcher_gives_one_run_with_the_same_loss(how, by_itself, tmp_path):
         pytest.skip(f"no {command[0]} on this machine")
     run = start(tmp_path, *command)
     assert run.returncode == 0, run.stderr
-    assert metrics(tmp_path)["val/loss"] == by_itself["val/loss"]
+    (folder,) = (tmp_path / "train").iterdir()  # one: not a run for each process
+    by_itself = train(*WORDS, tiny=False)
+    assert by_itself.code == 0, by_itself.err
+    assert Finished(0, "", "", folder).metrics["val/loss"] == by_itself.metrics["val/loss"]
     assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
 
 
@@ -74,7 +61,7 @@ def test_a_launcher_gives_one_run_with_the_same_loss(how, by_itself, tmp_path):
 def test_a_rank_that_fails_ends_what_mpirun_started_with_its_code(tmp_path):
     if not shutil.which("mpirun"):
         pytest.skip("no mpirun on this machine")
-    run = start(tmp_path, *STARTED["openmpi"], "-c", DIES, str(ROOT / "conf"))
+    run = start(tmp_path, *OPEN_MPI, sys.executable, "-c", DIES, str(ROOT / "conf"))
     assert run.returncode == 65, run.stderr
 
 

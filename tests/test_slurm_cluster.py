@@ -41,17 +41,17 @@ class Jobs:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=main")
-        sweep = ("-m", "optimizer.lr=1e-3,3e-4,1e-4", f"run_dir={cluster.outputs}/sweep")
+        sweep = ("-m", "optimizer.lr=1e-3,3e-4", f"run_dir={cluster.outputs}/sweep")
         self.sweep = cluster.start(sys.executable, "train.py", *RUN, *sweep, *launcher)
         self.array = cluster.submit(*TWO_NODES, "-m", "strategy=ddp,fsdp")
         self.cheap = cluster.submit(*TWO_NODES, *CAUGHT, "slurm.partition=cheap")
-        self.frail = cluster.submit(*TWO_NODES, *CAUGHT, "slurm.partition=frail")
+        self.frail = cluster.submit(*RUN, *CAUGHT, "slurm.partition=frail")
         self.cancelled = cluster.submit(*RUN, *CAUGHT, "trainer.max_steps=1000")
         self.disturb()
 
     def disturb(self) -> None:
         """What happens to three of them in their middle."""
-        run, node = self.cluster.run, f"nodename=127.0.0.{NODES['frail'][1]}"
+        run, node = self.cluster.run, f"nodename=127.0.0.{NODES['frail'][0]}"
         self.saved(self.cheap)
         dear = ("--partition=dear", "--nodes=2", "--exclusive", "--output=/dev/null")
         run("sbatch", *dear, "--wrap=sleep 1")
@@ -106,10 +106,12 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on_bit_for_bit(jobs):
     assert_same_state(run, jobs.finished(f"{jobs.array}_0"))
 
 
-def test_a_job_whose_node_goes_down_starts_again_and_ends_the_same_bit_for_bit(jobs):
+def test_a_job_whose_node_goes_down_starts_again_and_ends_the_same_bit_for_bit(jobs, train):
+    here = train(*RUN, tiny=False)
+    assert here.code == 0, here.err
     run = jobs.finished(jobs.frail)
     assert "resume    from step" in run.out
-    assert_same_state(run, jobs.finished(f"{jobs.array}_0"))
+    assert_same_state(run, here)
 
 
 def test_a_cancelled_job_saves_and_is_not_started_again(jobs):
@@ -122,18 +124,18 @@ def test_a_cancelled_job_saves_and_is_not_started_again(jobs):
 
 @pytest.mark.parametrize("place, strategy", [(0, "ddp"), (1, "fsdp")], ids=["ddp", "fsdp"])
 def test_two_nodes_train_as_one_machine_does(jobs, train, place, strategy):
-    here = train(*RUN[len(TINY) :], f"strategy={strategy}", "trainer.devices=2")
+    here = train(*RUN, f"strategy={strategy}", "trainer.devices=2", tiny=False)
     assert here.code == 0, here.err
     there = jobs.finished(f"{jobs.array}_{place}")
     assert there.losses() == pytest.approx(here.losses(), rel=1e-5)
     assert there.metrics["val/loss"] == pytest.approx(here.metrics["val/loss"], rel=1e-5)
 
 
-def test_a_sweep_of_three_runs_as_three_jobs(jobs):
+def test_a_sweep_of_two_runs_as_two_jobs(jobs):
     said, _ = jobs.sweep.communicate(timeout=120)
     assert jobs.sweep.returncode == 0, said
     found = (jobs.cluster.outputs / "sweep").glob("*/result.json")
-    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in found}) == 3
+    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in found}) == 2
 
 
 def test_the_queue_is_empty_after_all_that(jobs):
