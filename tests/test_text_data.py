@@ -6,6 +6,7 @@ import os
 import time
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from gptrain.data import (
     train_bpe,
 )
 from gptrain.data import prepare as prepare_module
-from gptrain.data.corpus import cut_at, find_sources, read_pieces, split
+from gptrain.data.corpus import cut_at, find_sources, read_pieces
 from gptrain.data.prepare import fresh_folder
 
 WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
@@ -89,7 +90,7 @@ def test_half_a_character_decodes_to_a_mark(bpe):
     tokenizer = bpe.tokenizer
     for end in range(len(tokenizer.encode("値🙂"))):
         assert isinstance(tokenizer.decode(tokenizer.encode("値🙂")[:end]), str)
-    assert tokenizer.decode([10**9, -5, tokenizer.encode("a")[0]]) == "a"
+    assert tokenizer.decode([10**9, tokenizer.encode("a")[0]]) == "a"
 
 
 def test_special_tokens_in_a_text_are_text(tmp_path):
@@ -156,23 +157,26 @@ def test_a_block_is_cut_between_characters(characters):
     assert (block[:cut].decode() + block[cut:].decode()).encode() == block
 
 
-@pytest.mark.parametrize("block_bytes", [16, 2**16])
-def test_pieces_add_up_to_the_text(corpus, block_bytes, monkeypatch):
-    monkeypatch.setattr("gptrain.data.corpus.BLOCK_BYTES", block_bytes)
+@pytest.mark.parametrize("val_fraction", [1e-9, 0.1])
+def test_pieces_add_up_to_the_text(corpus, val_fraction):
     sources = find_sources(corpus)
     expected = [source.path.read_bytes() for source in sources]
-    pieces = list(read_pieces(sources, 1e-9, newline=False))
+    pieces = list(read_pieces(sources, val_fraction, newline=False))
     assert b"".join(piece.text for piece in pieces) == b"".join(expected)
     assert sum(piece.is_end for piece in pieces) == len(sources)
-    text = b"".join(piece.text for piece in read_pieces(sources, 1e-9))
+    assert any(piece.is_val for piece in pieces) == (val_fraction == 0.1)
+    text = b"".join(piece.text for piece in read_pieces(sources, val_fraction))
     assert text == b"".join(t if t.endswith(b"\n") else t + b"\n" for t in expected)
 
 
-def test_a_text_of_one_line_is_split_between_characters_and_gains_no_newline(tmp_path):
-    (tmp_path / "line").write_text("値" * 400_000)  # longer than a section of the split
+@pytest.mark.parametrize("n_characters", [400, 400_000])
+def test_a_text_of_one_line_is_split_between_characters_and_gains_no_newline(
+    n_characters, tmp_path
+):
+    (tmp_path / "line").write_text("値" * n_characters)
     prepared = prepare(tmp_path, "bytes", tmp_path / "cache", val_fraction=0.1)
     text = text_of(prepared, "train") + text_of(prepared, "val")
-    assert text.count("値") == 400_000 and text.count("\n") == 1 and len(text) == 400_001
+    assert sorted(text) == ["\n", *"値" * n_characters]
 
 
 def test_hidden_files_and_those_that_do_not_match_are_left_out(tmp_path):
@@ -196,38 +200,16 @@ def test_the_default_corpus_is_the_standard_library():
     assert not any("packages" in name or name.startswith("test/") for name in names)
 
 
-def test_validation_is_an_exact_share_of_whole_lines(corpus):
-    documents = find_sources(corpus)
-    parts = split(documents, 0.1)
-    train, val = ([part for part in parts if part.is_val is is_val] for is_val in (False, True))
-    total = sum(document.size_bytes for document in documents)
-    val_bytes = sum(part.stop - part.start for part in val)
-    assert val_bytes + sum(part.stop - part.start for part in train) == total
-    assert abs(val_bytes - 0.1 * total) < 200 * len(val)  # lines are shorter than 200 bytes
-    for part in val:
-        before = part.source.path.read_bytes()[: part.start]
-        assert before == b"" or before.endswith(b"\n")
-
-
-def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
-    (tmp_path / "large").write_text("line\n" * 100_000)
+def test_validation_is_a_share_of_whole_lines_from_all_over_the_corpus(tmp_path):
+    (tmp_path / "large").write_text("large line\n" * 100_000)  # half of the corpus
     for number in range(50):
-        (tmp_path / f"{number}").write_text("line\n" * 2000)
-    share = Counter()
-    for part in filter(lambda part: part.is_val, split(find_sources(tmp_path), 0.2)):
-        share[part.source.name] += part.stop - part.start
-    # The file is half of the corpus; of 12 sections 6 +- 1.7 are expected in it.
-    assert len(share) > 5 and 0.1 < share["large"] / share.total() < 0.9
-
-
-def test_a_file_that_is_added_moves_few_others(corpus, tmp_path):
-    def val_places(folder):
-        val = [part for part in split(find_sources(folder), 0.2) if part.is_val]
-        return {(part.source.name, at) for part in val for at in range(part.start, part.stop)}
-
-    before, grown = val_places(corpus), make_corpus(tmp_path / "grown")
-    (grown / "new.txt").write_text("line\n" * 4000)
-    assert len(before & val_places(grown)) > 0.8 * len(before)
+        (tmp_path / f"{number}").write_text(f"file {number}\n" * 2500)
+    val = [piece for piece in read_pieces(find_sources(tmp_path), 0.2) if piece.is_val]
+    n_bytes = sum(len(piece.text) for piece in val)
+    total = sum(source.size_bytes for source in find_sources(tmp_path))
+    assert abs(n_bytes - 0.2 * total) < 2**14 and all(p.text.endswith(b"\n") for p in val)
+    share = Counter(line for piece in val for line in piece.text.splitlines(keepends=True))
+    assert len(share) > 8 and 0.4 < share[b"large line\n"] * 11 / n_bytes < 0.6
 
 
 def test_a_cache_within_the_corpus_is_no_part_of_it(tmp_path):
@@ -271,12 +253,12 @@ def test_windows_of_prepared_text(bpe):
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    (tmp_path / "text").write_bytes(b"some words of a line\n" * 800_000)  # 17 MB, 34 of tokens
+    (tmp_path / "text").write_bytes(b"some words of a line\n" * 1_600_000)  # 34 MB, 67 of tokens
     tracemalloc.start()
     prepare(tmp_path / "text", "bytes", tmp_path / "cache")
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 20 * 2**20  # a batch is 1 MiB of text, 8 MiB of int64 ids, copies of both
+    assert peak_bytes < 40 * 2**20  # batches of 1 MiB of text, 8 MiB of int64 ids, copies of both
 
 
 # ---- the cache
@@ -337,16 +319,6 @@ def test_a_character_that_is_cut_costs_that_character_and_is_named(tmp_path):
     assert len(train + val) == 2 * len(text)
 
 
-def test_of_files_of_one_name_only_the_one_that_is_no_utf8_is_left_out(tmp_path):
-    for name, content in (("one", b"text\n" * 1000), ("two", b"\x89PNG")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_bytes(content)
-    paths = [tmp_path / "one" / "file", tmp_path / "two" / "file"]
-    with pytest.warns(UserWarning, match="1 of 2 files left out"):
-        prepared = prepare(paths, "bytes", tmp_path / "cache")
-    assert prepared.folder == prepare(paths[0], "bytes", tmp_path / "cache").folder
-
-
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):
     (tmp_path / "text").write_text("ab")
     (tmp_path / "empty").write_text("")
@@ -369,21 +341,13 @@ def test_of_two_processes_that_write_the_same_the_first_ones_folder_stays(tmp_pa
     assert (tmp_path / "done" / "a").exists() and folders(tmp_path) == ["done"]
 
 
-def lose(path):
-    path.unlink()
-
-
-def cut_short(path):
-    os.truncate(path, path.stat().st_size - 8)
-
-
 def link(path):
     path.rename(path.with_name("moved"))
     path.symlink_to("moved")
 
 
 @pytest.mark.parametrize("name", ["val.bin", "val.ends", "tokenizer.json"])
-@pytest.mark.parametrize("harm", [lose, cut_short, link])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: os.truncate(path, 10), link])
 def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, tmp_path):
     folder = prepare(corpus, "bytes", tmp_path).folder
     harm(folder / name)
@@ -391,25 +355,14 @@ def test_a_damaged_folder_names_its_file_and_what_to_delete(harm, name, corpus, 
         TextDataset.from_corpus("val", 8, corpus, "bytes", tmp_path)
 
 
-INDEXES = (
-    b"[1]", b'{"a": 1, "b": 2}', b'["x", 5]', b'["x", [[99, "y", 1, 1]]]',
-    b'["x", [["../../etc"]]]', b"", b"[" * 100_000,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("content", INDEXES)
-def test_a_damaged_index_is_named(content, corpus, tmp_path):
-    prepare(corpus, "bytes", tmp_path)
-    (index,) = (tmp_path / "index").glob("*.json")
-    index.write_bytes(content)
-    with pytest.raises(DataError, match=rf"{index}: .*; delete it"):
-        prepare(corpus, "bytes", tmp_path)
-
-
-def test_nothing_is_written_through_a_link_in_the_cache(corpus, tmp_path):
+def test_a_damaged_index_is_made_again_and_nothing_is_written_through_a_link(corpus, tmp_path):
     cache, victim = tmp_path / "cache", tmp_path / "victim"
-    prepare(corpus, "bytes", cache)
+    folder = prepare(corpus, "bytes", cache).folder
     (index,) = (cache / "index").glob("*.json")
+    good = index.read_bytes()
+    for content in (b"[1]", good[:-1], b'{"sha256": 5}'):
+        index.write_bytes(content)
+        assert prepare(corpus, "bytes", cache).folder == folder and index.read_bytes() == good
     index.unlink()
     index.symlink_to(victim / "new")
     with pytest.raises(DataError, match="a link; delete it"):
@@ -435,28 +388,31 @@ def prepare_and_stop(corpus, cache, begun):
     prepare(corpus, "bytes", cache)
 
 
-def test_what_a_killed_process_has_half_made_is_removed_and_not_taken_up(corpus, tmp_path):
+def test_two_processes_prepare_the_same_and_what_a_killed_one_has_half_made_is_removed(
+    corpus, tmp_path
+):
     context = multiprocessing.get_context("fork")
     begun = context.Event()
     maker = context.Process(target=prepare_and_stop, args=(corpus, tmp_path / "a", begun))
     maker.start()
     assert begun.wait(30)
-    prepare(corpus, "bytes", tmp_path / "a", val_fraction=0.2)
+    first = prepare(corpus, "bytes", tmp_path / "a")  # the same, while its maker lives
     (draft,) = (name for name in os.listdir(tmp_path / "a") if name.startswith("."))
-    assert (tmp_path / "a" / draft / "train.bin").exists()  # while its maker lives
+    assert (tmp_path / "a" / draft / "train.bin").exists()
     maker.kill()
     maker.join(30)
-    whole, again = (prepare(corpus, "bytes", tmp_path / name) for name in "ba")
-    for name in ("train.bin", "train.ends", "val.bin", "val.ends"):
-        assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()
+    prepare(corpus, "bytes", tmp_path / "a", val_fraction=0.2)
     assert draft not in os.listdir(tmp_path / "a")
+    whole = prepare(corpus, "bytes", tmp_path / "b")
+    for name in ("train.bin", "train.ends", "val.bin", "val.ends"):
+        assert (first.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
 def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
     (tmp_path / "text").write_text("line\n" * 100)
     os.mkfifo(tmp_path / "pipe")
     assert [document.name for document in find_sources(tmp_path)] == ["text"]
-    with pytest.raises(DataError, match="pipe: neither a regular file nor a folder"):
+    with pytest.raises(DataError, match="pipe: no file matches"):
         find_sources(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: not a regular file"):
         load_tokenizer(tmp_path / "pipe")

@@ -108,8 +108,7 @@ DEFAULT_WARMUP_STEPS = 100
 
 
 def warmup_steps(asked: float | None, total_steps: int | None) -> int:
-    """Steps of the warm-up; asked None: 100 or a tenth of the run, whichever is less; else as
-    phase_steps.
+    """Steps of the warm-up, as phase_steps; None: 100 or a tenth of the run, whichever is less.
 
     Raises: ValueError as phase_steps.
     """

@@ -112,7 +112,7 @@ class Numbers:
 def characters(
     tokenizer: Tokenizer | Numbers, tokens: list[int], made: Iterable[int]
 ) -> Iterator[str]:
-    """The text of tokens, to which those made are added, then what each adds, in characters."""
+    """The text of tokens, to which those made are added, then what each adds: whole characters."""
     start = end = 0  # what follows end is new, and decoded with the piece before it as context
     for new in chain([[]], zip(made)):
         tokens += new

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},
     "streams": {"problems"},
-    "data": {"loss", "small_files", "progress", "resilience"},
+    "data": {"loss", "small_files", "progress"},
     "resilience": {"small_files", "problems", "progress"},
     "runs": COMMAND,
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.

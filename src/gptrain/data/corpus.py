@@ -1,4 +1,4 @@
-"""A corpus: which files it is made of, how it is split, and its text, piece by piece.
+"""A corpus: which files it is made of, and its text, piece by piece, to train or to validate on.
 
 A document is a text file, or a record of a file of records (gptrain.data.records). Documents
 follow each other in the order of their files' names.
@@ -24,8 +24,6 @@ BLOCK_BYTES = 2**16
 # Other packages; and tests, some of which are deliberately no UTF-8.
 _NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
-_MAX_SECTIONS = 2**16
-_LINE_BYTES = 2**12  # longer lines may be cut between two parts
 _BAD_PART = 100  # a file with more than one bad character in 100 bytes is no text
 
 
@@ -47,16 +45,6 @@ class Source:
         return cls(name, path, status.st_size, status.st_mtime_ns, known, is_declared)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The bytes of a text file from `start` to `stop`, in training or in validation."""
-
-    source: Source
-    start: int
-    stop: int
-    is_val: bool
-
-
 class Piece(NamedTuple):
     """Some text of one document: whole characters, and whole lines unless one is long."""
 
@@ -64,15 +52,13 @@ class Piece(NamedTuple):
     is_val: bool
     is_last: bool  # the next piece goes on elsewhere: with another document, or part of this one
     is_end: bool  # the document ends with it
-    n_read: int  # bytes of the source that were read for it
 
 
 class Content(NamedTuple):
     """What a look through a whole source has found."""
 
     sha256: str | None  # of its bytes; None where it is no text
-    n_bad: int  # places at which its bytes are no UTF-8
-    first_bad: int  # in bytes
+    first_bad: int | None  # where a text file's first byte is that is no UTF-8
 
 
 def default_corpus() -> list[Source]:
@@ -104,10 +90,8 @@ def find_sources(
             one = Path(name).resolve(strict=True)
             if one.is_dir():
                 found += _walk(one, pattern, format)
-            elif one.is_file():
+            elif one.is_file():  # and no pipe, which would block for ever
                 found.append(Source.of(one.name, one, format))
-            else:  # a named pipe would block for ever
-                raise DataError(f"{one}: neither a regular file nor a folder")
     if not found:
         raise DataError(f"{path}: no file matches {pattern!r}")
     return sorted(set(found))  # a folder and a file in it may both be named
@@ -118,68 +102,31 @@ def look_through(source: Source, text_key: str) -> Content:
 
     Raises: DataError for a file of JSON lines that is not declared so.
     """
-    digest, n_bad, first_bad, done, rest, has_nul = hashlib.sha256(), 0, 0, 0, b"", False
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    n_read, n_text, first_bad = 0, 0, None  # bytes
     with open_regular(source.path) as file:
-        left = source.size_bytes  # a file of /proc has no size, and no end
-        while left > 0 and (block := file.read(min(left, 2**20))):
-            left -= len(block)
+        # A file of /proc has no size, and no end.
+        while block := file.read(min(2**20, source.size_bytes - n_read)):
+            is_first, n_read = n_read == 0, n_read + len(block)
             digest.update(block)
             if source.format != "text":
                 continue
-            if not done and not source.is_declared and _is_json_lines(block, text_key):
+            if is_first and not source.is_declared and _is_json_lines(block, text_key):
                 raise DataError(
                     f"{source.path}: JSON lines, which would be trained on as they stand;"
                     " try: data.format=jsonl data.text_key=<key>, or data.format=text"
                 )
-            block, has_nul, at = rest + block, has_nul or b"\0" in block, 0
-            while True:
-                try:
-                    at += codecs.utf_8_decode(memoryview(block)[at:], "strict", left == 0)[1]
-                    break
-                except UnicodeDecodeError as error:
-                    first_bad = first_bad if n_bad else done + at + error.start
-                    n_bad, at = n_bad + 1, at + error.end
-                    if n_bad * _BAD_PART > source.size_bytes:
-                        return Content(None, n_bad, first_bad)
-            done, rest = done + at, block[at:]
-    is_text = not (n_bad and has_nul)  # UTF-16 has zeros
-    return Content(digest.hexdigest() if is_text else None, n_bad, first_bad)
-
-
-def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
-    """Train and validation parts of text files: the same bytes whatever the tokenizer.
-
-    Sections of 16 KiB (1/65536 of the corpus, if more) go to validation in the order of the hash
-    of their file's name and place, until its fraction of the bytes is full; the one that does not
-    fit gives its last lines. So files below 16 KiB stay whole, no large one makes up the validation
-    set alone, and a file that is added moves few others. Sections begin and end with lines.
-    """
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
-    total_bytes = sum(source.size_bytes for source in sources)
-    section_bytes = max(_SECTION_BYTES, total_bytes // _MAX_SECTIONS)
-    sections = [
-        (hashlib.sha256(os.fsencode(source.name) + b" %d" % start).digest(), source, start)
-        for source in sources
-        for start in range(0, source.size_bytes, section_bytes)
-    ]
-    chosen: dict[Source, list[tuple[int, int]]] = {source: [] for source in sources}
-    wanted_bytes = int(val_fraction * total_bytes)
-    for _, source, start in sorted(sections):
-        stop = min(start + section_bytes, source.size_bytes)
-        start = max(start, stop - wanted_bytes)
-        chosen[source].append((_cut_before(source, start), _cut_before(source, stop)))
-        wanted_bytes -= stop - start
-        if wanted_bytes <= 0:
-            break
-    parts = []
-    for source, ranges in chosen.items():
-        done = 0
-        for start, stop in sorted(ranges):
-            parts += [Part(source, done, start, False), Part(source, start, stop, True)]
-            done = stop
-        parts.append(Part(source, done, source.size_bytes, False))
-    return [part for part in parts if part.start < part.stop]
+            text = decoder.decode(block, final=n_read == source.size_bytes)
+            try:
+                n_text += len(text.encode())
+            except UnicodeEncodeError as error:  # a byte that is no UTF-8
+                if first_bad is None:
+                    first_bad = n_text + len(text[: error.start].encode())
+                n_text += len(text.encode(errors="ignore"))
+                n_bad = n_read - n_text
+                if n_bad * _BAD_PART > source.size_bytes or b"\0" in block:  # UTF-16 has zeros
+                    return Content(None, first_bad)
+    return Content(digest.hexdigest(), first_bad)
 
 
 def read_pieces(
@@ -189,24 +136,33 @@ def read_pieces(
     newline: bool = True,
     bad_records: list[str] | None = None,
 ) -> Iterator[Piece]:
-    """The text of a corpus, document by document.
+    """The text of a corpus, document by document; the same bytes validate whatever the tokenizer.
 
-    Of records a fraction goes to validation by their number, evenly spread.
+    Text files are read in sections of 16 KiB, or of the fraction of a small corpus: each time that
+    less than the fraction of the bytes so far is for validation, the next section is. So files
+    below 16 KiB stay whole, and no large one makes up the validation set alone. Of records the
+    fraction goes to validation by their number, evenly spread.
 
     Args:
         newline: a document that does not end with a newline gets one.
         bad_records: gets what is wrong with each record that has no text; None: that is an error.
     Raises: DataError.
     """
-    texts = [source for source in sources if source.format == "text"]
-    by_source: dict[Source, list[Part]] = {source: [] for source in texts}
-    for part in split(texts, val_fraction):
-        by_source[part.source].append(part)
+    n_bytes = sum(source.size_bytes for source in sources if source.format == "text")
+    section_bytes = min(_SECTION_BYTES, int(val_fraction * n_bytes)) or _SECTION_BYTES
+    n_done, n_val, next_is_val = 0, 0, False  # bytes of text files; a section
     number = 0  # of the record, in the whole corpus
     for source in sources:
-        for part in by_source.get(source, ()):
-            yield from _read_part(part, newline)
-        for text, n_read in read_records(source, text_key) if source.format != "text" else ():
+        if source.format == "text":
+            for section, is_end in _read_sections(source, section_bytes):
+                is_val = next_is_val
+                n_done, n_val = n_done + len(section), n_val + len(section) * is_val
+                next_is_val = n_val < int(val_fraction * n_done)
+                text = section.decode(errors="replace").encode()
+                text = _with_newline(text) if newline and is_end else text
+                yield Piece(text, is_val, is_end or is_val != next_is_val, is_end)
+            continue
+        for text in read_records(source, text_key):
             # Multiples of 2^64 / the golden ratio are spread evenly modulo 2^64.
             is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1
@@ -215,7 +171,7 @@ def read_pieces(
                     raise text
                 bad_records.append(str(text))
             elif text:
-                yield from _cut_record(text, is_val, n_read, newline)
+                yield from _cut_record(_with_newline(text) if newline else text, is_val)
 
 
 def cut_at(block: bytes) -> int:
@@ -226,32 +182,31 @@ def cut_at(block: bytes) -> int:
     return max((i for i in places if block[i] & 0xC0 != 0x80), default=0)  # no continuation byte
 
 
-def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
-    """A part in blocks, in which what is no UTF-8 is U+FFFD. A cut ends a token."""
-    left, rest = part.stop - part.start, b""
-    with open_regular(part.source.path) as file:
-        file.seek(part.start)
-        while left and (read := file.read(min(BLOCK_BYTES, left))):
+def _read_sections(source: Source, section_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    """The bytes of a text file in sections, each with whether the file ends with it.
+
+    A section is of whole lines, unless one is longer than it.
+    """
+    left, rest = source.size_bytes, b""
+    with open_regular(source.path) as file:
+        while left and (read := file.read(min(section_bytes, left))):
             left -= len(read)
             rest += read
-            if left and (cut := cut_at(rest)):
-                text = rest[:cut].decode(errors="replace").encode()
-                yield Piece(text, part.is_val, False, False, cut)
+            is_full = b"\n" in rest or len(rest) > section_bytes
+            if left and is_full and (cut := cut_at(rest)):
+                yield rest[:cut], False
                 rest = rest[cut:]
-    is_end = part.stop == part.source.size_bytes
-    text = rest.decode(errors="replace").encode()
-    text += b"\n" if newline and is_end and not text.endswith(b"\n") else b""
-    yield Piece(text, part.is_val, True, is_end, len(rest))
+    if rest:
+        yield rest, True
 
 
-def _cut_record(text: bytes, is_val: bool, n_read: int, newline: bool) -> Iterator[Piece]:
+def _cut_record(text: bytes, is_val: bool) -> Iterator[Piece]:
     """A record as it is; one that is no batch by itself in blocks."""
-    text += b"\n" if newline and not text.endswith(b"\n") else b""
     while len(text) > 16 * BLOCK_BYTES:
         cut = cut_at(text[:BLOCK_BYTES])
-        yield Piece(text[:cut], is_val, False, False, 0)
+        yield Piece(text[:cut], is_val, False, False)
         text = text[cut:]
-    yield Piece(text, is_val, True, True, n_read)
+    yield Piece(text, is_val, True, True)
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:
@@ -264,14 +219,8 @@ def _is_json_lines(head: bytes, text_key: str) -> bool:
     return len(records) == 2 or (len(lines) == len(records) == 1 and text_key in records[0])
 
 
-def _cut_before(source: Source, position: int) -> int:
-    """Where the line begins in which `position` lies, in a long line the character before."""
-    if position in (0, source.size_bytes):
-        return position
-    start = max(0, position - _LINE_BYTES)
-    with open_regular(source.path) as file:
-        file.seek(start)
-        return start + cut_at(file.read(position - start))
+def _with_newline(text: bytes) -> bytes:
+    return text if text.endswith(b"\n") else text + b"\n"
 
 
 def _walk(

@@ -2,16 +2,13 @@
 
 import fcntl
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
 import socket
-import sys
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,17 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from gptrain.data.corpus import Piece
-from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
+from gptrain.data.tokenizers import Tokenizer
 from gptrain.data.tokens import token_dtype
 from gptrain.progress import progress_bar
-from gptrain.resilience.signals import ignore_in_worker
 
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
 LENGTHS_TYPE = "<i8"
 _BATCH_BYTES = 2**20  # of text that are tokenized at once
-_POOL_BYTES = 2**22  # of a corpus for which processes are not worth their start
+_THREADS = 4  # a batch is encoded on all cores; meanwhile others are read, and made arrays
 _LOCK = "lock"
 
 
@@ -59,12 +55,12 @@ def write_tokens(
             tokens_file.write(context)
             ends_file.write(np.array([len(context)], LENGTHS_TYPE))
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        for n_read, splits in in_order(encode, batches(pieces), has_pool(tokenizer, n_bytes)):
+        for n_done, splits in in_order(encode, batches(pieces)):
             for number, (tokens, ends) in enumerate(splits):
                 files[0][number].write(tokens)
                 files[1][number].write((ends + done[number]).astype(LENGTHS_TYPE))
                 done[number] += len(tokens)
-            bar.update(n_read)
+            bar.update(n_done)
         for file in (*files[0], *files[1]):
             file.flush()
             os.fsync(file.fileno())  # before the folder gets its name
@@ -74,8 +70,8 @@ def write_tokens(
 def encode_pieces(
     tokenizer: Tokenizer, end_id: int | None, dtype: str, pieces: list[Piece]
 ) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
-    """Bytes read for these pieces, and for train and val: tokens (n,), and how many of them there
-    are up to each place where a document, or a part of one, ends (d,)."""
+    """Bytes of these pieces, and for train and val: tokens (n,), and how many of them there are up
+    to each place where a document, or a part of one, ends (d,)."""
     ids = tokenizer.encode_batch([piece.text for piece in pieces])
     splits = []
     for is_val in (False, True):
@@ -89,7 +85,7 @@ def encode_pieces(
                 ends += [n_tokens] if piece.is_last else []
         joined = np.concatenate([[], *tokens], dtype=dtype, casting="unsafe")
         splits.append((joined, np.array(ends, LENGTHS_TYPE)))
-    return sum(piece.n_read for piece in pieces), splits
+    return sum(len(piece.text) for piece in pieces), splits
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -105,30 +101,16 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def has_pool(tokenizer: Tokenizer, n_bytes: int) -> int:
-    """Processes to tokenize in; 0: this one."""
-    is_worth_it = n_bytes > _POOL_BYTES and not isinstance(tokenizer, ByteTokenizer)
-    n_cores = len(os.sched_getaffinity(0)) if is_worth_it and sys.platform == "linux" else 1
-    return n_cores if n_cores > 1 else 0
-
-
-def in_order(encode: Callable, batches: Iterable, n_processes: int) -> Iterator:
-    """`encode` of each batch, in their order; at most two batches a process are under way."""
-    if not n_processes:
-        yield from map(encode, batches)
-        return
-    context = multiprocessing.get_context("fork")  # the tokenizer is not sent, it is there
-    pool = ProcessPoolExecutor(n_processes, context, _begin_worker, (encode, os.getpid()))
+def in_order(encode: Callable, batches: Iterable) -> Iterator:
+    """`encode` of each batch, in their order, in threads: it leaves the interpreter to others."""
     waiting = deque()
-    try:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * n_processes:
+            waiting.append(pool.submit(encode, batch))
+            if len(waiting) == _THREADS:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -159,18 +141,3 @@ def fresh_folder(target: Path) -> Generator[Path, None, None]:
                     raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # gone, if it was renamed
-
-
-_encode: Callable  # of a worker
-
-
-def _begin_worker(encode: Callable, parent_pid: int) -> None:
-    global _encode
-    _encode = encode
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads have not survived the fork
-    ignore_in_worker(parent_pid)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends them when one is killed
-
-
-def _work(batch: list[Piece]) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
-    return _encode(batch)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -29,48 +30,44 @@ def format_of(name: str) -> str:
     return next((FORMATS[suffix] for suffix in FORMATS if name.lower().endswith(suffix)), "text")
 
 
-def read_records(source: "Source", text_key: str) -> Iterator[tuple[Text, int]]:
-    """The text of each record in UTF-8, and how many bytes of the file were read for it.
+def read_records(source: "Source", text_key: str) -> Iterator[Text]:
+    """The text of each record in UTF-8.
 
     Raises: DataError for a damaged file or one without a record; ModuleNotFoundError with what to
         install.
     """
     is_empty = True
     read = read_parquet if source.format == "parquet" else read_json_lines
-    for number, record, n_read in read(source.path, text_key):
+    for number, record in read(source.path, text_key):
         is_empty = False
-        yield _text_of(record, text_key, f"{source.path}: record {number}"), n_read
+        yield _text_of(record, text_key, f"{source.path}: record {number}")
     if is_empty:
         raise DataError(f"{source.path}: no record")
 
 
-def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Line number, the value or what is wrong with it, and bytes read; empty lines are left out."""
-    before = 0
+def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object]]:
+    """Line number, and the value or what is wrong with it; empty lines are left out."""
     with open_regular(path) as file, _damage_named(path), _decompressed(path, file) as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
             try:
-                record = json.loads(line)
+                yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                record = DataError(f"{path}: record {number}: broken JSON ({error})")
-            yield number, record, file.tell() - before
-            before = file.tell()
+                yield number, DataError(f"{path}: record {number}: broken JSON ({error})")
 
 
-def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
-    """Row number, a record of the one column, and bytes read."""
+def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object]]:
+    """Row number, and a record of the one column."""
     parquet = _library("pyarrow.parquet", "parquet")
     with open_regular(path) as raw, _damage_named(path):
-        size_bytes, file = raw.seek(0, io.SEEK_END), parquet.ParquetFile(raw)
+        file = parquet.ParquetFile(raw)
         if text_key not in (names := file.schema_arrow.names):
             raise DataError(f"{path}: no column {text_key!r}; there are: {', '.join(names)}")
-        n_read, number = size_bytes // max(1, file.metadata.num_rows), 0
-        for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield number, {text_key: value}, n_read
+        batches = file.iter_batches(_ROWS, columns=[text_key], use_threads=False)
+        values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, value in enumerate(values, 1):
+            yield number, {text_key: value}
 
 
 def _text_of(record: object, text_key: str, place: str) -> Text:
@@ -83,10 +80,7 @@ def _text_of(record: object, text_key: str, place: str) -> Text:
     text = record[text_key]
     if not isinstance(text, str):
         return DataError(f"{place}: {text_key!r} is no text but {type(text).__name__}")
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say and UTF-8 cannot
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+    return text.encode(errors="replace")  # half of a surrogate pair, which JSON can say: ?
 
 
 @contextmanager

@@ -6,13 +6,14 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gptrain.data.corpus import Content, Source, find_sources, look_through, read_pieces
+from gptrain.data.corpus import Content, Piece, Source, find_sources, look_through, read_pieces
 from gptrain.data.prepare import LENGTHS_TYPE, fresh_folder, write_tokens
 from gptrain.data.token_files import open_token_file
 from gptrain.data.tokenizers import (
@@ -23,11 +24,11 @@ from gptrain.data.tokenizers import (
     train_bpe,
 )
 from gptrain.data.tokens import TokenDataset, token_dtype
-from gptrain.small_files import DataError, UnreadableFile, read_json
+from gptrain.small_files import DataError, read_facts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5  # of the folder and of the split; another one is another place in the cache
+FORMAT = 6  # of the folder and of the split; another one is another place in the cache
 
 
 class TextDataset(TokenDataset):
@@ -130,9 +131,9 @@ class TextDataset(TokenDataset):
         folder = cache_dir / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         if not folder.exists():
             bad_records = None if on_bad_record == "error" else []
-            read = (sources, val_fraction, text_key, not has_end, bad_records)
+            pieces = partial(read_pieces, sources, val_fraction, text_key, not has_end, bad_records)
             with fresh_folder(folder) as draft:
-                _prepare(draft, read, ready, has_end, vocab_size)
+                _prepare(draft, sources, pieces, ready, has_end, vocab_size)
             if bad_records:
                 said = f"{len(set(bad_records))} records left out: the first is {bad_records[0]}"
                 warnings.warn(said, stacklevel=2)
@@ -168,67 +169,65 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     """
     states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
-    index = cache_dir / "index"
-    known = index / f"{key}.json"
-    for path in (index, known):
+    known = cache_dir / "index" / f"{key}.json"
+    for path in (known.parent, known):
         if path.is_symlink():
             raise DataError(f"{path}: a link; delete it")
-    try:
-        digest, odd = read_json(known)
-        contents = {sources[i]: Content(*rest) for i, *rest in odd}
-        if not isinstance(digest, str) or not all(map(_is_content, contents.values())):
-            raise TypeError("not what was written")
-    except FileNotFoundError:
-        found = [look_through(source, text_key) for source in sources]
-        looked = [*zip(sources, found, strict=True)]
-        text = [(s.name, s.format, content.sha256) for s, content in looked if content.sha256]
-        digest = hashlib.sha256(repr(text).encode()).hexdigest()
-        contents = {source: one for source, one in looked if one.n_bad}
-        odd = [[i, *one] for i, one in enumerate(found) if one.n_bad]
-        index.mkdir(parents=True, exist_ok=True)
-        draft = index / f".{uuid.uuid4().hex}"  # numbers of processes repeat in containers
-        draft.write_text(json.dumps([digest, odd]))
+    index = read_facts(known)
+    if index.keys() != {"sha256", "left_out", "said"}:  # none, or damaged
+        index = _make_index(sources, [look_through(source, text_key) for source in sources])
+        known.parent.mkdir(parents=True, exist_ok=True)
+        draft = known.with_name(f".{uuid.uuid4().hex}")  # numbers of processes repeat in containers
+        draft.write_text(json.dumps(index))
         draft.replace(known)
-    except (DataError, TypeError, ValueError, IndexError) as error:
-        reason = error.reason if isinstance(error, UnreadableFile) else "not what was written"
-        raise DataError(f"{known}: {reason}; delete it") from None
-    no_text = {source: one for source, one in contents.items() if one.sha256 is None}
-    texts = [source for source in sources if source not in no_text]
+    texts = [source for i, source in enumerate(sources) if i not in index["left_out"]]
     if not texts:
         raise DataError(f"{sources[0].path}: no UTF-8 text in {len(sources)} files")
-    _warn_of_bytes(len(sources), no_text, "left out, no UTF-8")
-    bad = {source: one for source, one in contents.items() if source not in no_text}
-    _warn_of_bytes(len(sources), bad, "have bytes that are no UTF-8, read as U+FFFD")
-    return texts, digest
+    for said in index["said"]:
+        warnings.warn(said, stacklevel=3)
+    return texts, index["sha256"]
 
 
-def _is_content(content: Content) -> bool:
-    is_hash = content.sha256 is None or isinstance(content.sha256, str)
-    return is_hash and type(content.n_bad) is type(content.first_bad) is int
-
-
-def _warn_of_bytes(n_files: int, found: dict[Source, Content], what: str) -> None:
-    if found:
-        source, first = min(found.items())
-        n_bad = sum(content.n_bad for content in found.values())
-        where = f"{n_bad} places, the first is {source.name}, byte {first.first_bad}"
-        warnings.warn(f"{len(found)} of {n_files} files {what}: {where}", stacklevel=4)
+def _make_index(sources: list[Source], contents: list[Content]) -> dict[str, Any]:
+    """Hash of the corpus, numbers of the sources that are no text, and what to warn of."""
+    looked = list(zip(sources, contents, strict=True))
+    text = [(s.name, s.format, content.sha256) for s, content in looked if content.sha256]
+    no_text = [(s, content) for s, content in looked if not content.sha256]
+    bad = [
+        (s, content) for s, content in looked if content.sha256 and content.first_bad is not None
+    ]
+    said = []
+    for found, what in (
+        (no_text, "left out, no UTF-8"),
+        (bad, "have bytes that are no UTF-8, read as U+FFFD"),
+    ):
+        if found:
+            source, content = found[0]
+            where = f"the first is {source.name}, byte {content.first_bad}"
+            said.append(f"{len(found)} of {len(sources)} files {what}: {where}")
+    left_out = [i for i, content in enumerate(contents) if not content.sha256]
+    digest = hashlib.sha256(repr(text).encode()).hexdigest()
+    return {"sha256": digest, "left_out": left_out, "said": said}
 
 
 def _prepare(
-    folder: Path, read: tuple, tokenizer: Tokenizer | None, has_end: bool, vocab_size: int | None
+    folder: Path,
+    sources: list[Source],
+    pieces: Callable[[], Iterator[Piece]],
+    tokenizer: Tokenizer | None,
+    has_end: bool,
+    vocab_size: int | None,
 ) -> None:
-    """Writes the token files of `read_pieces(*read)` and their tokenizer; None: a new BPE."""
-    sources = read[0]
+    """Writes the token files of a corpus and their tokenizer; None: a new BPE."""
     n_bytes = sum(source.size_bytes for source in sources)
     log.info("preparing %.1f MB of text in %s, once", n_bytes / 1e6, folder.parent)
     if tokenizer is None:
-        texts = (piece.text for piece in read_pieces(*read) if not piece.is_val)
+        texts = (piece.text for piece in pieces() if not piece.is_val)
         tokenizer = train_bpe(texts, vocab_size or 0, folder / FILE_NAME, has_end)
     else:
         tokenizer.save(folder)
     end_id: Any = tokenizer.end_id if has_end else None
-    if not all(write_tokens(folder, read_pieces(*read), tokenizer, end_id, n_bytes)):
+    if not all(write_tokens(folder, pieces(), tokenizer, end_id, n_bytes)):
         said = f"{n_bytes} bytes of text; too few to take a part of them for validation"
         raise DataError(f"{sources[0].path}: {said}")
     for source in sources:

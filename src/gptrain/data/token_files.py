@@ -39,20 +39,19 @@ class TokenFile:
         """The tokens as a read-only memory map, (n_tokens,)."""
         return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
 
-    def samples(self, n_blocks: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Blocks from end to end of the file, each with the place of its first token."""
-        tokens = self.map()
+    def samples(self, n_blocks: int) -> Iterator[np.ndarray]:
+        """Places of the tokens in blocks from end to end of the file, (n,) each."""
         last = max(0, self.n_tokens - _SAMPLE_TOKENS)
         for start in np.unique(np.linspace(0, last, n_blocks).astype(np.int64)).tolist():
-            yield start, tokens[start : start + _SAMPLE_TOKENS]
+            yield np.arange(start, min(start + _SAMPLE_TOKENS, self.n_tokens))
 
-    def check(self, tokens: np.ndarray, vocab_size: int, start: int) -> None:
-        """Raises DataError if one of these tokens, from start on, is outside the vocabulary."""
-        if tokens.max() >= vocab_size:
-            where = int(np.argmax(tokens >= vocab_size))
+    def check(self, tokens: np.ndarray, places: np.ndarray, vocab_size: int | None) -> None:
+        """Raises DataError if one of these tokens, at these places, is outside the vocabulary."""
+        if vocab_size is not None and tokens.max() >= vocab_size:
+            first = np.argmax(tokens >= vocab_size)
             raise DataError(
-                f"{self.path}: token {tokens[where]} at offset {start + where} (in tokens)"
-                f" >= vocab_size={vocab_size}"
+                f"{self.path}: token {tokens.flat[first]} at offset {places.flat[first]}"
+                f" (in tokens) >= vocab_size={vocab_size}"
             )
 
 
@@ -95,21 +94,20 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
     path, counted, offset_bytes = Path(path), None, 0
     with open_regular(path) as file:
         size_bytes, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
-    words = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4").tolist()
+    magic, version, count = np.frombuffer(head.ljust(HEADER_BYTES, b"\0"), "<i4")[:3].tolist()
     if path.with_suffix(".idx").is_file():
         dtype, counted = read_megatron_index(path.with_suffix(".idx"))
-    elif words and words[0] in _HEADERS:
-        version, dtype = _HEADERS[words[0]]
-        if words[1:2] != [version] or len(head) < HEADER_BYTES:
-            raise DataError(f"{path}: truncated header, or not of version {version}")
-        counted, offset_bytes = words[2], HEADER_BYTES
+    elif magic in _HEADERS:
+        known, dtype = _HEADERS[magic]
+        if version != known:
+            raise DataError(f"{path}: header of version {version}, not {known}")
+        counted, offset_bytes = count, HEADER_BYTES
     n_bytes = size_bytes - offset_bytes
     n_tokens, rest_bytes = divmod(n_bytes, np.dtype(dtype).itemsize)
     if counted is not None and (n_tokens, rest_bytes) != (counted, 0):
         wrong = f"its header counts {counted} tokens of {dtype}, {n_bytes} bytes follow"
     elif rest_bytes:
         wrong = f"{n_bytes} bytes are no integer number of {dtype} tokens"
-        wrong += "; truncated, or of another dtype"
     elif n_tokens == 0:
         wrong = "0 tokens; need at least seq_len+1"
     else:
@@ -124,9 +122,7 @@ def read_megatron_index(path: Path) -> tuple[str, int]:
     the documents' first sequences; the last sequence's end is the number of all tokens.
     """
     with open_regular(path) as file:
-        head = file.read(_MEGATRON.size)
-        if len(head) < _MEGATRON.size:
-            raise DataError(f"{path}: truncated, {len(head)} bytes")
+        head = file.read(_MEGATRON.size).ljust(_MEGATRON.size, b"\0")
         magic, version, code, n_sequences, n_documents = _MEGATRON.unpack(head)
         size_bytes = _MEGATRON.size + 12 * n_sequences + 8 * n_documents
         if magic != b"MMIDIDX\0\0" or version != 1:
@@ -135,8 +131,8 @@ def read_megatron_index(path: Path) -> tuple[str, int]:
             raise DataError(f"{path}: tokens of type {code}; read are 8 (uint16) and 4 (int32)")
         if not n_sequences or os.fstat(file.fileno()).st_size < size_bytes:
             raise DataError(f"{path}: truncated, or without a sequence")
-        file.seek(_MEGATRON.size + 4 * (n_sequences - 1))
-        (last,) = struct.unpack("<i", file.read(4))
-        file.seek(_MEGATRON.size + 4 * n_sequences + 8 * (n_sequences - 1))
-        (place,) = struct.unpack("<q", file.read(8))
-    return _MEGATRON_TYPES[code], place // np.dtype(_MEGATRON_TYPES[code]).itemsize + last
+    places = _MEGATRON.size + 4 * n_sequences
+    last = np.fromfile(path, "<i4", 1, offset=places - 4)[0]
+    place = np.fromfile(path, "<i8", 1, offset=places + 8 * (n_sequences - 1))[0]
+    dtype = _MEGATRON_TYPES[code]
+    return dtype, int(place) // np.dtype(dtype).itemsize + int(last)

@@ -11,8 +11,8 @@ everything but bytes, and imported when it is.
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import ModuleType
 
@@ -105,8 +105,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no token as nothing."""
-        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
         """Writes the very file that was read, and its configuration; returns it."""
@@ -146,7 +145,8 @@ def train_bpe(
         show_progress=False,
     )
     texts = (text if isinstance(text, str) else text.decode() for text in texts)
-    _interruptible(lambda: tokenizer.train_from_iterator(texts, trainer))
+    with ThreadPool(1) as pool:  # a signal's handler, which runs in this one, need not wait
+        pool.apply(tokenizer.train_from_iterator, (texts, trainer))
     if has_end:
         tokenizer.add_special_tokens([END_TOKENS[0]])
     tokenizer.save(str(path))
@@ -165,24 +165,6 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
         path = path / FILE_NAME
     is_bytes = read_bytes(path) == _BYTES_JSON
     return ByteTokenizer() if is_bytes else JsonTokenizer(path)
-
-
-def _interruptible(call: Callable[[], object]) -> None:
-    """Calls in a thread: a signal's handler, which runs in this one, need not wait for its end."""
-    errors = []
-
-    def work() -> None:
-        try:
-            call()
-        except BaseException as error:  # of the texts, too
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if errors:
-        raise errors[0]
 
 
 def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:

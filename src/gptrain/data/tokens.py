@@ -55,9 +55,8 @@ class TokenDataset(BatchDataset):
             raise DataError(
                 f"{self.files[0].path}: {n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
             )
-        if vocab_size is not None:
-            for file, start, tokens in self._blocks():
-                file.check(tokens, vocab_size, start)
+        for file, places, tokens in self._blocks():
+            file.check(tokens, places, vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -89,12 +88,13 @@ class TokenDataset(BatchDataset):
         n_epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
         return f"{n_tokens:,} tokens{n_epochs}"
 
-    def _blocks(self) -> Iterator[tuple[TokenFile, int, np.ndarray]]:
-        """Some of all tokens, evenly from all files; of many files a few."""
+    def _blocks(self) -> Iterator[tuple[TokenFile, np.ndarray, np.ndarray]]:
+        """Some of all tokens and their places, evenly from all files; of many files a few."""
         n_files = min(len(self.files), _SAMPLE_BLOCKS)
         for number in np.linspace(0, len(self.files) - 1, n_files).astype(int).tolist():
-            for start, block in self.files[number].samples(-(-_SAMPLE_BLOCKS // n_files)):
-                yield self.files[number], start, block
+            file = self.files[number]
+            for places in file.samples(-(-_SAMPLE_BLOCKS // n_files)):
+                yield file, places, file.map()[places]
 
     def _gather(self, number: int, windows: np.ndarray) -> np.ndarray:
         """Windows of one file, (b, T+1); what is beyond their ends is -100."""
@@ -103,9 +103,7 @@ class TokenDataset(BatchDataset):
             self._maps[number] = file.map()
         places, ends = self._places(number, windows)  # (b, T+1), (b,)
         rows = self._maps[number][np.minimum(places, ends[:, None] - 1)].astype(np.int64)
-        if self.vocab_size is not None and rows.max() >= self.vocab_size:
-            for row, first in zip(rows, places[:, 0].tolist(), strict=True):
-                file.check(row, self.vocab_size, first)
+        file.check(rows, places, self.vocab_size)
         rows[places >= ends[:, None]] = IGNORED
         return rows
 
