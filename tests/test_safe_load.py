@@ -1,6 +1,7 @@
 """Loading never runs foreign code: files, sharded folders, and the state of the generators."""
 
 import contextlib
+import io
 import os
 import pickle
 import random
@@ -73,12 +74,6 @@ def test_a_file_with_foreign_code_is_refused_and_the_code_named(
         load_file(tmp_path / "x.ckpt", mmap=mmap)
 
 
-def test_a_name_of_torch_itself_is_refused_and_named_too(tmp_path):
-    torch.save({"net": torch.nn.Linear(1, 1)}, tmp_path / "x.ckpt")
-    with pytest.raises(UnsafeCheckpoint, match=r"contains torch\.nn\.modules\.linear\.Linear"):
-        load_file(tmp_path / "x.ckpt")
-
-
 def test_bits_flipped_in_a_file_that_nobody_verified_raise_one_of_our_two_errors(tmp_path):
     torch.save({"w": torch.ones(9), "step": 3}, tmp_path / "x.ckpt")
     good, draw = (tmp_path / "x.ckpt").read_bytes(), random.Random(0)
@@ -91,24 +86,22 @@ def test_bits_flipped_in_a_file_that_nobody_verified_raise_one_of_our_two_errors
             load_file(tmp_path / "x.ckpt")
 
 
-@pytest.mark.parametrize("data", [b"", b"# A readme\n", b"\x80\x04.", b"PK\x03\x04" + b"x" * 99])
+def cut() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(1000)}, buffer)
+    return buffer.getvalue()[:2000]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"# A readme\n", b"\x80\x04.", b"PK\x03\x04" + b"x" * 99, cut(),
+     pickle.dumps(Attack("code that torch cannot read"), protocol=4)],
+)  # fmt: skip
 def test_a_file_that_is_no_checkpoint_is_called_that(tmp_path, data):
     (tmp_path / "x.ckpt").write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match="not a checkpoint") as refused:
         load_file(tmp_path / "x.ckpt")
     assert "weights_only" not in str(refused.value)
-
-
-def test_what_is_no_file_or_has_lost_its_end_or_has_code_that_torch_cannot_read_is_damaged(
-    tmp_path, mark
-):
-    torch.save({"w": torch.ones(1000)}, tmp_path / "cut")
-    os.truncate(tmp_path / "cut", 2000)
-    (tmp_path / "code").write_bytes(pickle.dumps(Attack(mark), protocol=4))
-    os.mkfifo(tmp_path / "pipe")  # nothing waits for it
-    for name in ("cut", "code", "pipe", "/dev/zero"):
-        with pytest.raises(DamagedCheckpoint, match="not a"):
-            load_file(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         load_file(tmp_path / "missing")
 
@@ -170,14 +163,11 @@ def test_what_torch_wrote_by_itself_is_read(tmp_path):
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_foreign_code_in_the_index_of_a_folder_is_refused(tmp_path, mark, protocol):
-    path = save_shards(tmp_path / "c", trained())
-    (path / ".metadata").write_bytes(pickle.dumps(Attack(mark), protocol=protocol))
-    with pytest.raises(dcp.api.CheckpointException) as refused:
-        read(SafeFileSystemReader(path), trained())
-    keeps_the_reason = torch.__version__ < (2, 12)
-    assert ("metadata is None" if keeps_the_reason else "os.system") in str(refused.value)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack(mark), protocol=protocol))
     with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system"):
-        SafeFileSystemReader(path).read_metadata()
+        SafeFileSystemReader(tmp_path).read_metadata()
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(tmp_path))
 
 
 def test_foreign_code_in_a_value_of_a_folder_is_refused(tmp_path, mark):
@@ -201,25 +191,8 @@ def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, monkeypatch):
     dcp.load(loaded, storage_reader=SafeFileSystemReader(index.parent))
     assert flat(loaded) == flat(saved)
     write(metadata.Metadata, "__init__")
-    with pytest.raises(DamagedCheckpoint, match="no file that torch.save wrote"):
+    with pytest.raises(DamagedCheckpoint, match="not a checkpoint"):
         SafeFileSystemReader(index.parent).read_metadata()
-
-
-def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path):
-    path = save_shards(tmp_path, {"w": torch.ones(2)})
-    metadata = SafeFileSystemReader(path).read_metadata()
-    for entry in metadata.storage_data.values():
-        entry.relative_path = "../../secret"
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpoint, match=r"\.\./\.\./secret"):
-        SafeFileSystemReader(path).read_metadata()
-
-
-@pytest.mark.parametrize("data", [b"", b"nothing", b"\x80\x04N."])
-def test_an_index_that_is_none_is_called_damaged(tmp_path, data):
-    (tmp_path / ".metadata").write_bytes(data)
-    with pytest.raises(DamagedCheckpoint):
-        SafeFileSystemReader(tmp_path).read_metadata()
 
 
 def test_a_disk_that_fills_during_torch_save_or_a_sharded_save_is_one_clean_exception(tmp_path):

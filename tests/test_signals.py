@@ -81,16 +81,6 @@ def start():
         process.communicate()
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_sets_the_flag(number):
-    with StopFlag() as flag:
-        assert not flag
-        os.kill(os.getpid(), number)
-        assert flag and flag.signal == number.name
-        flag.set("time limit")
-        assert flag.signal == number.name  # the first
-
-
 def test_a_second_interrupt_leaves_at_once(start):
     process = start(RUN, "60")
     process.send_signal(signal.SIGINT)
@@ -131,23 +121,34 @@ def test_a_data_worker_whose_rank_died_before_it_began_does_not_stay(start):
     assert out == b""
 
 
-def test_previous_handlers_come_back():
-    before = [signal.getsignal(number) for number in SIGNALS]
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_sets_the_flag_and_previous_handlers_come_back(number):
+    before = signal.getsignal(number)
     with StopFlag() as flag:
-        assert signal.getsignal(signal.SIGTERM) not in before
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # somebody else takes it …
-        flag.install()  # … and we take it back
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert flag and flag.signal == "SIGTERM"
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+        signal.signal(number, signal.SIG_IGN)  # somebody else takes it …
+        assert not flag.install()  # … and we take it back
+        os.kill(os.getpid(), number)
+        assert flag and flag.signal == number.name
+        flag.set("time limit")
+        assert flag.signal == number.name  # the first
+    assert signal.getsignal(number) == before
+
+
+class Flag(StopFlag):
+    """Which a signal may set just after it was asked."""
+
+    late = False
+
+    def __bool__(self):
+        before = super().__bool__()
+        if self.late:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return before
 
 
 def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
     """And a library on the way, as Hydra when it imports a class, makes no other error of it."""
-    with (
-        StopFlag() as flag,
-        Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
-    ):
+    with Flag() as flag, Guard(tmp_path, tmp_path, flag, rank=0, timeout_s=60) as guard:
         started_s = time.monotonic()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         with pytest.raises(Preempted), guard.nothing_to_save():
@@ -159,20 +160,7 @@ def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
         with pytest.raises(Preempted), guard.nothing_to_save():
             pytest.fail("it was asked to stop before")
         os.kill(os.getpid(), signal.SIGTERM)  # a flag again
-    assert flag.signal == "SIGTERM"
-
-
-def test_a_signal_just_after_the_question_ends_the_wait_too(tmp_path):
-    class AskedJustBefore(StopFlag):
-        def __bool__(self):
-            before = super().__bool__()
-            os.kill(os.getpid(), signal.SIGTERM)
-            return before
-
-    with (
-        AskedJustBefore() as flag,
-        Guard(tmp_path, tmp_path / "beats", flag, rank=0, timeout_s=60) as guard,
-        pytest.raises(Preempted),
-        guard.nothing_to_save(),
-    ):
-        pytest.fail("would tokenize for hours")
+        assert flag.signal == "SIGTERM"
+        flag.signal, flag.late = None, True
+        with pytest.raises(Preempted), guard.nothing_to_save():
+            pytest.fail("would tokenize for hours")

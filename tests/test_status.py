@@ -13,14 +13,6 @@ from gptrain.resilience.status import clear_status, read_status, write_result, w
 FORK = multiprocessing.get_context("fork")
 
 
-def test_what_was_written_is_read(tmp_path):
-    assert read_status(tmp_path) is None
-    facts = {"cause": "nonfinite", "exit_code": 79, "rank": 1, "step": 12, "message": "nan"}
-    assert write_status(tmp_path, checkpoint=tmp_path / "step-00000010", **facts)
-    about = {"checkpoint": f"{tmp_path}/step-00000010", "pid": os.getpid()}
-    assert read_status(tmp_path).items() >= (facts | about).items()
-
-
 @pytest.mark.parametrize("has_links", [True, False])
 def test_the_first_rank_that_fails_tells(tmp_path, monkeypatch, has_links):
     def no_links(*_):
@@ -28,26 +20,23 @@ def test_the_first_rank_that_fails_tells(tmp_path, monkeypatch, has_links):
 
     if not has_links:
         monkeypatch.setattr(status.os, "link", no_links)
-    assert write_status(tmp_path, cause="error", exit_code=70, rank=1, message="the reason")
+    facts = {"cause": "error", "exit_code": 70, "rank": 1, "step": 12, "message": "the reason"}
+    assert write_status(tmp_path, checkpoint=tmp_path / "step-00000010", **facts)
     assert not write_status(tmp_path, cause="error", exit_code=70, rank=0, message="lost a peer")
-    assert read_status(tmp_path)["message"] == "the reason"
+    about = {"checkpoint": f"{tmp_path}/step-00000010", "pid": os.getpid()}
+    assert read_status(tmp_path).items() >= (facts | about).items()
     assert os.listdir(tmp_path) == ["status.json"]  # no temporary files
 
 
-def test_a_rank_that_fails_when_another_is_done_is_heard(tmp_path):
-    assert write_status(tmp_path, cause="done", exit_code=0, rank=0)
-    assert write_status(tmp_path, cause="error", exit_code=70, rank=1, message="in its last hook")
-    assert not write_status(tmp_path, cause="done", exit_code=0, rank=0)
-    assert read_status(tmp_path)["message"] == "in its last hook"
-
-
-def test_a_new_attempt_tells_anew_and_the_supervisor_has_the_last_word(tmp_path):
+def test_a_rank_that_fails_when_another_is_done_is_heard_and_the_supervisor_last(tmp_path):
     write_status(tmp_path, cause="preempted", exit_code=75)
-    for _ in range(2):
-        clear_status(tmp_path)
-    assert write_status(tmp_path, cause="error", exit_code=70, rank=0)
-    assert write_status(tmp_path, cause="killed", exit_code=70, rank=1, replace=True)
+    clear_status(tmp_path)
+    assert write_status(tmp_path, cause="done", exit_code=0, rank=0)
+    assert write_status(tmp_path, cause="error", exit_code=70, rank=1)
+    assert not write_status(tmp_path, cause="done", exit_code=0, rank=0)
     assert read_status(tmp_path)["rank"] == 1
+    assert write_status(tmp_path, cause="killed", exit_code=70, rank=2, replace=True)
+    assert read_status(tmp_path)["rank"] == 2
 
 
 def _fail(run_dir, rank, start, answers):
@@ -67,14 +56,11 @@ def test_of_ranks_that_fail_at_once_exactly_one_tells(tmp_path):
     assert first == [read_status(tmp_path)["rank"]]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"exit_code": "x"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "[]", '{"exit_code": "x"}'])
 def test_a_status_of_somebody_elses_is_none(tmp_path, text):
     (tmp_path / "status.json").write_text(text)
     assert read_status(tmp_path) is None
-
-
-def test_an_unwritable_folder_is_an_error_and_not_a_lost_status(tmp_path):
-    with pytest.raises(OSError):
+    with pytest.raises(OSError):  # and no status that is lost
         write_status(tmp_path / "missing", cause="done", exit_code=0)
 
 
