@@ -7,15 +7,16 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import adopt as package
-from gptrain.adopt.library import IN_PROJECT, VENDORED, put, require, requirement, unpacked
-from gptrain.adopt.project import TEMPLATE, left_behind, make
+from gptrain.adopt.library import IN_PROJECT, VENDORED, package_in, put, require, requirement
+from gptrain.adopt.project import TEMPLATE, make
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain
-from gptrain.home import VARIABLE, enter, find_project
+from gptrain.home import LIBRARY, VARIABLE, enter, find_project
 from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
 
 CHECK = ("-m", "gptrain.adopt", "--check")
@@ -62,17 +63,12 @@ def adopt(name: str, to: Path | None, library: str) -> int:
     """A new project."""
     if to is None:
         raise ConfigError.of("--to", None, "says where the project is made", attempt="--to ../mine")
-    source = find_project() or TEMPLATE
     needed = requirement(library)
-    copied = make(source, to, name, needed)
+    n_copied = make(find_project() or TEMPLATE, to, name, needed)
     if needed is None:
-        with unpacked(VENDORED) as folder:
-            put(folder, to)
-    print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")
-    for path in left_behind(source, copied, needed is None):
-        print(f"left      {path}")
-    where = shlex.quote(str(to))
-    print(f"next      cd {where} && git init && .ci/run")
+        put(LIBRARY, to)
+    print(f"copied    {n_copied} files to {to}; the library: {needed or IN_PROJECT}")
+    print(f"next      cd {shlex.quote(str(to))} && git init && .ci/run")
     return DONE
 
 
@@ -82,8 +78,8 @@ def upgrade(project: Path, library: str) -> int:
         require(project, needed := requirement(library))
         print(f"required  {needed}\nnext      pip install -e . && python {' '.join(CHECK)}")
         return DONE
-    with unpacked(library) as folder:
-        put(folder, project)
+    with tempfile.TemporaryDirectory() as temporary:
+        put(package_in(library, Path(temporary)), project)
     print(f"replaced  {IN_PROJECT}", flush=True)
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     environment["PYTHONPATH"] = str((project / IN_PROJECT).parent.resolve())

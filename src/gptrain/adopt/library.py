@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tempfile
-import zipfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from gptrain.home import LIBRARY
@@ -36,26 +32,20 @@ def requirement(library: str) -> str | None:
     raise ConfigError.of("library", library, "no library is there", allowed=allowed)
 
 
-@contextmanager
-def unpacked(library: str) -> Generator[Path, None, None]:
-    """The folder of the package: of the running one, of a checkout, or of a wheel.
+def package_in(library: str, temporary: Path) -> Path:
+    """The folder of the package: of the running one, of a checkout, of a wheel, unpacked there.
 
     Raises: ConfigError.
     """
     path = Path(library).expanduser()
-    with tempfile.TemporaryDirectory() as temporary:
-        if library == VENDORED:
-            found = LIBRARY
-        elif path.suffix == ".whl" and path.is_file():
-            with zipfile.ZipFile(path) as wheel:
-                wheel.extractall(temporary)
-            found = Path(temporary) / "gptrain"
-        else:
-            found = path / IN_PROJECT
-        if not (found / "conf" / "base.yaml").is_file():
-            wrong = "no folder of gptrain and no wheel of it; an address is cloned first"
-            raise ConfigError.of("library", library, wrong)
-        yield found
+    found = LIBRARY if library == VENDORED else path / IN_PROJECT
+    if path.suffix == ".whl" and path.is_file():
+        shutil.unpack_archive(path, temporary, "zip")
+        found = temporary / "gptrain"
+    if not (found / "conf" / "base.yaml").is_file():
+        wrong = "no folder of gptrain and no wheel of it; an address is cloned first"
+        raise ConfigError.of("library", library, wrong)
+    return found
 
 
 def put(library: Path, project: Path) -> None:
@@ -74,16 +64,13 @@ def put(library: Path, project: Path) -> None:
         if done.stdout:
             wrong = "has changes that are not committed, which would be lost"
             raise ConfigError.of("", None, f"{target} {wrong}")
-    new, old = target.with_name(".gptrain-new"), target.with_name(".gptrain-old")
-    for folder in (new, old):
-        shutil.rmtree(folder, ignore_errors=True)
+    new = target.with_name(".gptrain-new")
+    shutil.rmtree(new, ignore_errors=True)  # of an attempt that was interrupted
     # Its links to files of a checkout are copied as what they lead to.
     left = shutil.ignore_patterns("__pycache__", "local", ".*")
     shutil.copytree(library, new, ignore=left)
-    if target.exists():
-        target.rename(old)
+    shutil.rmtree(target, ignore_errors=True)
     new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def require(project: Path, needed: str | None) -> None:
