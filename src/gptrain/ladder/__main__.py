@@ -87,7 +87,8 @@ def ladder(cfg: DictConfig, typed: list[str], only_plan: bool) -> None:
         wrong = f"{script}: missing, its runs are this script's"
         raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)
     if not only_plan:
-        import_module("scipy")  # by which the law is fitted, after hours of runs
+        for package in ("scipy", "matplotlib"):  # of the law and its picture, after hours of runs
+            import_module(package)
     target, sizes = find_sizes(cfg, typed)
     counts, seeds = sorted(set(options.tokens_per_parameter)), list(options.seeds or [cfg.seed])
     phases = [find_phases(size, counts) for size in sizes]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gptrain.ladder.sizes import Phases, Size
-from gptrain.law import COUNTS, FILE, LEVEL, Law, best_for, fit_law, left_out
+from gptrain.law import COUNTS, FILE, LEVEL, best_for, fit_law, law_loss, left_out
 from gptrain.problems import ConfigError
 from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
+from gptrain.runs.table import aligned
 
 FORMS = {
     5: "L = {E:.4g} + {A:.4g} N^-{a:.3g} + {B:.4g} D^-{b:.3g}",
@@ -27,25 +29,22 @@ def plan_table(
     place: str,
 ) -> str:  # fmt: skip
     """What the ladder and its target take."""
-    lines, hours, flops = [f"{'parameters':>12} {'steps':>12} {'time':>8}  overrides"], 0.0, 0.0
+    table, hours, flops = [["parameters", "steps", "time", "overrides"]], 0.0, 0.0
     for size, parts in zip(sizes, phases, strict=True):
         n_tokens = n_seeds * parts.steps * size.step_tokens
         hours, flops = hours + size.hours(n_tokens), flops + n_tokens * size.flops_per_token
-        row = f"{size.counts['all']:12,} {f'{n_seeds} x {parts.steps:,}':>12} "
-        lines.append(f"{row}{duration(size.hours(n_tokens)):>8}  {' '.join(size.words)}")
+        steps, time = f"{n_seeds} x {parts.steps:,}", duration(size.hours(n_tokens))
+        table.append([f"{size.counts['all']:,}", steps, time, " ".join(size.words)])
     here = f"{sizes[0].n_devices} x this machine"
-    lines.append(f"ladder    {flops:.3g} FLOPs, {duration(hours)} on {here}")
     line = f"target    {target.counts['all']:,} parameters, {tokens:.4g} tokens, "
     line += f"{tokens * target.flops_per_token:.3g} FLOPs, {duration(target.hours(tokens))}"
-    return "\n".join([*lines, f"{line} on {place}"])
+    ladder = f"ladder    {flops:.3g} FLOPs, {duration(hours)} on {here}"
+    return "\n".join([aligned(table), ladder, f"{line} on {place}"])
 
 
 def duration(hours: float) -> str:
-    """For people; ? for nan."""
-    for unit, size in (("d", 24.0), ("h", 1.0), ("min", 1 / 60)):
-        if hours >= 2 * size:
-            return f"{hours / size:,.1f} {unit}"
-    return f"{3600 * hours:.0f} s" if hours == hours else "?"
+    """Days and h:mm:ss; ? for nan."""
+    return "?" if math.isnan(hours) else str(timedelta(seconds=round(3600 * hours)))
 
 
 def conclude(
@@ -68,11 +67,11 @@ def conclude(
     if all(one["stable_loss"] is not None for one in points):
         stable = fit_law(count, *columns(count, "stable_"))
     n, flops = target.counts[count], options.budget
-    said = {"loss": law.loss(n, tokens), "interval": law.interval(n, tokens), "level": LEVEL}
     facts = {"points": points, "left_out": tried, "law": law, "stable": stable}
-    facts["target"] = said | {
+    facts["target"] = {
         "parameters": target.counts, "tokens": tokens, "flops": tokens * target.flops_per_token,
         "hours": target.hours(tokens), "devices": target.n_devices, "overrides": target.words,
+        "loss": law.loss(n, tokens), "interval": law.interval(n, tokens), "level": LEVEL,
     }  # fmt: skip
     if options.dollars:
         if target.row is None:
@@ -84,35 +83,29 @@ def conclude(
     if flops:
         nets = sorted((one.counts[count], one.flops_per_token) for one in (*sizes, target))
         best = best_for(law, flops, *zip(*nets, strict=True))
-        keys = ("flops", "parameters", "tokens", "loss", "interval")
-        values = (flops, *best, law.loss(*best), law.interval(*best))
-        facts["best"] = dict(zip(keys, values, strict=True))
+        said = {"loss": law.loss(*best), "interval": law.interval(*best)}
+        facts["best"] = {"flops": flops, "parameters": best[0], "tokens": best[1], **said}
     return facts
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
     """Prints the tables, writes ladder.json and the picture."""
-    print("\n".join([*rows(facts), *lines(facts)]))
+    print("\n".join([aligned(rows(facts)), *lines(facts)]))
     laws = {key: facts[key] and asdict(facts[key]) for key in ("law", "stable")}
     fileops.replace(folder / FILE, to_json(facts | laws | {"constants": facts["law"].named}))
-    picture = folder / "ladder.png"
-    if find_spec("matplotlib") is None:
-        picture = "no picture: pip install matplotlib"
-    else:
-        draw(picture, facts)
-    print(f"files     {folder / FILE} · {picture}\nnext      {facts['target']['command']}")
+    draw(folder / "ladder.png", facts)
+    print(f"files     {folder / FILE} · {folder / 'ladder.png'}")
+    print(f"next      {facts['target']['command']}")
 
 
-def rows(facts: Mapping[str, Any]) -> list[str]:
-    """A row for each size and number of tokens, over all seeds."""
-    law, found = facts["law"], [f"{'parameters':>12} {'tokens':>10} {'loss':>8} {'law':>8}  off"]
-    groups: dict[tuple[int, int], list[dict]] = {}
+def rows(facts: Mapping[str, Any]) -> list[list[str]]:
+    """A head, and a row for each run."""
+    law, found = facts["law"], [["parameters", "tokens", "seed", "loss", "law", "off"]]
     for one in facts["points"]:
-        groups.setdefault((one["parameters"]["all"], one["tokens"]), []).append(one)
-    for (n, tokens), group in groups.items():
-        real = sum(one["loss"] for one in group) / len(group)
-        said = law.loss(group[0]["parameters"][law.count], tokens)
-        found.append(f"{n:12,} {tokens:10,} {real:8.4f} {said:8.4f}  {said / real - 1:+.2%}")
+        n, tokens, real = one["parameters"], one["tokens"], one["loss"]
+        said = law.loss(n[law.count], tokens)
+        sizes = f"{n['all']:,}", f"{tokens:,}", f"{one['seed']}"
+        found.append([*sizes, f"{real:.4f}", f"{said:.4f}", f"{said / real - 1:+.2%}"])
     return found
 
 
@@ -146,21 +139,20 @@ def draw(path: Path, facts: Mapping[str, Any]) -> None:
     """Loss over tokens: a colour for each size, the law's lines and intervals, the target."""
     from matplotlib.figure import Figure
 
-    law: Law = facts["law"]
-    figure, groups = Figure((7, 4.5), layout="constrained"), {}
-    axes = figure.subplots()
-    for one in (*facts["points"], facts["target"]):
+    law, target, groups = facts["law"], facts["target"], {}
+    for one in (*facts["points"], target):
         groups.setdefault(one["parameters"]["all"], []).append(one)
+    figure = Figure((7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for place, (whole, group) in enumerate(groups.items()):
         tokens, n = [one["tokens"] for one in group], group[0]["parameters"][law.count]
         grid = np.geomspace(min(tokens) / 1.5, max(tokens) * 1.5, 60)
         (low, high), colour = np.transpose([law.interval(n, d) for d in grid]), f"C{place}"
-        axes.plot(grid, [law.loss(n, d) for d in grid], colour, lw=1)
+        axes.plot(grid, law_loss(law.constants, n, grid), colour, lw=1)
         axes.fill_between(grid, low, high, color=colour, alpha=0.2, lw=0)
-        is_target = facts["target"] in group
-        label = f"{'target, ' * is_target}{whole / 1e6:,.3g} M parameters"
-        losses = [one["loss"] for one in group]
-        axes.plot(tokens, losses, colour + ("*" if is_target else "."), ms=9, label=label)
+        said, mark = ("target, ", "*") if target in group else ("", ".")
+        label, losses = f"{said}{whole / 1e6:,.3g} M parameters", [one["loss"] for one in group]
+        axes.plot(tokens, losses, colour + mark, ms=9, label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="loss")
     axes.set_title(lines(facts)[0], fontsize=8)
     axes.legend(fontsize=7)
