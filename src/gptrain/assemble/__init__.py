@@ -36,7 +36,6 @@ from gptrain.assemble.parts import (
 )
 from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
-from gptrain.config.schema import KNOWN, NETS
 from gptrain.data.samples import len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lengths import BatchPlan
@@ -48,7 +47,7 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.nets.around import keep_around
 from gptrain.nets.load import build_net
 from gptrain.nets.weights import start_from
-from gptrain.parallel.dims import ANY_NET, parallel_dims, strategy_name
+from gptrain.parallel.dims import parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
@@ -99,25 +98,20 @@ class Run:
 def check(cfg: DictConfig) -> None:
     """Whether net, module and optimizer can do what is asked, before a process or a file is made.
 
-    Where that depends on the net it is made, without memory where it can be.
+    The net is made to be looked at, without memory where it can be.
 
     Raises: ConfigError.
     """
-    world_size, model = find_machine(cfg).world_size, cfg.model
-    name = strategy_name(cfg.strategy.name, world_size)
-    by_block = model.compile == "blocks" or model.activation_checkpointing != "none"
+    dims = parallel_dims(cfg.strategy, find_machine(cfg).world_size)
+    name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
         made = module_class(cfg, name)
         check_names(cfg, made)
         check_callbacks(cfg, name)
-        is_read = model._target_ in KNOWN.keys() - NETS.keys()  # its sizes are in a folder, say
-        is_plain = name in ANY_NET and cfg.optimizer._target_ == "torch.optim.AdamW"
-        if is_plain and not by_block and not is_read:
-            return
         with as_config_errors(cfg, "model._target_"):
             net = make_to_look_at(partial(build_net, cfg))
-        modes = {key: model[key] for key in ("compile", "activation_checkpointing")}
-        check_fit(net, cfg.strategy, parallel_dims(cfg.strategy, world_size), **modes)
+        modes = {key: cfg.model[key] for key in ("compile", "activation_checkpointing")}
+        check_fit(net, cfg.strategy, dims, **modes)
     if cfg.task == "fit" and issubclass(made, LanguageModel):
         # An optimizer that needs real weights to begin with says so in torch's words or its own.
         with suppress(RuntimeError, AssertionError):
