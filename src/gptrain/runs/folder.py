@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -51,12 +52,12 @@ class RunRecord:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The composed config, dotted key -> value."""
-        return _flat(read_facts(self.path / CONFIG, read_yaml))
+        return flatten(read_facts(self.path / CONFIG, read_yaml))
 
     @property
     def result(self) -> dict[str, Any]:
         """All of result.json, dotted key -> value."""
-        return _flat(read_facts(self.path / RESULT_NAME))
+        return flatten(read_facts(self.path / RESULT_NAME))
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
@@ -74,18 +75,18 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 def read_run(folder: Path) -> RunRecord:
     """The run of a folder. Raises: one of WRONG."""
-    overrides, path = as_kind(list, read_yaml(folder / OVERRIDES)), folder / RESULT_NAME
-    result = as_kind(dict, read_json(path)) if path.exists() else {}
+    overrides, path = read_yaml(folder / OVERRIDES), folder / RESULT_NAME
+    result = read_json(path) if path.exists() else {}
     status, is_running = read_status(folder) or {}, is_held(folder)
     is_done = bool(status or result) and status.get("exit_code", DONE) == DONE and not is_running
     if is_done:
-        facts, why = result, as_kind(dict, result.get("ended"))
+        facts, why = result, result.get("ended", {})
         ended, detail = why.get("reason", "done"), why.get("detail", "")
     else:
         facts = _newest_checkpoint(folder) or {"steps": status.get("step")}
         ended = "running" if is_running else status.get("cause", "lost")
         detail = status.get("message", "")
-    metrics = as_kind(dict, facts.get("metrics")).items()
+    metrics = facts.get("metrics", {}).items()
     return RunRecord(
         path=folder,
         overrides=[str(one) for one in overrides],
@@ -98,11 +99,6 @@ def read_run(folder: Path) -> RunRecord:
     )
 
 
-def as_kind(kind: type, value: Any) -> Any:
-    """A value of a kind; an empty one in place of another's."""
-    return value if isinstance(value, kind) else kind()
-
-
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
     """Steps and metrics of the newest checkpoint, by its manifest."""
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
@@ -113,11 +109,5 @@ def _newest_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A figure; none are what JSON alone can hold, such as an integer of 400 digits, and nan."""
-    return value if type(value) in (int, float) and abs(value) < sys.float_info.max else None
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
-    with suppress(RecursionError):
-        return flatten(values)
-    return {}
+    """A finite figure, else None."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None
