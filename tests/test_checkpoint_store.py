@@ -6,6 +6,8 @@ import logging
 import os
 import random
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,51 +44,39 @@ def store(tmp_path):
     return CheckpointStore(tmp_path / "checkpoints", RUN)
 
 
-class Wrapped:
-    """Stands for `os` in the modules of a save, with other functions in place of some."""
-
-    def __init__(self, functions: dict) -> None:
-        vars(self).update(functions)
-
-    def __getattr__(self, name):
-        return getattr(os, name)
-
-    def put_into(self, patch: pytest.MonkeyPatch, *more_modules) -> None:
-        for module in (draft, fileops, store_module, *more_modules):
-            patch.setattr(module, "os", self)
-        for name in ("create", "sync_folder"):
-            if name in vars(self):
-                patch.setattr(fileops, name, getattr(self, name))
+OPERATIONS = ("statvfs", "mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
 
 
-def operation_of(name: str):
-    return getattr(fileops if name in ("create", "sync_folder") else os, name)
+def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
+    """Lets `call(name, operation, *arguments)` do each file operation of a save."""
+
+    class Wrapped:
+        def __getattr__(self, name):
+            operation = getattr(os, name)
+            return partial(call, name, operation) if name in OPERATIONS else operation
+
+    for module in (draft, fileops, store_module, shutil):
+        patch.setattr(module, "os", Wrapped())
 
 
 class Shim:
-    """Counts the file operations of `os` and breaks the k-th, as the fault campaign does."""
-
-    NAMES = ("statvfs", "mkdir", "create", "write", "fsync", "close", "rename", "unlink", "rmdir")
+    """Counts the file operations and breaks the k-th, as the fault campaign does."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.arm(0, 0)
-        wrapped = Wrapped({name: self._broken(name, operation_of(name)) for name in self.NAMES})
-        wrapped.put_into(patch, shutil)
-
-    def _broken(self, name, operation):
-        def call(*arguments, **options):
-            self.names.append(name)
-            if len(self.names) != self.at:
-                return operation(*arguments, **options)
-            if name == "close":  # a descriptor is given back in any case, and may have been
-                with contextlib.suppress(OSError):
-                    operation(*arguments)
-            raise OSError(self.number, os.strerror(self.number))
-
-        return call
+        wrap_os(patch, self.call)
 
     def arm(self, at: int, number: int) -> None:
         self.at, self.number, self.names = at, number, []
+
+    def call(self, name, operation, *arguments, **options):
+        self.names.append(name)
+        if len(self.names) != self.at:
+            return operation(*arguments, **options)
+        if name == "close":  # a descriptor is given back in any case, and may have been
+            with contextlib.suppress(OSError):
+                operation(*arguments)
+        raise OSError(self.number, os.strerror(self.number))
 
 
 # Whole
@@ -156,8 +146,8 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
         if broken_name in ("write", "rename"):
             assert failed.value.needed == 2 * 3000
         shim.arm(0, 0)
-        # The last operations sync the parent's names (fsync, close): the new one is there, whole.
-        steps = [1] if at < n_operations - 1 else [1, 2]
+        # The last three sync the folder's names: the new one is there, whole.
+        steps = [1] if at < n_operations - 2 else [1, 2]
         assert sorted(os.listdir(store.folder)) == [f"step-{step:08d}" for step in steps]
         assert store.newest_good().step == steps[-1] and holds(store.folder / "step-00000001", 1)
 
@@ -165,71 +155,43 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
 class Medium:
     """What SIGKILL after each operation leaves, and a power cut in the worst case: what was synced.
 
-    A node is a bytearray or a dict of names; `safe` holds what each looked like at its last sync.
+    `safe` holds the bytes or the entries that each inode had at its last sync.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, root: Path, look) -> None:
-        self.root, self.tree, self.open_files, self.safe = root, {}, {}, {}
-        self.look, self.is_looking = look, False
-        names = ("mkdir", "create", "write", "rename", "fsync", "sync_folder", "unlink", "rmdir")
-        functions = {name: self._followed(name, operation_of(name)) for name in names}
-        Wrapped(functions).put_into(patch, shutil)
+    def __init__(self, patch: pytest.MonkeyPatch, root: Path, look: Callable) -> None:
+        self.root, self.look, self.safe, self.is_looking = root, look, {}, False
+        wrap_os(patch, self.call)
 
-    def _followed(self, name, operation):
-        def call(*arguments, **options):
-            result = operation(*arguments, **options)
-            if not self.is_looking:
-                if name in vars(Medium):  # what is removed stays on the medium
-                    getattr(self, name)(*arguments, result)
-                self.is_looking = True
-                for how, leave in (("power cut", self.put_back), ("killed", self.copy)):
-                    leave(after := self.root.with_name("after"))
-                    self.look(how, after)
-                    shutil.rmtree(after)
-                self.is_looking = False
+    def call(self, name, operation, *arguments, **options):
+        result = operation(*arguments, **options)
+        if self.is_looking:
             return result
+        if name == "mkdir" or (name == "open" and arguments[1] & os.O_CREAT):
+            self.safe.pop(os.stat(arguments[0]).st_ino, None)  # numbers are used again
+        if name == "fsync":
+            self.sync(Path(f"/proc/self/fd/{arguments[0]}"))
+        self.is_looking, after = True, self.root.with_name("after")
+        for how, leave in (("killed", shutil.copytree), ("power cut", self.put_back)):
+            leave(self.root, after)
+            self.look(how, after)
+            shutil.rmtree(after)
+        self.is_looking = False
+        return result
 
-        return call
+    def sync(self, path: Path) -> None:
+        entries = os.scandir(path) if path.is_dir() else None
+        names = entries and {one.name: (one.inode(), one.is_dir()) for one in entries}
+        self.safe[path.stat().st_ino] = path.read_bytes() if names is None else names
 
-    def copy(self, target: Path) -> None:
-        shutil.copytree(self.root, target)
-
-    def _node(self, path: Path):
-        node = self.tree
-        for part in path.relative_to(self.root).parts:
-            node = node[part]
-        return node
-
-    def mkdir(self, path, _):
-        self._node(path.parent)[path.name] = {}
-
-    def create(self, path, descriptor):
-        self.open_files[descriptor] = self._node(path.parent)[path.name] = bytearray()
-
-    def write(self, descriptor, data, n_bytes):
-        self.open_files[descriptor] += data[:n_bytes]
-
-    def fsync(self, descriptor, _):
-        if (node := self.open_files.get(descriptor)) is not None:  # else a folder
-            self.safe[id(node)] = bytes(node)
-
-    def sync_folder(self, path, _):
-        node = self._node(path)
-        self.safe[id(node)] = dict(node)
-
-    def rename(self, source, target, _):
-        self._node(target.parent)[target.name] = self._node(source.parent).pop(source.name)
-
-    def put_back(self, target: Path, node=None) -> None:
+    def put_back(self, root: Path, target: Path) -> None:
         """The file system as the next start finds it."""
-        node = self.tree if node is None else node
-        safe = self.safe.get(id(node), type(node)())
-        if isinstance(safe, dict):
-            target.mkdir()
-            for name, entry in safe.items():
-                self.put_back(target / name, entry)
-        else:
-            target.write_bytes(safe)
+        left = [(target, root.stat().st_ino, True)]
+        for path, inode, is_folder in left:
+            if not is_folder:
+                path.write_bytes(self.safe.get(inode, b""))
+                continue
+            path.mkdir()
+            left += [(path / name, *about) for name, about in self.safe.get(inode, {}).items()]
 
 
 def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_new(
