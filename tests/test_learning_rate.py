@@ -1,4 +1,4 @@
-"""The learning rate that every optimizer step took, against each schedule's closed form."""
+"""The learning rate that every optimizer step took, against a schedule's closed form."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch.utils._pytree import tree_leaves
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
 
-def expected(name: str, step: int) -> float:
-    if name == "constant":
-        return PEAK
+def expected(step: int) -> float:
     if step < WARMUP:
         return PEAK * (START + (1 - START) * step / WARMUP)
     return PEAK * (1 - (1 - FLOOR) * (step - WARMUP) / (STEPS - 1 - WARMUP))
@@ -25,18 +23,15 @@ def learning_rates(folder) -> list[float]:
         return [float(row["lr"]) for row in csv.DictReader(file) if row["lr"]]
 
 
-@pytest.mark.parametrize("name", ["constant", "warmup_linear"])
-def test_a_schedule_counts_optimizer_steps_whatever_the_accumulation(train, name):
+def test_a_schedule_counts_optimizer_steps_whatever_the_accumulation(train):
     run = train(
-        f"scheduler={name}", f"optimizer.lr={PEAK}", f"scheduler.warmup_steps={WARMUP}",
+        "scheduler=warmup_linear", f"optimizer.lr={PEAK}", f"scheduler.warmup_steps={WARMUP}",
         f"scheduler.start_factor={START}", f"scheduler.min_factor={FLOOR}", "logger=csv",
         f"trainer.max_steps={STEPS}", "data.global_batch_size=8", "trainer.log_every_n_steps=1",
     )  # fmt: skip
     assert run.code == 0, run.err
     # steps 0, 1, warmup-1, warmup, middle, last and all between
-    assert learning_rates(run.folder) == pytest.approx(
-        [expected(name, step) for step in range(STEPS)]
-    )
+    assert learning_rates(run.folder) == pytest.approx([expected(step) for step in range(STEPS)])
 
 
 def test_the_learning_rate_grows_with_the_global_batch(train):
@@ -67,13 +62,9 @@ def test_a_warm_up_that_follows_from_the_length_stays_that_of_the_first_start(tr
     run.cut_back(1)
     again = train("trainer.max_steps=20", "ckpt_path=last", *options)
     assert again.code == 0, again.err
-    said = "warm-up of 1 steps, as the run began; a fresh run of 20 steps has 2"
-    assert said in again.out + again.err
     whole = train("trainer.max_steps=20", "scheduler.warmup_steps=1", *options, name="whole")
     states = [finished.state(20)["state_dict"] for finished in (again, whole)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
-    once_more = train("trainer.max_steps=30", "ckpt_path=last", *options)
-    assert once_more.code == 0 and "of 30 steps has 3" in once_more.out + once_more.err
 
 
 def tensors_of(state) -> list[torch.Tensor]:

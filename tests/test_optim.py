@@ -57,36 +57,22 @@ def test_a_tied_parameter_is_in_one_group_once_and_a_frozen_one_in_none():
     assert sum(p is net.head.weight for p in listed) == 1
     assert not any(p is net.position_embedding.weight for p in listed)
     assert len(listed) == len(list(net.parameters())) - 1
+    assert decay_groups(net.requires_grad_(False).parameters()) == []  # no group is empty
 
 
-def test_no_group_is_empty():
-    assert len(decay_groups(nn.Linear(2, 2, bias=False).parameters())) == 1
-    assert decay_groups(nn.Linear(2, 2).requires_grad_(False).parameters()) == []
-
-
-def test_muon_gets_the_matrices_of_the_blocks_and_nothing_else():
-    net = small_gpt()
-    hidden, *rest = Muon(muon_groups(net), weight_decay=0.1).param_groups
-    assert hidden["use_muon"]
-    assert not any(group["use_muon"] for group in rest)
-    matrices = {n for n, p in net.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
-    assert names(net, hidden) == matrices
-    assert sum(len(g["params"]) for g in (hidden, *rest)) == len(list(net.parameters()))
-    assert {g["weight_decay"] for g in rest} == {0.1, 0.0}
-
-
-def test_what_lies_beside_the_net_is_trained_with_it():
+def test_muon_gets_the_matrices_of_the_blocks_and_adamw_the_rest_and_what_lies_beside():
     net, scale = small_gpt(), nn.Parameter(torch.ones(3))
     table, frozen = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2), requires_grad=False)
     learned = [*net.parameters(), scale, table, frozen]
-    matrices, vectors = decay_groups(learned)
-    assert any(p is table for p in matrices["params"])
-    assert any(p is scale for p in vectors["params"])
-    hidden, *rest = muon_groups(net, learned)
-    assert names(net, hidden) == names(net, muon_groups(net)[0])
-    listed = [p for group in rest for p in group["params"]]
-    assert any(p is table for p in listed) and any(p is scale for p in listed)
-    assert not any(p is frozen for p in listed)
+    hidden, *rest = Muon(muon_groups(net, learned), weight_decay=0.1).param_groups
+    assert hidden["use_muon"] and not any(group["use_muon"] for group in rest)
+    matrices = {n for n, p in net.named_parameters() if n.startswith("blocks.") and p.ndim == 2}
+    assert names(net, hidden) == names(net, muon_groups(net)[0]) == matrices
+    decay = {p: group["weight_decay"] for group in rest for p in group["params"]}
+    assert (decay[table], decay[scale], frozen in decay) == (0.1, 0.0, False)
+    assert len(hidden["params"]) + len(decay) == len(list(net.parameters())) + 2
+    with pytest.raises(ValueError, match="Linear has no attribute `blocks`"):
+        muon_groups(nn.Linear(2, 2))
 
 
 def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
@@ -106,11 +92,6 @@ def test_embeddings_head_and_vectors_have_learning_rates_of_their_own():
     assert {group["lr"] for group in Muon(muon_groups(net), lr=1.0).param_groups} == {1.0}
 
 
-def test_muon_groups_of_a_net_without_blocks_are_refused_by_the_nets_name():
-    with pytest.raises(ValueError, match=r"Linear has no attribute `blocks`"):
-        muon_groups(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])
 def test_learning_rate_follows_the_batch_by_the_rule(rule, factor):
     assert scaled_lr(3e-4, rule, 256, 64) == pytest.approx(3e-4 * factor)
@@ -121,29 +102,24 @@ def test_learning_rate_follows_the_batch_by_the_rule(rule, factor):
 
 STABLE_DECAY = partial(warmup_stable_decay, decay_steps=20)
 RUN = {"warmup_steps": 10, "total_steps": 101, "start_factor": 0.1, "min_factor": 0.2}
-STEPS = (0, 1, 9, 10, 55, 100, 101, 10_000)  # first, warm-up's last, middle, the last, past it
+# The first, warm-up's last, the decay's first quarter and middle, the last, past it.
+STEPS = (0, 1, 9, 10, 32.5, 55, 100, 101, 10_000)
+COSINE = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
 
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (warmup_cosine, (0.1, 0.19, 0.91, 1.0, 0.6, 0.2, 0.2, 0.2)),
-        (warmup_linear, (0.1, 0.19, 0.91, 1.0, 0.6, 0.2, 0.2, 0.2)),
-        (STABLE_DECAY, (0.1, 0.19, 0.91, 1.0, 1.0, 0.2, 0.2, 0.2)),
-        (warmup_constant, (0.1, 0.19, 0.91, 1.0, 1.0, 1.0, 1.0, 1.0)),
-        (constant, (1.0,) * 8),
+        (warmup_cosine, (0.1, 0.19, 0.91, 1.0, COSINE, 0.6, 0.2, 0.2, 0.2)),
+        (warmup_linear, (0.1, 0.19, 0.91, 1.0, 0.8, 0.6, 0.2, 0.2, 0.2)),
+        (STABLE_DECAY, (0.1, 0.19, 0.91, 1.0, 1.0, 1.0, 0.2, 0.2, 0.2)),
+        (warmup_constant, (0.1, 0.19, 0.91, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)),
+        (constant, (1.0,) * 9),
     ],
 )
 def test_factor_at_the_steps_that_matter(schedule, expected):
     run = {key: RUN[key] for key in RUN if key in inspect.signature(schedule).parameters}
     assert [schedule(step, **run) for step in STEPS] == pytest.approx(list(expected))
-
-
-def test_cosine_and_line_differ_between_their_common_points():
-    quarter = 10 + 90 / 4
-    cosine = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
-    assert warmup_cosine(quarter, **RUN) == pytest.approx(cosine)
-    assert warmup_linear(quarter, **RUN) == pytest.approx(0.8)
 
 
 def test_stable_decay_falls_over_its_fraction_of_the_run():
@@ -167,12 +143,9 @@ def test_runs_too_short_for_their_shape_have_one(schedule):
     assert schedule(101, **only_warmup) == pytest.approx(0.2)
     one_step = {**RUN, "warmup_steps": 0, "total_steps": 1}
     assert schedule(0, **one_step) == pytest.approx(0.2)
-
-
-def test_a_decay_of_no_step_is_at_the_last_step():
-    """A fifth of a run of two steps is none."""
-    run = {**RUN, "warmup_steps": 0, "total_steps": 2, "decay_steps": 0}
-    assert [warmup_stable_decay(step, **run) for step in (0, 1)] == [1.0, pytest.approx(0.2)]
+    # A decay of no step, as a fifth of a run of two steps, is at the last one.
+    two = {**no_warmup, "total_steps": 2, "decay_steps": 0}
+    assert [warmup_stable_decay(step, **two) for step in (0, 1)] == [1.0, pytest.approx(0.2)]
 
 
 # Muon
@@ -217,9 +190,12 @@ def test_an_orthogonalized_matrix_keeps_its_directions_and_evens_its_singular_va
         assert torch.cosine_similarity(made.flatten(1), (u @ v).flatten(1)).min() > 0.95
 
 
-def test_a_schedule_moves_both_halves_of_muon_also_after_a_resume():
+def test_both_halves_of_muon_follow_a_schedule_also_after_a_resume_and_keep_their_states():
     net = small_gpt()
     muon = Muon(muon_groups(net), lr=3e-3)
+    train(net, [muon], range(1))
+    assert set(muon.state[net.blocks[0].mlp.up_proj.weight]) == {"momentum_buffer"}
+    assert set(muon.state[net.head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
     muon.load_state_dict(muon.state_dict())
     torch.optim.lr_scheduler.LambdaLR(muon, lambda step: 0.0)
     before = [p.clone() for p in net.parameters()]
@@ -227,25 +203,17 @@ def test_a_schedule_moves_both_halves_of_muon_also_after_a_resume():
     assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
 
 
-def test_muon_keeps_one_state_for_a_hidden_matrix_and_adamw_two():
-    net = small_gpt()
-    muon = Muon(muon_groups(net))
-    train(net, [muon], range(1))
-    assert set(muon.state[net.blocks[0].mlp.up_proj.weight]) == {"momentum_buffer"}
-    assert set(muon.state[net.head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
 def test_muon_calls_a_closure_with_gradients_on_and_returns_its_loss():
-    net = small_gpt()
-    muon = Muon(muon_groups(net))
+    weight = nn.Parameter(torch.eye(3))
+    muon = Muon([{"params": [weight], "use_muon": True}])
 
     def closure():
-        loss = net(torch.zeros(1, 2, dtype=torch.int64)).square().mean()
+        loss = weight.square().sum()
         loss.backward()
         return loss
 
     with torch.no_grad():
-        assert muon.step(closure).item() > 0
+        assert muon.step(closure).item() == 3.0
 
 
 def test_muon_runs_where_one_half_has_nothing_to_do_and_refuses_vectors():

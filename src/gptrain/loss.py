@@ -26,8 +26,10 @@ class LossOptions:
     """What is added to the cross entropy.
 
     Attributes:
-        label_smoothing: fraction of the target that is spread over the vocabulary.
-        z_loss: factor on the mean of logsumexp(logits)^2 (PaLM, arXiv:2204.02311).
+        label_smoothing: this fraction of the target is spread evenly over the vocabulary, as in
+            F.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567).
+        z_loss: adds z_loss * logsumexp(logits)^2 per position, which keeps the softmax's
+            normalizer near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4).
     """
 
     label_smoothing: float = 0.0
@@ -50,10 +52,7 @@ def next_token_loss(
     Args:
         targets: int64; -100 marks a position that counts for nothing.
         reduction: "mean" over the positions that count (0, not NaN, if none does), or "sum".
-        label_smoothing: this fraction of the target is spread evenly over the vocabulary, as in
-            F.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567).
-        z_loss: adds z_loss * logsumexp(logits)^2 per position, which keeps the softmax's
-            normalizer near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4).
+        label_smoothing, z_loss: as in `LossOptions`.
     """
     targets = targets.flatten()  # (N,)
     losses = losses_of_rows(logits.flatten(0, -2), targets, label_smoothing, z_loss)
@@ -264,9 +263,7 @@ def round_up(number: int, multiple: int) -> int:
 
 def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
     """A sum over the targets that count, or their mean."""
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}: not known; allowed: mean, sum")
-    return total if reduction == "sum" else total / count_targets(targets)
+    return total / {"sum": 1, "mean": count_targets(targets)}[reduction]
 
 
 def count_targets(targets: Tensor) -> Tensor:

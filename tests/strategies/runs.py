@@ -21,11 +21,13 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
 from own_parts import Ragged
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 ROOT = Path(__file__).parents[2]
@@ -200,18 +202,9 @@ def run_train(words: list[str], said: Path) -> int:
 
 def read_shards(path: Path) -> dict:
     """The tensors of a sharded checkpoint, by torch's own reader."""
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict = {}
-    _load_state_dict(
-        state,
-        storage_reader=FileSystemReader(path),
-        planner=_EmptyStateDictLoadPlanner(),
-        no_dist=True,
-    )
-    return state
+    with TemporaryDirectory() as folder:
+        dcp_to_torch_save(path, f"{folder}/whole")
+        return torch.load(f"{folder}/whole", weights_only=True)
 
 
 def differences(mine: object, theirs: object) -> list[str]:

@@ -80,12 +80,18 @@ def test_the_outer_step_is_sgd_with_nesterovs_momentum(one_rank):
         torch.testing.assert_close(net.weight.detach(), place)
 
 
-def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(runs):
-    """After every second step, and after the last, which is the seventh."""
-    run = runs(*TWO, *NOTES, "trainer.max_steps=7", "strategy.outer_dtype=bf16")
+OWN = ("module._target_=own_parts.Plain", "trainer.gradient_clip_val=null")
+
+
+@pytest.mark.parametrize(
+    ("words", "model"), [(("strategy.outer_dtype=bf16",), claims.MODEL), (OWN, ONLY_FORWARD)]
+)
+def test_replicas_are_equal_bit_for_bit_where_they_have_met_and_nowhere_else(words, model, runs):
+    """After every second step, and after the last; a user's own module and net, too."""
+    run = runs(*TWO, *NOTES, *words, "trainer.max_steps=5", model=model)
     first, second = weights(run, 0), weights(run, 1)
     equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
-    assert equal == [False, True, False, True, False, True, True]
+    assert equal == [False, True, False, True, True]
 
 
 def test_a_run_stopped_between_meetings_goes_on_bit_for_bit(runs):
@@ -128,17 +134,6 @@ def test_ranks_of_a_replica_take_each_step_together(runs):
         assert torch.equal(a, b) and torch.equal(c, d)
         assert torch.equal(a, c) == (number % 2 == 0)
     check_same_replicas(runs(*words, f"ckpt_path={whole.checkpoint(3)}"), whole)
-
-
-def test_it_trains_a_users_own_module_and_net(runs):
-    words = (
-        "module._target_=own_parts.Plain", "trainer.max_steps=4",
-        "trainer.gradient_clip_val=null",
-    )  # fmt: skip
-    run = runs(*TWO, *NOTES, *words, model=ONLY_FORWARD)
-    first, second = weights(run, 0), weights(run, 1)
-    equal = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
-    assert equal == [False, True, False, True]
 
 
 def test_a_run_that_stops_at_a_step_that_is_not_finite_ends_with_its_replica(runs):

@@ -23,11 +23,10 @@ from torch import nn
 
 from gptrain.parallel import state as states
 from gptrain.parallel.slices import whole_of
-from gptrain.parallel.state import WHOLE
 
 
 class CountsSteps(torch.optim.Optimizer):
-    """As users write them: a Python integer in the state, and a moment."""
+    """As users write them: a Python integer, a number in a tensor, and a moment."""
 
     def __init__(self, groups, lr=0.1):
         super().__init__(groups, {"lr": lr})
@@ -38,8 +37,9 @@ class CountsSteps(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 if not state:
-                    state["n"], state["sum"] = 0, torch.zeros_like(parameter)
+                    state |= {"n": 0, "t": torch.zeros(()), "sum": torch.zeros_like(parameter)}
                 state["n"] += 1
+                state["t"] += 0.5
                 state["sum"] += parameter.grad
                 parameter -= group["lr"] * state["sum"]
 
@@ -54,61 +54,11 @@ def every_kind(seed):
 def every_mix(seed):
     yield Parallel("fsdp_tensor_parallel", seed=seed)
     yield Parallel("ddp_pipeline", seed=seed)
+    yield Parallel("fsdp", seed=seed, replicas=2)
 
 
-def trained(kind):
-    kind.step(0)
-    kind.update()
-    return kind
-
-
-def check_state_of(kind, truth):
-    """The whole state has one process's names, and values to rounding."""
-    for mine, expected in zip(kind.states(), truth.states(), strict=True):
-        held = mine.get("state", mine)
-        assert bool(held) == (dist.get_rank() == 0)  # no other rank keeps a copy of the whole
-        if dist.get_rank() == 0:
-            mine, expected = (state.get("state", state) for state in (mine, expected))
-            assert sorted(mine) == sorted(expected)
-            for name in (name for name in expected if NOISE not in name):
-                if isinstance(expected[name], dict):
-                    for key in ("step", "exp_avg", "exp_avg_sq"):
-                        close(mine[name][key], expected[name][key], GRADIENT_RTOL)
-                else:
-                    close(mine[name], expected[name], GRADIENT_RTOL)
-
-
-def check_goes_on_like(loaded, truth_step):
-    loss, norm = loaded.step(1)
-    assert abs(loss / truth_step[0] - 1) < LOSS_RTOL
-    assert abs(norm / truth_step[1] - 1) < LOSS_RTOL
-    groups = loaded.optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-
-
-def check_whole_states(kinds):
-    truth = trained(OneProcess())
-    for kind in kinds(seed=0):
-        check_state_of(trained(kind), truth)
-    saved = copy.deepcopy(truth.states())
-    expected = truth.step(1)
-    for kind in kinds(seed=1):
-        kind.load(*broadcast(saved))
-        check_goes_on_like(kind, expected)
-
-
-@on_ranks(2)
-def test_any_strategy_saves_the_whole_state_and_loads_it():
-    check_whole_states(every_kind)
-
-
-@on_ranks(4)
-def test_any_mix_saves_the_whole_state_and_loads_it():
-    check_whole_states(every_mix)
-
-
-def _with_one_beside(kind):
-    """A parameter on the module, trained by the same optimizer, which counts in integers."""
+def with_one_beside(kind):
+    """A parameter of the module, in the same optimizer, whose learning rate is on a device."""
     scale = nn.Parameter(torch.tensor([2.0, 3.0]))
     kind.beside = {"module.scale": scale}
     kind.optimizer = CountsSteps([{"params": list(kind.net.parameters())}])
@@ -116,74 +66,85 @@ def _with_one_beside(kind):
     return kind
 
 
-def _step(kind):
-    kind.step(0)
+def trained(kind):
+    """After one step."""
+    with_one_beside(kind).step(0)
     kind.beside["module.scale"].grad = torch.tensor([0.25, 0.5])
-    kind.optimizer.step()
+    kind.update()
+    return kind
 
 
-def _check_beside(kind, expected):
-    """The state of expected, in this kind's own optimizer."""
+def check_whole_state(mine, expected):
+    """It has one process's names, and values to rounding."""
+    assert sorted(mine) == sorted(expected)
+    for name in (name for name in expected if NOISE not in name):
+        if isinstance(expected[name], dict):
+            close(mine[name].pop("sum"), expected[name]["sum"], GRADIENT_RTOL)
+            assert mine[name] == {"n": 1, "t": 0.5} and type(mine[name]["n"]) is int
+        else:
+            close(mine[name], expected[name], GRADIENT_RTOL)
+
+
+def check_goes_on(kind, expected, truth_step):
+    """With the optimizer's state, to the next step of the truth."""
     for name, parameter in kind.parameters().items():
         mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
-        assert mine["n"] == theirs["n"] == 1 and type(mine["n"]) is int
-        if NOISE not in name and kind.stages == WHOLE:
+        assert (mine["n"], mine["t"]) == (1, 0.5) and type(mine["n"]) is int
+        if NOISE not in name:
             close(whole_of(mine["sum"]), theirs["sum"], GRADIENT_RTOL)
-    assert torch.equal(
-        kind.optimizer.state[kind.beside["module.scale"]]["sum"], torch.tensor([0.25, 0.5])
-    )
     assert [float(group["lr"]) for group in kind.optimizer.param_groups] == [0.1, 0.5]
+    loss, norm = kind.step(1)
+    assert abs(loss / truth_step[0] - 1) < LOSS_RTOL
+    assert abs(norm / truth_step[1] - 1) < LOSS_RTOL
 
 
-@on_ranks(2)
-def test_parameters_beside_the_net_and_numbers_in_a_state_are_kept_by_all_strategies():
-    truth = _with_one_beside(OneProcess())
-    _step(truth)
-    expected = broadcast(copy.deepcopy(truth.states()[1]))
+def check_states(kinds):
+    """Each writes a whole state and shards; each reads one process's, and the shards of another."""
+    truth = trained(OneProcess())
+    net_state, expected = broadcast(copy.deepcopy(truth.states()))
     assert expected["param_groups"][1] == {"lr": 0.5, "params": ["module.scale"]}
+    truth_step = truth.step(1)
     folder, groups = Path(broadcast(tempfile.mkdtemp())), []
-    for number, kind in enumerate(map(_with_one_beside, every_kind(seed=0))):
-        _step(kind)
+    for number, kind in enumerate(map(trained, kinds(seed=0))):
         held = kind.parameters(), kind.optimizer
         shards = states.sharded_state(kind.net, *held, kind.stages)
         dcp.save(shards, storage_writer=dcp.FileSystemWriter(folder / str(number)))
         groups.append(broadcast(states.named_groups(*held, kind.stages)))
-        mine, one = broadcast(kind.states()[1]), _with_one_beside(OneProcess(seed=1))
-        assert mine["state"].keys() == expected["state"].keys()
-        one.load_optimizer(mine["state"], mine["param_groups"])
-        _check_beside(one, expected)
-    for other in map(_with_one_beside, every_kind(seed=1)):
-        other.load_optimizer(expected["state"], expected["param_groups"])
-        _check_beside(other, expected)
-    for number, other in enumerate(map(_with_one_beside, every_kind(seed=1)), -1):
+        mine, of_optimizer = kind.states()
+        assert bool(mine) == bool(of_optimizer["state"]) == (dist.get_rank() == 0)  # one copy
+        if mine:
+            check_whole_state(mine, net_state)
+            check_whole_state(of_optimizer["state"], expected["state"])
+    for number, other in enumerate(map(with_one_beside, kinds(seed=1)), -1):
+        other.load(net_state, expected)
+        check_goes_on(other, expected, truth_step)
+        again = with_one_beside(other)
         reader = dcp.FileSystemReader(folder / str(number % len(groups)))  # of another kind
-        states.load_net_state(other.net, reader, stages=other.stages)
-        other.load_optimizer(reader, groups[number])
-        _check_beside(other, expected)
+        states.load_net_state(again.net, reader, stages=again.stages)
+        again.load_optimizer(reader, groups[number])
+        again.optimizer.zero_grad()
+        check_goes_on(again, expected, truth_step)
 
 
-def _changed(state):
-    """A state that lacks a block's bias, has one weight in another shape, and one nobody knows."""
-    state = dict(state)
-    state.pop("blocks.1.mlp.up_proj.bias")
-    state["blocks.2.norm_1.weight"] = torch.ones(5)
-    state["blocks.0.adapter"] = torch.ones(2)
-    return state
+@on_ranks(2)
+def test_any_strategy_writes_states_and_reads_those_of_others():
+    check_states(every_kind)
 
 
-LEFT_OUT = (
-    ["blocks.1.mlp.up_proj.bias"],
-    ["blocks.0.adapter"],
-    {"blocks.2.norm_1.weight": ((5,), (32,))},
-)
+@on_ranks(4)
+def test_any_mix_writes_states_and_reads_those_of_others():
+    check_states(every_mix)
 
 
 @on_ranks(2)
 def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
-    given = broadcast(_changed(OneProcess(seed=3).net.state_dict()))
+    """Of a state with a tied weight once, one of another shape, and one that nobody knows."""
+    given = OneProcess(seed=3).net.state_dict()
+    of_tied = given.pop("head.weight")
+    given.pop("blocks.1.mlp.up_proj.bias")
+    given |= {"blocks.2.norm_1.weight": torch.ones(5), "blocks.0.adapter": torch.ones(2)}
     folder = Path(broadcast(tempfile.mkdtemp()))
-    sharded = {name: tensor for name, tensor in given.items() if name != "head.weight"}
-    dcp.save({"net": sharded}, storage_writer=dcp.FileSystemWriter(folder))
+    dcp.save({"net": given}, storage_writer=dcp.FileSystemWriter(folder))
     for source in (given, dcp.FileSystemReader(folder)):
         for kind in every_kind(seed=0):
             with pytest.raises(
@@ -192,13 +153,16 @@ def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
             ):
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left_out = states.load_net_state(kind.net, source, strict=False, stages=kind.stages)
-            assert tuple(left_out) == LEFT_OUT
+            assert left_out.missing == ["blocks.1.mlp.up_proj.bias"]
+            assert left_out.unexpected == ["blocks.0.adapter"]
+            assert left_out.mismatched == {"blocks.2.norm_1.weight": ((5,), (32,))}
             mine = states.whole_net_state(kind.net, kind.stages)
             if dist.get_rank() == 0:
-                fresh = OneProcess(seed=0).net.state_dict()
-                for name, tensor in mine.items():
-                    fits = name in given and given[name].shape == tensor.shape
-                    assert torch.equal(tensor, given[name] if fits else fresh[name]), name
+                expected = OneProcess(seed=0).net.state_dict() | {"head.weight": of_tied}
+                left = {*left_out.unexpected, *left_out.mismatched}
+                expected |= {name: one for name, one in given.items() if name not in left}
+                assert mine.keys() == expected.keys()
+                assert all(torch.equal(mine[name], expected[name]) for name in mine)
 
 
 def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
@@ -223,10 +187,3 @@ def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
     state["param_groups"].pop()
     with pytest.raises(ValueError, match=r"module\.stray: not in a group"):
         states.load_optimizer_state(parameters, one_group, state["state"], state["param_groups"])
-
-
-def test_a_tied_weight_may_be_given_once():
-    net, other = make_net(), make_net()
-    state = {name: tensor for name, tensor in other.state_dict().items() if name != "head.weight"}
-    assert not any(states.load_net_state(net, state))
-    assert torch.equal(net.head.weight, other.token_embedding.weight)

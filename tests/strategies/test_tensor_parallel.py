@@ -15,12 +15,12 @@ from kinds import (
     make_batch,
 )
 from ranks import on_ranks
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.slices import like_parameter, whole_of
+from gptrain.parallel.slices import whole_of
 from gptrain.parallel.tensor import vocab_parallel_loss
 
 
@@ -57,15 +57,8 @@ def _head(v=61, d=8):
     targets = torch.randint(v, (3, 7), generator=generator)
     targets[:, ::3] = -100
     mesh = build_mesh("cpu", ParallelDims(tensor=2))["tensor"]
-    empty = DTensor.from_local(
-        torch.empty(-(-v // 2) if mesh.get_local_rank() == 0 else v // 2, d, dtype=whole.dtype),
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-    return hidden, whole, like_parameter(whole.detach(), empty).requires_grad_(), targets
+    part = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+    return hidden, whole, part.requires_grad_(), targets
 
 
 @on_ranks(2)

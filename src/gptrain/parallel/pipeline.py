@@ -93,7 +93,7 @@ class Pipeline(Whole):
             total = self.head_loss(net, hidden, targets, options)
             return total * factor.to(total.dtype)
 
-        total = self.train(tokens, targets, loss)
+        total = self._run(True, self.microbatches, tokens, targets, loss)
         anchor = torch.ones((), requires_grad=True, device=total.device)
         return _GradientsExist.apply(anchor, total / scale, scale if self._checks_scale else None)
 
@@ -121,13 +121,9 @@ class Pipeline(Whole):
         dist.broadcast(value, group=self.group, group_src=self.last)
         return value
 
-    def train(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        """Sum of a loss over the microbatches of (B, T), on every rank; adds to the gradients."""
-        return self._run(True, self.microbatches, tokens, targets, loss)
-
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        """The same without gradients, of a batch that may be smaller."""
+        """`_run` without gradients, of a batch that may be smaller."""
         n = gcd(len(tokens), self.microbatches)
         if len(self.indices) > 1 and n % (self.last + 1):
             n = 1  # interleaving goes round by round
@@ -144,6 +140,7 @@ class Pipeline(Whole):
     def _run(
         self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor, loss: Loss
     ) -> Tensor:
+        """Sum of a loss over the microbatches of (B, T), on every rank."""
         # Buffers and shapes are fixed by the first batch that a schedule sees: one for each shape.
         key = (training, microbatches, tuple(tokens.shape))
         if key not in self._schedules:
