@@ -1,9 +1,8 @@
-"""What attacks have in common: a victim, payloads, the time that an answer may take."""
+"""What attacks have in common: a victim, payloads, a refusal in one line."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +20,9 @@ from gptrain.resilience.store import CheckpointStore
 REFUSALS = (
     ConfigError, DamagedCheckpoint, NoGoodCheckpoint, DataError, FileNotFoundError, ValueError
 )  # fmt: skip
-IN_TIME_S, RUN_S = 10, 120  # an answer; a run of a few steps on a loaded machine
 SIZES = {"vocab_size": 256, "d_model": 4, "n_heads": 1, "n_layers": 1, "max_seq_len": 32,
          "dropout": 0.0, "activation": "gelu"}  # fmt: skip
 MODEL = {"_target_": "gptrain.models.SimpleGPT", **SIZES}
-DEEP = 100_000
 
 
 class Payload:
@@ -33,26 +30,6 @@ class Payload:
 
     def __reduce__(self):
         return os.system, (f"touch {os.environ['MARK']}",)
-
-
-class Hung(BaseException):
-    """No answer in time; no Exception, which somebody could catch."""
-
-
-@contextmanager
-def in_time(seconds: int = IN_TIME_S) -> Iterator[None]:
-    """Raises Hung where the block takes longer."""
-
-    def ring(*_):
-        raise Hung(f"no answer in {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def hashes(folder: Path) -> dict[str, tuple]:
@@ -74,7 +51,6 @@ def victim_and_payloads(tmp_path: Path, monkeypatch) -> Iterator[Path]:
     for name in ("evilpkg.py", "hubconf.py", "sitecustomize.py", "old/__init__.py", "old/evil.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
-    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BROWSER", "touch $MARK %s")
@@ -84,8 +60,8 @@ def victim_and_payloads(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """The one line of a refusal that came in time."""
-    with in_time(), pytest.raises(REFUSALS) as caught:
+    """The one line of a refusal."""
+    with pytest.raises(REFUSALS) as caught:
         call()
     if type(caught.value) is ValueError:
         assert "does not fit the net" in str(caught.value)
@@ -117,14 +93,9 @@ def config(folder: Path, content: object) -> Path:
 
 
 def fill(folder: Path, files: dict[str, bytes | str]) -> Path:
-    """A folder with these files; a text: a pipe, or a link to that device."""
-    folder.mkdir(exist_ok=True)
+    """A folder with these files; a text is a link to there."""
     for name, content in files.items():
-        content = content() if callable(content) else content
-        if content == "pipe":
-            os.mkfifo(folder / name)
-        elif isinstance(content, str):
-            (folder / name).symlink_to(content)
-        else:
-            (folder / name).write_bytes(content)
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(content) if isinstance(content, str) else path.write_bytes(content)
     return folder

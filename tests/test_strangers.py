@@ -1,16 +1,14 @@
-"""Somebody else's run folder: nothing of it runs, nothing outside is changed, nothing hangs.
+"""Somebody else's run folder: nothing of it runs, nothing outside is changed.
 
-Each attack goes in where a user would let it in, and is answered in time by one line.
+Each attack goes in where a user would let it in, and is answered by one line.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,18 +16,11 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 import gptrain
+from gptrain.config import ConfigError
+from gptrain.config.from_run import expand
 from gptrain.models import SimpleGPT
-from tests.strangers import (
-    DEEP,
-    MODEL,
-    RUN_S,
-    config,
-    fill,
-    in_time,
-    plant,
-    refused,
-    victim_and_payloads,
-)  # fmt: skip
+from tests.processes import LOOPBACK, family, listeners
+from tests.strangers import MODEL, config, fill, plant, refused, victim_and_payloads
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +53,7 @@ OVERRIDES = {
     "g06": ["+data.test={_target_: gptrain.resilience.fileops.remove_tree, path: victim}"],
     "write": ["+data.test={_target_: gptrain.resilience.fileops.create, path: victim/new}"],
     "g05": ["model=evil", "hydra.searchpath=[file://.]"],
-    "file": ["+experiment=../../old/evil"],
+    "file": ["+experiment=../../old/evil"], "absolute": ["+experiment=/tmp/evil"],
     "web": ["+data.test={_target_: lightning.pytorch.demos.transformer.WikiText2}"],
     "datapipe": [f"+data.test={{_target_: torch.utils.data.ConcatDataset, datasets: {PIPES}}}"],
     "dirpath": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "
@@ -75,12 +66,11 @@ OVERRIDES = {
                  "act: 'SIG0 1; touch $MARK; exit #'}"],
     "position": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "
                  "_args_: [victim], every_n_train_steps: 1}"],
-    "doubling": ["+data.a0=xxxxxxxxxx", *(f"+data.a{i}=${{data.a{i - 1}}}${{data.a{i - 1}}}"
-                                          for i in range(1, 40))],
     "key": ["+data.train.${oc.env:HOME}=1"],
     "glued": ["+data.x='$'", "data.train.seed='${data.x}{oc.create:\"{_target_: torch.load, "
               "weights_only: false, f: evil.pt}\"}'"],
     "own place": ["data=text", "data.train={cache_dir: victim}"],
+    "outside": ["data=text", "data.path=/etc/hostname"], "link": ["data=text", "data.path=link"],
 }  # fmt: skip
 
 
@@ -89,44 +79,35 @@ def old(world) -> Callable[[object], str]:
     """Writes .hydra/overrides.yaml of a stranger's run; the word that takes it up."""
 
     def write(content: object) -> str:
-        (world / "old" / ".hydra").mkdir()
-        path = world / "old" / ".hydra" / "overrides.yaml"
-        if content == "pipe":
-            os.mkfifo(path)
-        elif str(content).startswith("/dev"):
-            path.symlink_to(content)
-        else:
-            path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+        text = content if isinstance(content, str) else yaml.safe_dump(content)
+        fill(world / "old", {".hydra/overrides.yaml": text.encode()})
         return f"from_run={world / 'old'}"
 
     return write
 
 
 @pytest.mark.parametrize("attack", OVERRIDES)
-def test_an_old_runs_overrides_are_data(attack, old, train):
-    word = old(OVERRIDES[attack])
-    with in_time(RUN_S):
-        run = train(word, "trainer.fast_dev_run=true", tiny=False)
+def test_an_old_runs_overrides_are_data(attack, world, old, train):
+    (world / "link").symlink_to("/etc/hostname")
+    run = train(old(OVERRIDES[attack]), "trainer.fast_dev_run=true", tiny=False)
     assert run.code in (2, 65) and "Traceback" not in run.err, run.err
     assert run.err.startswith("error: ") and not run.folder.exists()
 
 
-UNREADABLE = {
-    "pipe": "pipe", "device": "/dev/zero", "mapping": "a: b", "numbers": "[1, 2]", "torn": "- [x",
-    "deep": "[" * 10_000, "aliases": "- &a [x]\n- [*a, *a]", "bytes": "\x00\x01",
-    "tag": "!!python/object/apply:os.getcwd",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("attack", UNREADABLE)
-def test_overrides_that_cannot_be_read_are_refused_and_not_trained_as_the_default(
-    attack, old, train
-):
-    word = old(UNREADABLE[attack])
-    with in_time():
-        run = train(word, "trainer.fast_dev_run=true")
+@pytest.mark.parametrize(
+    "text", ["a: b", "[1, 2]", "- [x", "\x00\x01", "!!python/name:os.getcwd x"]
+)
+def test_overrides_that_cannot_be_read_are_refused_and_not_trained_as_the_default(text, old, train):
+    run = train(old(text), "trainer.fast_dev_run=true")
     assert run.code == 65 and run.err.count("\n") == 1, run.err
     assert not run.folder.exists()
+
+
+def test_a_file_outside_is_read_if_it_is_typed_again(old):
+    word = old(["data=text", "data.path=/etc/hostname"])
+    with pytest.raises(ConfigError, match=r"type it again to have it read; try: data\.path=/etc"):
+        expand([word])
+    assert "data.path=/etc/hosts" in expand([word, "data.path=/etc/hosts"])
 
 
 def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, train):
@@ -137,10 +118,9 @@ def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, 
         "+hydra.callbacks.x={_target_: os.system}", "+logger.x={_target_: os.system}",
         "profiler={_target_: os.system}", f"run_dir={victim}/x", "hydra/launcher=submitit_slurm",
         f"+data.cache_dir={victim}/cache", f"checkpoint.mirror={victim}/mirror",
-        "hydra.mode=MULTIRUN", "seed=7",
+        "+experiment@hydra.callbacks=quickstart", "hydra.mode=MULTIRUN", "seed=7",
     ])  # fmt: skip
-    with in_time(RUN_S):
-        run = train(word, "trainer.fast_dev_run=true")
+    run = train(word, "trainer.fast_dev_run=true")
     assert run.code == 0, run.err
     assert "PYTHONPATH" not in os.environ or str(world) not in os.environ["PYTHONPATH"]
     config = (run.folder / ".hydra" / "config.yaml").read_text()
@@ -152,7 +132,7 @@ def test_an_export_takes_no_right_from_the_old_run(old, monkeypatch, capfd):
 
     word = old(["allowed_targets=[antigravity]", "model._target_=antigravity.fly"])
     monkeypatch.setattr("sys.argv", ["export", word])
-    with in_time(), pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as left:
         main()
     assert left.value.code == 2 and capfd.readouterr().err.startswith("error: from_run=")
 
@@ -185,18 +165,9 @@ CONFIGS = {
     "loader": {"model": {"_target_": "lightning.pytorch.LightningModule.load_from_checkpoint"}},
     "list": [1, 2], "no model": {"seed": 1}, "model is a list": {"model": [1]},
     "no target": {"model": {"d_model": 4}},
-    "f10": {"model": MODEL | {"d_model": 10**9}},
-    "huge": {"model": MODEL | {"d_model": 10**30}},
     "wrong": {"model": MODEL | {"d_model": "many"}},
     "argument": {"model": MODEL | {"nosuch": 1}},
     "f13": "model: !!python/object/apply:os.system ['touch $MARK']\n",
-    "f15": "model: " + "[" * 10_000,
-    "f15b": "model: {_target_: torch.nn.Identity, x: " + "[" * 150 + "]" * 150 + "}",
-    "doubling": "a0: xxxxxxxxxx\n" + "".join(f"a{i}: ${{a{i - 1}}}${{a{i - 1}}}\n"
-                for i in range(1, 40)) + "model: {_target_: torch.nn.Identity, x: '${a39}'}\n",
-    "relative": "a0: {v: xxxxxxxxxx}\n" + "".join(
-        f"a{i}: {{v: ['${{..a{i - 1}.v}}', '${{..a{i - 1}.v}}']}}\n" for i in range(1, 40))
-        + "model: {_target_: torch.nn.Identity, x: '${a39}'}\n",
     "glued": {"model": {"_target_": IDENTITY, "d": "$",
                         "x": "${model.d}{oc.create:'" + EVIL + "'}"}},
     "loop": {"model": {"_target_": IDENTITY, "x": "${model.y}", "y": "${model.x}"}},
@@ -222,48 +193,32 @@ def test_what_a_net_does_not_depend_on_is_not_looked_at(world):
     assert isinstance(net, SimpleGPT)
 
 
-@pytest.mark.parametrize("attack", ["f01", "f02", "f03", "f06", "f14", "f15b", "wrong"])
+@pytest.mark.parametrize("attack", ["f01", "f02", "f03", "f06", "f14", "wrong"])
 def test_so_is_the_model_in_a_file_that_lightning_saved(attack, world):
-    content = CONFIGS[attack]
-    model = (yaml.safe_load(content) if isinstance(content, str) else content)["model"]
-    torch.save({"state_dict": {}, "model": model}, world / "x.ckpt")
+    torch.save({"state_dict": {}, "model": CONFIGS[attack]["model"]}, world / "x.ckpt")
     refused(lambda: gptrain.load(world / "x.ckpt"))
-
-
-@pytest.mark.parametrize("content", ["pipe", "/dev/zero"])
-def test_a_config_that_is_no_file_is_not_waited_for(content, world, old):
-    plant(world / "old")
-    old([])
-    path = world / "old" / ".hydra" / "config.yaml"
-    os.mkfifo(path) if content == "pipe" else path.symlink_to(content)
-    refused(lambda: gptrain.load(world / "old"))
 
 
 # E. Run folders
 
 
 FOLDERS = {name: {name: "../victim/kept"} for name in (".lock", "train.log", "status.json")}
-FOLDERS |= {f"{name} pipe": {name: "pipe"} for name in (".lock", "train.log", "status.json")}
 FOLDERS |= {
     "r03": {".hydra/config.yaml": "../../victim/kept"}, "hydra": {".hydra": "../victim"},
     "beats": {".beats": "../victim"}, "result": {"result.json": "../victim/kept"},
     "r08": {".lock": b"[1]", "status.json": b"[1]", ".restarts": b"[1]"},
-    "r07": {".lock": b'{"run_id": 5}', ".restarts": b"{"}, "deep": {".lock": b"[" * DEEP},
+    "r07": {".lock": b'{"run_id": 5}', ".restarts": b"{"},
     "r13": {f"checkpoints/.{kind}-step-00000001": "../../victim" for kind in ("trash", "draft")},
     "r05": {"checkpoints/.old-step-00000001": "../../victim"},
     "kinds": {".hydra": b"x", ".beats": b"x"}, "log folder": {"train.log/x": b"x"},
     "events": {"tensorboard": "../victim", "metrics.csv": "../victim/kept"},
-    "table": {"metrics.csv": "pipe"}, "endless": {"metrics.csv": "/dev/zero"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("attack", FOLDERS)
 def test_a_run_writes_and_removes_nothing_through_a_link(attack, world, train):
-    for name in FOLDERS[attack]:
-        (world / "run" / name).parent.mkdir(parents=True, exist_ok=True)
     fill(world / "run", FOLDERS[attack])
-    with in_time(RUN_S):
-        run = train("trainer.max_steps=1", "ckpt_path=last", "logger=csv", "callbacks=none")
+    run = train("trainer.max_steps=1", "ckpt_path=last", "logger=csv", "callbacks=none")
     assert run.code in (0, 65, 73) and "Traceback" not in run.err, run.err
     assert run.err.count("error: ") == bool(run.code), run.err
 
@@ -296,36 +251,19 @@ def test_ones_own_runs_go_on_without_a_word(world, train, monkeypatch, capfd):
     typed = ["--config-dir", "conf"]
     small = ["model=own_nets", "trainer.accelerator=cpu", "data.seq_len=8", "data.batch_size=2",
              "trainer.max_steps=1", "trainer.limit_val_batches=1", "logger=none"]  # fmt: skip
-    with in_time(RUN_S):
-        first = train(*typed, *small, tiny=False)
-        assert first.code == 0 and not first.err, first.err
-        old = f"from_run={first.folder}"
-        assert train(*typed, old, "task=test", name="test", tiny=False).code == 0
-        more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
-        assert more.code == 0 and "warning" not in more.err, more.err
-        assert type(gptrain.load(first.folder, allowed_targets=["own_nets"])).__name__ == "Net"
-        monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
-        with pytest.raises(SystemExit) as left:
-            main()
-        assert not left.value.code, capfd.readouterr().err
+    first = train(*typed, *small, tiny=False)
+    assert first.code == 0 and not first.err, first.err
+    old = f"from_run={first.folder}"
+    assert train(*typed, old, "task=test", name="test", tiny=False).code == 0
+    more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
+    assert more.code == 0 and "warning" not in more.err, more.err
+    assert type(gptrain.load(first.folder, allowed_targets=["own_nets"])).__name__ == "Net"
+    monkeypatch.setattr("sys.argv", ["export", *typed, old, f"run_dir={world}/out"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code, capfd.readouterr().err
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)  # as in another process
     refused(lambda: gptrain.load(first.folder))
-
-
-def listening() -> set[str]:
-    """Hexadecimal addresses at which this process and its children listen."""
-    open_sockets = set()
-    for pid in [os.getpid(), *(child.pid for child in multiprocessing.active_children())]:
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with suppress(OSError):
-                open_sockets.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in open_sockets:
-                found.add(fields[1].partition(":")[0])
-    return found
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux alone has it")
@@ -335,13 +273,14 @@ def test_ranks_of_one_machine_listen_to_nobody_else(world, train):
 
     def look() -> None:
         while not done.wait(0.1):
-            seen.update(listening())
+            for pid in family(os.getpid()):
+                with suppress(OSError):  # it is gone
+                    seen.update(listeners(pid))
 
-    before, thread = listening(), threading.Thread(target=look)
+    thread = threading.Thread(target=look)
     thread.start()
     run = train("trainer.devices=2", "trainer.max_steps=10", "logger=none", "callbacks=none")
     done.set()
     thread.join()
     assert run.code == 0, run.err
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert seen and seen - before <= loopback  # others of this machine may listen there, too
+    assert seen and seen <= LOOPBACK

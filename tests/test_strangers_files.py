@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,18 +20,15 @@ from gptrain.models import SimpleGPT
 from gptrain.nets.weights import load_weights
 from gptrain.resilience.manifest import read_manifest, seal
 from tests.strangers import (
-    DEEP,
     MODEL,
-    RUN_S,
     SIZES,
     Payload,
     config,
     fill,
-    in_time,
     plant,
     refused,
     victim_and_payloads,
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -47,47 +42,20 @@ def world(tmp_path, monkeypatch):
 # C. Checkpoints
 
 
-def archive(**members: bytes) -> bytes:
-    """What torch.save writes, with these members."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as file:
-        for name, content in {"data.pkl": b"\x80\x02}.", "version": b"3\n", **members}.items():
-            file.writestr(f"x/{name}", content)
-    return buffer.getvalue()
-
-
 def saved(state: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
-def bomb() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        with file.open("x/data.pkl", "w") as member:
-            for _ in range(64):
-                member.write(bytes(2**20))
-        file.writestr("x/version", "3\n")
-    return buffer.getvalue()
-
-
-def expanded() -> dict:
-    state = SimpleGPT(**SIZES).state_dict()
-    return {name: torch.zeros(1).expand(2**40) for name in state}
-
-
 FILES = {
     "k01": lambda: saved({"state_dict": Payload()}),
     "k05": lambda: pickle.dumps(Payload(), protocol=2),
     "legacy": lambda: pickle.dumps([Payload()], protocol=4),
-    "k06": bomb,
-    "k09": lambda: saved({"state_dict": expanded()}),
     "empty": lambda: b"",
     "list": lambda: saved([1, 2]),
     "no tensors": lambda: saved({"state_dict": {"a": "b"}, "callbacks": 5}),
     "callbacks": lambda: saved({"state_dict": 5, "callbacks": [1]}),
-    "deep": lambda: archive(**{"data.pkl": b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."}),
 }  # fmt: skip
 
 
@@ -104,7 +72,6 @@ def test_a_sealed_checkpoint_and_a_bare_file_hold_tensors_or_are_refused(attack,
 
 MANIFESTS = {
     "k11": {"files": {"../../../proc/self/mem": {"bytes": 1, "sha256": ""}}},
-    "k12": {"files": {f"{i:0250}": {"bytes": 1, "sha256": ""} for i in range(20_000)}},
     "k13": {"step": "1"}, "k13b": {"run_id": 5}, "k14": {"files": [1]}, "k16": {"files": {"f": {}}},
     "k17": {"step": 2**70}, "kind": {"kind": "other"}, "metrics": {"metrics": {"val/loss": [1]}},
     "sharded": {"kind": "sharded"}, "step": {"step": 2}, "format": {"format": 2},
@@ -119,41 +86,22 @@ def test_a_manifest_of_any_content_is_judged(attack, world):
     refused(lambda: gptrain.load(path))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.ckpt"])
-@pytest.mark.parametrize("attack", ["pipe", "/dev/zero", "/proc/self/mem", "deep"])
-def test_a_file_of_a_checkpoint_is_a_regular_one(attack, name, world):
-    file = plant(world / "old") / name
-    file.unlink()
-    if attack == "pipe":
-        os.mkfifo(file)
-    elif attack == "deep":
-        file.write_bytes(b"[" * DEEP)
-    else:
-        file.symlink_to(attack)
-    folder = config(world / "old", {"model": MODEL})
-    refused(lambda: gptrain.load(folder))
-
-
-@pytest.mark.parametrize("attack", ["k01", "k09", "callbacks", "k13", "k16", "pipe"])
+@pytest.mark.parametrize("attack", ["k01", "callbacks", "k13", "k16"])
 def test_a_run_that_goes_on_from_them_ends_in_one_line(attack, world, train):
     folder = world / "run"
-    path = plant(folder, FILES[attack]() if attack in FILES else None, **MANIFESTS.get(attack, {}))
-    if attack == "pipe":
-        (path / "manifest.json").unlink()
-        os.mkfifo(path / "manifest.json")
-    with in_time(RUN_S):
-        run = train("ckpt_path=last", "allow_changes=[model,data,seed,module,optimizer,scheduler]")
+    plant(folder, FILES[attack]() if attack in FILES else None, **MANIFESTS.get(attack, {}))
+    run = train("ckpt_path=last", "allow_changes=[model,data,seed,module,optimizer,scheduler]")
     assert run.code == 65 and "Traceback" not in run.err and "error: " in run.err, run.err
 
 
-@pytest.mark.parametrize("attack", ["k01", "k09", "callbacks"])
+@pytest.mark.parametrize("attack", ["k01", "callbacks"])
 def test_an_export_of_them_ends_in_one_line(attack, world, monkeypatch, capfd):
     from gptrain.export.__main__ import main
 
     plant(world / "old", FILES[attack]())
     fill(config(world / "old", {}) / ".hydra", {"overrides.yaml": b"[model=gpt_nano]"})
     monkeypatch.setattr("sys.argv", ["export", f"from_run={world / 'old'}"])
-    with in_time(), pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as left:
         main()
     said = capfd.readouterr().err
     assert left.value.code == 65 and "Traceback" not in said, said
@@ -232,7 +180,6 @@ SHARDS = {
     "offset": everywhere(offset=-5, length="x"),
     "state": index(lambda metadata: setattr(metadata, "state_dict_metadata", None)),
     "empty": raw_index(b""),
-    "deep": raw_index(b"\x80\x04" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."),
 }
 
 
@@ -263,20 +210,11 @@ WEIGHTS = {
     "h05": {INDEX: b'{"weight_map": {"a": "../../../etc/hostname"}}'},
     "h05b": {INDEX: b'{"weight_map": {"a": "/etc/hostname.safetensors"}}'},
     "h06": {INDEX: json.dumps({"weight_map": {"a": INDEX}}).encode()},
-    "h07": {INDEX: b"[" * DEEP},
     "types": {INDEX: b'{"weight_map": {"a": 5, "b": [1]}}'},
-    "h08": {"model.safetensors": "pipe"}, "h09": {INDEX: "pipe"},
-    "h09b": {INDEX: b'{"weight_map": {"a": "p.safetensors"}}', "p.safetensors": "pipe"},
-    "zero": {"model.safetensors": "/dev/zero"}, "index": {INDEX: "/dev/zero"},
 }  # fmt: skip
-CONFIG_JSON = {
-    "h10": b"[1]", "h10b": b'{"n_layer": "x", "n_head": []}', "h10c": b"[" * DEEP,
-    "h10d": "/dev/zero", "h10e": "pipe", "h10f": b'{"n_layer": 1e400}',
-}  # fmt: skip
-WEIGHTS |= {
-    name: {"model.safetensors": header(b"{}"), "config.json": content}
-    for name, content in CONFIG_JSON.items()
-}
+for name, content in {"h10": b"[1]", "h10b": b'{"n_layer": "x", "n_head": []}',
+                      "h10f": b'{"n_layer": 1e400}'}.items():  # fmt: skip
+    WEIGHTS[name] = {"model.safetensors": header(b"{}"), "config.json": content}
 
 
 @pytest.mark.parametrize("attack", WEIGHTS)
@@ -285,12 +223,9 @@ def test_a_folder_of_weights_is_data(attack, world):
     refused(lambda: load_weights(SimpleGPT(**SIZES), folder))
 
 
-CACHES = {"zero": "/dev/zero", "pipe": "pipe", "link": "../victim/kept", "odd": b"abc"}
-
-
-@pytest.mark.parametrize("attack", CACHES)
-def test_prepared_text_of_a_stranger_is_data(attack, world):
-    files = {"tokenizer.json": b'{"type": "bytes"}\n', "train.bin": CACHES[attack]}
+@pytest.mark.parametrize("content", ["../victim/kept", b"abc"])
+def test_prepared_text_of_a_stranger_is_data(content, world):
+    files = {"tokenizer.json": b'{"type": "bytes"}\n', "train.bin": content}
     folder = fill(world / "cache", files)
     refused(lambda: TextDataset(folder, "train", 8))
     refused(lambda: TextDataset(folder, "val", 8))
@@ -299,18 +234,15 @@ def test_prepared_text_of_a_stranger_is_data(attack, world):
 TOKENS = {"t01": (20240520, 1, 2**31 - 1), "t02": (20240520, 1, -5), "version": (20240520, 9, 1)}
 
 
-@pytest.mark.parametrize("attack", [*TOKENS, "pipe", "/dev/zero"])
+@pytest.mark.parametrize("attack", TOKENS)
 def test_token_files_of_a_stranger_are_data(attack, world):
-    content: bytes | str = attack
-    if attack in TOKENS:
-        words = [*TOKENS[attack], *[0] * 253]
-        content = b"".join(word.to_bytes(4, "little", signed=True) for word in words) + bytes(64)
+    words = [*TOKENS[attack], *[0] * 253]
+    content = b"".join(word.to_bytes(4, "little", signed=True) for word in words) + bytes(64)
     file = fill(world / "tokens", {"x.bin": content}) / "x.bin"
     refused(lambda: TokenDataset(file, 8, vocab_size=256))
 
 
-@pytest.mark.parametrize("content", [b"[" * DEEP, b"{}", b'{"model": {"vocab": 5}}', "pipe",
-                                     "/dev/zero", b'{"type": "bytes"'])  # fmt: skip
+@pytest.mark.parametrize("content", [b"{}", b'{"model": {"vocab": 5}}', b'{"type": "bytes"'])
 def test_a_tokenizer_of_a_stranger_is_data(content, world):
     folder = fill(world / "tok", {"tokenizer.json": content})
     refused(lambda: load_tokenizer(folder))

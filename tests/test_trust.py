@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from gptrain.config.from_run import check_values, expand
-from gptrain.problems import ConfigError, Problem
+from gptrain.config.from_run import check_values
+from gptrain.problems import Problem
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) that a stranger's run may name.
@@ -118,66 +118,3 @@ def test_the_record_of_a_run_is_of_plain_values(train):
     run = train("trainer.max_steps=1")
     record = yaml.safe_load((run.folder / ".hydra" / "config.yaml").read_text())
     assert record["data"]["val"]["seed"] == 43 and "${" not in str(record)
-
-
-@pytest.fixture
-def stranger(tmp_path):
-    """Expands a command that goes on from a run folder with these contents."""
-
-    def expanded(overrides: object, *typed: str) -> list[str]:
-        folder = tmp_path / "old" / ".hydra"
-        folder.mkdir(parents=True, exist_ok=True)
-        text = overrides if isinstance(overrides, str) else yaml.safe_dump(overrides)
-        (folder / "overrides.yaml").write_text(text)
-        return expand([f"from_run={tmp_path / 'old'}", *typed])
-
-    return expanded
-
-
-def test_nothing_of_hydra_its_folders_and_its_rights_is_taken(stranger):
-    old = [
-        "hydra.job.env_set.PYTHONPATH=/evil", "hydra.run.dir=/elsewhere", "hydra/launcher=basic",
-        "+hydra.job_logging.handlers.file.filename=/victim", "output_dir=/x", "logger=csv",
-        "+logger.x={_target_: os.system}", "run_dir=/x", "allowed_targets=[antigravity]",
-        "hydra.searchpath=[file:///evil]", "+experiment@hydra.callbacks=quickstart", "seed=3",
-    ]  # fmt: skip
-    assert stranger(old)[:-1] == ["seed=3"]
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "model._target_=os.system",
-        "data.train.seed=${oc.create:{_target_:torch.load}}",
-        r"data.train.seed='\${oc.create:x}'",
-        "data.test={_target_: gptrain.resilience.fileops.remove_tree, folder: /victim}",
-        "+callbacks.x={_target_: torch.nn.Identity, y: {_target_: torch.load}}",
-        "model=../../outputs/stranger/evil",
-        "+experiment=/tmp/evil",
-        "seed=1,2",
-        "+callbacks.x={_target_: tests.campaign.faults.Fault, act: 'SIG0 1; touch x'}",
-        f"+callbacks.x={{_target_: {SAVER}, _args_: [victim]}}",
-        "data.path=/etc/hostname",
-        "data.path=link",
-    ],
-)
-def test_an_override_of_a_stranger_is_refused(stranger, override, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "link").symlink_to("/etc/hostname")
-    with pytest.raises(ConfigError) as caught:
-        stranger(["seed=3", override, "allowed_targets=[os]"])
-    assert caught.value.code in (2, 65)
-
-
-def test_a_file_outside_is_read_if_it_is_typed_again(stranger):
-    old = ["data=text", "data.path=/etc/hostname"]
-    with pytest.raises(ConfigError, match=r"type it again to have it read; try: data\.path=/etc"):
-        stranger(old)
-    assert "data.path=/etc/hosts" in stranger(old, "data.path=/etc/hosts")
-
-
-@pytest.mark.parametrize("text", ["a: b", "[1, 2]", "- [x", "&a [*a]", "!!python/name:os.system x"])
-def test_an_unreadable_record_is_refused_and_not_trained_as_the_default(stranger, text):
-    with pytest.raises(ConfigError) as caught:
-        stranger(text)
-    assert caught.value.code == 65
