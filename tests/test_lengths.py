@@ -72,7 +72,7 @@ def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
         "optimizer.lr=0.004", "logger=csv", "trainer.log_every_n_steps=1",
     )  # fmt: skip
     assert run.code == 0, run.err
-    assert "8 steps of max_tokens 544" in run.out
+    assert "8 steps by max_tokens=544" in run.out
     assert column(run.folder, "tokens")[-1] == (8, 8 * TOKENS_PER_STEP)
     rates = [0, 0.001, 0.002, 0.003, 0.004, 0.004, 0.004, 0.004]  # half of the run is warm-up
     assert [rate for _, rate in column(run.folder, "lr")] == pytest.approx(rates, abs=1e-9)

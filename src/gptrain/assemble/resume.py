@@ -11,12 +11,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from gptrain.assemble.parts import batch_of, options_of, warmup_of
+from gptrain.assemble.parts import batch_of, options_of
 from gptrain.lengths import Lengths
 from gptrain.nets.weights import find_weights, named_source
 from gptrain.parallel.dims import STRATEGIES, parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
-from gptrain.ranks.process import this_process
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror
@@ -194,14 +193,8 @@ def keep_warmup(cfg: DictConfig, lengths: Lengths, saved: Mapping[str, Any]) -> 
         saved: what the manifest keeps of the run.
     """
     asked, first = cfg.scheduler.get("warmup_steps"), saved.get("warmup_steps")
-    if first is None or asked != saved.get("scheduler.warmup_steps"):
-        return lengths
-    if cfg.scheduler.get("warmup_tokens") is not None:
-        return lengths
-    if (fresh := warmup_of(cfg, lengths)) != first and this_process().rank == 0:
-        text = "warm-up of %d steps, as the run began; a fresh run of %s steps has %d"
-        log.warning(text, first, lengths.n_steps, fresh)
-    return replace(lengths, warmup_steps=first)
+    is_other = asked != saved.get("scheduler.warmup_steps") or cfg.scheduler.get("warmup_tokens")
+    return lengths if first is None or is_other else replace(lengths, warmup_steps=first)
 
 
 def changed_options(cfg: DictConfig) -> tuple[str, ...]:

@@ -204,11 +204,8 @@ def build_report(
         n_sequences, n_tokens = batch.global_batch_size, lengths.step_tokens
         parts[0] += f" x {batch.accumulate} accumulated = {n_sequences} sequences"
         parts[0] += f" = {n_tokens} tokens per step"
-        steps = "no end" if lengths.n_steps is None else f"{lengths.n_steps} steps"
-        if not cfg.trainer.fast_dev_run and (lengths.n_steps or 0) < cfg.trainer.max_steps:
-            max_epochs = cfg.trainer.max_epochs
-            steps += f" (trainer.max_epochs={max_epochs} ends it before trainer.max_steps)"
-        parts.append(steps + (f" of max_tokens {cfg.max_tokens:g}" if cfg.max_tokens else ""))
+        n_steps = lengths.n_steps
+        parts.append("no end" if n_steps is None else f"{n_steps} steps by {lengths.limit}")
         if (lr := peak_lr(cfg, batch)) is not None:
             parts.append(f"lr {lr:g}")
     lines = {
