@@ -47,11 +47,8 @@ def compose(tmp_path):
 def save(cfg, step: int, batch: int = 32, metrics=None, **facts) -> CheckpointStore:
     Path(cfg.run_dir).mkdir(exist_ok=True)
     store = CheckpointStore(f"{cfg.run_dir}/checkpoints", RUN)
-    facts = identity(cfg, batch) | facts
-    with (
-        store.writing(step, config=facts, metrics=metrics) as draft,
-        draft.open("state.ckpt") as file,
-    ):
+    about = {"config": identity(cfg, batch) | facts, "metrics": metrics}
+    with store.writing(step, **about) as draft, draft.open("state.ckpt") as file:
         file.write(b"state")
     return store
 
@@ -78,9 +75,12 @@ def test_another_run_is_refused_in_one_line_that_names_the_key(compose, changed)
     assert find_checkpoint(compose(changed, "ckpt_path=last", f"allow_changes=[{key}]"), LOCK, 1)
 
 
-def test_what_does_not_change_the_run_may_change(compose):
-    save(compose(), 5)
-    cfg = compose(*INDIFFERENT.split(), "trainer.precision=32", "ckpt_path=last")
+@pytest.mark.parametrize("path", ["last", "step-00000005", "step-00000005/state.ckpt"])
+def test_what_does_not_change_the_run_may_change(compose, path):
+    """A checkpoint is named by its folder, too, or by a file of it."""
+    store = save(compose(), 5)
+    path = path if path == "last" else store.folder / path
+    cfg = compose(*INDIFFERENT.split(), "trainer.precision=32", f"ckpt_path={path}")
     assert find_checkpoint(cfg, LOCK, 1).name == "step-00000005"
 
 
@@ -118,10 +118,14 @@ def test_other_content_of_the_data_is_refused(compose):
         check_data(cfg, found, "4567")
 
 
-def test_an_evaluation_needs_the_same_net_only(compose):
+def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(compose):
     saved = identity(compose(), 32)
     assert not differences(compose("task=test", "seed=7", "optimizer.lr=1"), saved, 8)
     assert differences(compose("task=test", "model.n_layers=1"), saved, 8)
+    here, there = compose(), compose()
+    for cfg, folder in ((here, "/a"), (there, "/b")):
+        OmegaConf.update(cfg, "data.test", {"cache_dir": folder}, force_add=True)
+    assert not differences(there, identity(here, 32), 32)
 
 
 def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, caplog):
@@ -151,20 +155,6 @@ def test_the_best_is_told_by_the_monitor_and_its_mode(compose, mode, step):
         save(compose(), saved, metrics={"mine": mine})
     cfg = compose("ckpt_path=best", "checkpoint.monitor=mine", f"checkpoint.mode={mode}")
     assert find_checkpoint(cfg, LOCK, 1).name == f"step-{step:08d}"
-
-
-@pytest.mark.parametrize("path", ["step-00000005", "step-00000005/state.ckpt"])
-def test_a_checkpoint_is_named_by_its_folder_or_a_file_of_it(compose, path):
-    store = save(compose(), 5)
-    cfg = compose(f"ckpt_path={store.folder}/{path}")
-    assert find_checkpoint(cfg, LOCK, 1) == store.folder / "step-00000005"
-
-
-def test_where_text_is_cached_is_no_change_of_the_run(compose):
-    here, there = compose(), compose()
-    for cfg, folder in ((here, "/a"), (there, "/b")):
-        OmegaConf.update(cfg, "data.test", {"cache_dir": folder}, force_add=True)
-    assert not differences(there, identity(here, 32), 32)
 
 
 def test_damage_and_absence_have_codes_of_their_own(compose):

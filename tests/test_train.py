@@ -26,6 +26,7 @@ from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
 from gptrain.resilience import watchdog
 from gptrain.resilience.lock import LOST_HOST_S, RunLock
+from gptrain.resilience.status import read_status
 from gptrain.resilience.store import CheckpointStore
 from tests.conftest import ROOT, Finished
 
@@ -73,7 +74,7 @@ def test_result_and_status_say_that_the_run_is_done_and_its_loss_is_ln_v(plain):
     assert result["tokens"] == 4 * 4 * 16  # steps x sequences x positions
     assert {"val/loss", "val/perplexity", "train/loss"} <= result["metrics"].keys()
     assert result["metrics"]["val/loss"] == pytest.approx(math.log(256), rel=0.02)
-    status = json.loads((plain.folder / "status.json").read_text())
+    status = read_status(plain.folder)
     assert (status["cause"], status["exit_code"]) == ("done", 0)
 
 
@@ -115,12 +116,11 @@ def test_a_checkpoint_is_plain_and_loads_into_the_bare_net(plain):
 
 def test_accumulation_and_one_large_batch_take_the_same_steps(train):
     options = ("data.global_batch_size=8", "logger=csv", "trainer.log_every_n_steps=1")
-    one = train(*options, "data.batch_size=8", name="one")
-    two = train(*options, "data.batch_size=4", name="two")
+    one, two = (train(*options, f"data.batch_size={n}", name=f"of {n}") for n in (8, 4))
     assert "4 x 1 ranks x 2 accumulated = 8 sequences" in two.out
     assert one.losses() == pytest.approx(two.losses(), rel=1e-5)
-    for key, weight in one.state(4)["state_dict"].items():
-        torch.testing.assert_close(weight, two.state(4)["state_dict"][key], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(one.state(4)["state_dict"], two.state(4)["state_dict"],
+                               rtol=1e-4, atol=1e-6)  # fmt: skip
 
 
 def test_a_run_says_that_its_epochs_end_before_its_steps_and_on_request_its_config(train):
@@ -150,10 +150,9 @@ def test_an_evaluation_in_the_folder_of_a_run_is_refused_and_its_records_are_lef
     run = train("logger=csv", "optimizer.lr=5e-4")
     names = (".hydra/overrides.yaml", "result.json", "status.json", "metrics.csv")
     before = [(run.folder / name).read_text() for name in names]
-    for words in (("task=validate",), ("task=test", "ckpt_path=best")):
-        again = train("logger=csv", *words)
-        assert again.code == 73
-        assert f"holds a trained run; try: from_run={run.folder}" in again.err
+    again = train("logger=csv", "task=test", "ckpt_path=best")
+    assert again.code == 73
+    assert f"holds a trained run; try: from_run={run.folder}" in again.err
     assert [(run.folder / name).read_text() for name in names] == before
     other = train(f"from_run={run.folder}", "logger=csv", "task=validate", name="other")
     assert other.metrics["val/loss"] == pytest.approx(run.metrics["val/loss"], rel=1e-6)
@@ -161,16 +160,13 @@ def test_an_evaluation_in_the_folder_of_a_run_is_refused_and_its_records_are_lef
     assert {row.partition(",")[0] for row in rows[1:]} == {"4"}  # the step that was evaluated
 
 
-def test_an_evaluation_without_a_checkpoint_to_take_is_refused(train):
-    run = train("task=validate", "ckpt_path=last")
+def test_what_cannot_be_used_ends_a_run_with_its_own_code(train, tmp_path):
+    run = train("task=validate", "ckpt_path=last", name="empty")
     assert run.code == 66 and "ckpt_path=last: no checkpoint in" in run.err
-
-
-def test_data_that_cannot_be_used_end_a_run_with_their_own_code(train, tmp_path):
     (tmp_path / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 500)
     run = train("data=text", f"data.path={tmp_path / 'latin.txt'}")
     assert run.code == 65 and "no UTF-8 text in 1 files" in run.err
-    assert json.loads((run.folder / "status.json").read_text())["cause"] == "data"
+    assert read_status(run.folder)["cause"] == "data"
 
 
 def test_a_run_that_time_ended_is_saved_where_it_stopped(train):
@@ -214,8 +210,7 @@ def test_a_rank_that_fails_before_it_begins_has_a_code_and_a_status(train, monke
     monkeypatch.setattr(watchdog, "Heartbeat", refuse)
     run = train()
     assert run.code == 74 and run.err.startswith("error: OSError: "), run.err
-    status = json.loads((run.folder / "status.json").read_text())
-    assert (status["cause"], status["rank"]) == ("disk", 0)
+    assert read_status(run.folder).items() >= {"cause": "disk", "rank": 0}.items()
 
 
 def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_folder(
@@ -231,24 +226,19 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
     run = train("--config-dir", f"{tmp_path}/conf", *words, tiny=False)
     assert run.code == 0, run.err
     shutil.rmtree(old.folder)
-    resume = json.loads((run.folder / "status.json").read_text())["resume"]
-    cfg = compose_command(shlex.split(resume)[2:])
+    cfg = compose_command(shlex.split(read_status(run.folder)["resume"])[2:])
     assert (cfg.seed, cfg.model.dropout, cfg.from_run, cfg.ckpt_path) == (7, 0.1, None, "last")
     assert "bar" not in cfg.callbacks and cfg.run_dir == str(run.folder)
 
 
 def test_a_run_that_failed_says_why_in_its_status(train):
     run = train("optimizer.lr=1e30", "trainer.gradient_clip_val=null", "trainer.max_steps=20")
-    assert run.code == 79
-    status = json.loads((run.folder / "status.json").read_text())
-    assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", 79, 0)
-    step = re.search(r"the loss of rank 0 at step (\d+) is not finite", run.err).group(1)
-    assert status["step"] == int(step) > 0
+    status = read_status(run.folder)
+    assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", run.code, 0)
+    step = re.search(r"the loss of rank 0 at step (\d+) is not finite; samples: \d", run.err)[1]
+    assert run.code == 79 and status["step"] == int(step) > 0
     assert status["resume"].endswith(f"run_dir={run.folder}")  # nothing was saved
-    again = train("trainer.max_steps=1")
-    status = json.loads((again.folder / "status.json").read_text())
-    assert (status["cause"], status["exit_code"]) == ("done", 0)
-    assert "samples" in run.err
+    assert train("trainer.max_steps=1").code == 0 and read_status(run.folder)["cause"] == "done"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.processes import living
 EVERY = 5  # steps between two checkpoints
 WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.ranks.supervisor",
         "gptrain.lit.loggers", "gptrain.parallel.pipeline", "gptrain.parallel.sharded",
-        "gptrain.resilience.sharded", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
+        "gptrain.resilience.safe_load", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
 _polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
