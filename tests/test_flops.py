@@ -13,14 +13,12 @@ from gptrain.loss import next_token_loss
 from gptrain.measure import measure_matmul
 from gptrain.models import SimpleGPT
 
-SIZES = {  # vocab_size, d_model, n_heads, n_layers, positions
-    "wide vocabulary": (1000, 64, 4, 2, 32),
-    "long sequence": (64, 32, 2, 3, 128),
-    "deep": (256, 32, 4, 8, 16),
-}
 
-
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize(
+    "size",  # vocab_size, d_model, n_heads, n_layers, positions
+    [(1000, 64, 4, 2, 32), (64, 32, 2, 3, 128), (256, 32, 4, 8, 16)],
+    ids=["wide vocabulary", "long sequence", "deep"],
+)
 def test_the_formula_counts_what_torch_counts_within_one_percent(size):
     vocab_size, d_model, n_heads, n_layers, n_positions = size
     net = SimpleGPT(vocab_size, d_model, n_heads, n_layers, n_positions)
@@ -32,13 +30,6 @@ def test_the_formula_counts_what_torch_counts_within_one_percent(size):
     weights = gpt_shape(*size).matrix_weights
     flops = tokens.numel() * train_flops_per_token(weights, n_layers, d_model, n_positions)
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-
-
-def test_gpt2_costs_what_its_papers_say():
-    # 124 M weights of which 0.8 M are positions: 6 x 123.5 M, and 12 x 12 x 768 x 1024 on top.
-    weights = gpt_shape(50257, 768, 12, 12, 1024).matrix_weights
-    flops = train_flops_per_token(weights, 12, 768, 1024)
-    assert flops == pytest.approx(0.854e9, rel=1e-3)
 
 
 def test_measuring_a_peak_leaves_the_runs_random_numbers_alone():

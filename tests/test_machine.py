@@ -18,7 +18,7 @@ from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.shell import Ranks, SingleDevice
 from gptrain.parallel.whole import Whole
 from gptrain.ranks.devices import Machine, find_machine, set_threads
-from gptrain.ranks.process import Process, calm_threads, listed_numbers
+from gptrain.ranks.process import Process, calm_threads
 
 
 @pytest.fixture
@@ -44,17 +44,9 @@ def numbers(machine):
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [
-        ([1, 3], [1, 3]),
-        ("3,1", [3, 1]),
-        ("3,", [3]),
-        ([3], [3]),
-        (2, [0, 1]),
-        ("2", [0, 1]),
-        ("auto", [0, 1, 2, 3]),
-        (-1, [0, 1, 2, 3]),
-    ],
-)
+    [([1, 3], [1, 3]), ("3,1", [3, 1]), ("3,", [3]), ([3], [3]), (2, [0, 1]), ("2", [0, 1]),
+     ("auto", [0, 1, 2, 3]), (-1, [0, 1, 2, 3]), ("-1", [0, 1, 2, 3])],
+)  # fmt: skip
 def test_ranks_take_the_gpus_that_are_listed_or_the_first(devices, expected, visible):
     visible(4)
     assert numbers(machine_of(devices)) == expected
@@ -68,11 +60,6 @@ def test_a_rank_that_sees_one_gpu_takes_it(visible, monkeypatch):
         machine = machine_of(devices)
         assert machine.n_local == 2
         assert numbers(machine) == [0, 0]
-
-
-def test_nothing_is_listed_by_a_number_or_a_word():
-    for devices in (2, "2", -1, "-1", "auto"):
-        assert listed_numbers(devices) == ()
 
 
 @pytest.mark.parametrize(
@@ -141,30 +128,22 @@ def make_trainer(strategy, machine, rank):
 # Threads
 
 
-@pytest.fixture
-def threads(monkeypatch):
-    """How many threads torch is told to take."""
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+def test_a_rank_takes_its_part_of_the_cores_and_obeys_omp_num_threads(monkeypatch):
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for name in ("OMP_NUM_THREADS", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
-    return told
-
-
-def test_a_rank_takes_its_part_of_the_cores_and_obeys_omp_num_threads(threads, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     set_threads(1), set_threads(3), set_threads(16)
     assert threads == [8, 2, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     set_threads(1)
     assert threads == [8, 2, 1]
-
-
-def test_where_the_system_has_no_affinity_all_cores_are_divided(threads, monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     set_threads(2)
-    assert threads == [2]
+    assert threads == [8, 2, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

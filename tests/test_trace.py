@@ -39,36 +39,26 @@ FEW = [
     ("diloco", 8, f"{GPT} strategy=diloco trainer.accumulate_grad_batches=2"),
 ]
 MORE = [
-    ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE}"),
-    ("single", 1, f"{GPT} {HALF}"),
-    ("single", 1, f"{GPT} {FULL}"),
+    ("single", 1, f"{GPT} {FULL} {ACCUMULATE}"),
     ("single", 1, f"{GPT} {WIDE}"),
-    ("single", 1, f"{GPT} {ACCUMULATE}"),
     ("single", 1, f"{GPT} model.activation_checkpointing=selective"),
-    ("single", 1, LLAMA),
     ("single", 1, f"{LLAMA} {HALF}"),
     ("single", 1, f"{LLAMA} trainer.precision=bf16-true"),
     ("single", 1, f"{LLAMA} optimizer=muon"),
-    ("ddp", 8, GPT),
     ("ddp", 64, f"{LLAMA} {HALF}"),
-    ("ddp", 2, f"{LLAMA} {WIDE}"),
     ("ddp", 4, f"{GPT} {ACCUMULATE}"),
     ("ddp", 8, f"{GPT} strategy=ddp strategy.comm_hook=bf16"),
-    ("fsdp", 8, f"{GPT} {FSDP}"),
     ("fsdp", 8, f"{GPT} {FSDP} strategy.reshard_after_forward=false"),
-    ("fsdp", 8, f"{LLAMA} {FSDP} {WIDE}"),
     ("fsdp", 16, f"{LLAMA} {FSDP} {HALF} {FULL}"),
-    ("fsdp", 8, f"{LLAMA} {FSDP} optimizer=muon"),
+    ("fsdp", 8, f"{LLAMA} {FSDP} {WIDE} optimizer=muon"),
     ("fsdp", 64, f"{GPT} {FSDP} strategy.replicas=8"),
     ("fsdp", 512, f"{LLAMA} {FSDP}"),
+    ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE}"),
     ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE} strategy.accumulate_shards=true"),
     ("diloco", 8, f"{GPT} strategy=diloco strategy.replicas=2"),
     ("diloco", 4, f"{LLAMA} strategy=diloco strategy.outer_dtype=bf16"),
-    ("fsdp_tensor_parallel", 4, f"{GPT} strategy=fsdp_tensor_parallel"),
     ("fsdp_tensor_parallel", 8, f"{LLAMA} strategy=fsdp_tensor_parallel {HALF}"),
-    ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel"),
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel optimizer=muon"),
-    ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel {HALF}"),
 ]
 
 
@@ -136,11 +126,10 @@ def test_what_cannot_be_traced_is_one_line(plan, tmp_path):
     assert code == 2 and not out
     assert "strategy.name=pipeline: not traced; traced: single, ddp, fsdp, tensor_parallel" in err
     words = "model=hugging_face", f"model.path={tmp_path}", "--trace"
-    for content, wrong in (("{", "no JSON"), ("[1]", "not a mapping")):
+    for content in ("{", "[1]"):
         (tmp_path / "config.json").write_text(content)
         code, out, err = plan(*words)
-        said = f"error: model.path={tmp_path}: {tmp_path}/config.json: {wrong}"
-        assert code == 2 and not out and err.startswith(said)
-        assert err.count("\n") == 1 and "; try: " in err
+        said = f"error: model.path={tmp_path}: {tmp_path}/config.json: no JSON of keys"
+        assert code == 2 and not out and err.startswith(said) and err.count("\n") == 1
     (tmp_path / "config.json").write_text("{}")
     assert "error: model._target_=gptrain.models.HuggingFace: model_type=None" in plan(*words)[2]
