@@ -7,8 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptrain.models import SimpleGPT
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
-from gptrain.parallel.dims import ParallelDims
-from gptrain.parallel.fit import Unfit, check_fit
 
 B, T, V = 2, 16, 61
 
@@ -84,16 +82,3 @@ def test_what_the_loss_calls_is_what_is_compiled(mode, names, monkeypatch):
 def test_the_more_is_recomputed_the_less_is_kept():
     none, selective, full = map(saved_bytes, ("none", "selective", "full"))
     assert full < selective / 2 and selective < 0.7 * none
-
-
-def test_a_net_without_blocks_is_told_what_it_lacks():
-    net = torch.nn.Linear(2, 2)
-    single, one = {"name": "single"}, ParallelDims()
-    for modes in (("full", "none"), ("none", "blocks")):
-        named = dict(zip(("activation_checkpointing", "compile"), modes, strict=True))
-        with pytest.raises(Unfit, match="needs `blocks`"):
-            check_fit(net, single, one, **named)
-    with pytest.raises(Unfit, match=r"needs blocks of Linear .*: single, ddp, diloco$"):
-        check_fit(
-            net, {"name": "fsdp"}, ParallelDims(2), compile="none", activation_checkpointing="none"
-        )

@@ -6,7 +6,6 @@ import pytest
 import runs as claims
 import torch
 import torch.distributed as dist
-from test_run_options import ONLY_FORWARD
 
 from gptrain.parallel.diloco import DiLoCo
 from gptrain.parallel.dims import ParallelDims
@@ -80,6 +79,11 @@ def test_the_outer_step_is_sgd_with_nesterovs_momentum(one_rank):
         torch.testing.assert_close(net.weight.detach(), place)
 
 
+ONLY_FORWARD = (
+    "model=gpt_nano", "model._target_=own_parts.OnlyForward", "model.vocab_size=61",
+    "model.d_model=8", "~model.n_heads", "~model.n_layers", "~model.max_seq_len", "~model.dropout",
+    "~model.activation",
+)  # fmt: skip
 OWN = ("module._target_=own_parts.Plain", "trainer.gradient_clip_val=null")
 
 

@@ -179,33 +179,6 @@ def test_a_collective_that_times_out_ends_with_76(runs):
     assert '"cause": "hang"' in (run.folder / "status.json").read_text()
 
 
-ONLY_FORWARD = (
-    "model=gpt_nano", "model._target_=own_parts.OnlyForward", "model.vocab_size=61",
-    "model.d_model=8", "~model.n_heads", "~model.n_layers", "~model.max_seq_len", "~model.dropout",
-    "~model.activation",
-)  # fmt: skip
-
-
-def test_a_net_with_forward_alone_trains_under_ddp(runs):
-    run, truth = (runs(*place, "trainer.max_steps=2", model=ONLY_FORWARD) for place in (TWO, ONE))
-    claims.check_close(run.column("train/loss"), truth.column("train/loss"))
-
-
-@pytest.mark.parametrize(
-    ("name", "lacks"),
-    [
-        ("fsdp", ["blocks"]),
-        ("tensor_parallel", ["tensor_plan", "n_heads", "head"]),
-        ("pipeline", ["embed", "blocks", "norm", "head"]),
-    ],
-)
-def test_other_strategies_name_what_such_a_net_lacks(name, lacks, runs):
-    run = runs(*claims.PLACES[name], model=ONLY_FORWARD, code=2)
-    for word in lacks:
-        assert re.search(rf"error: .*\b{word}\b", run.said), run.said
-    assert not run.folder.exists()
-
-
 def train(tmp_path, *words):
     """A run in this process, for what no folder keeps; its exit code, and all that it wrote."""
     words = (*claims.WORDS, *claims.MODEL, *claims.DATA, *ONE, *words)
