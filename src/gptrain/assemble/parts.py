@@ -14,6 +14,7 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset
 from torchmetrics import Metric
 
@@ -85,14 +86,11 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     Raises: ConfigError where it has tokens that the net has no embedding for. On a GPU the first
         step would end in an assertion of the device that names nothing.
     """
-    values = sample.values() if isinstance(sample, dict) else sample
-    values = [values] if isinstance(values, Tensor) else list(values)
-    sequences = [
-        v for v in values if isinstance(v, Tensor) and v.ndim and not v.is_floating_point()
-    ]
+    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    sequences = [one for one in tensors if one.ndim and not one.is_floating_point()]
     if not sequences:
         return 1
-    vocab_size, highest = cfg.model.get("vocab_size"), int(max(v.max() for v in sequences))
+    vocab_size, highest = cfg.model.get("vocab_size"), int(max(one.max() for one in sequences))
     if isinstance(vocab_size, int) and highest >= vocab_size:
         wrong = f"data.train has token {highest} in its first sample"
         attempt = f"model.vocab_size={highest + 1} or above"

@@ -53,15 +53,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
         for name, t in tensors.items()
     }
     part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # of an export that was killed
     try:
         save_file(own, part, metadata={"format": "pt"})  # transformers asks for this entry
+        os.replace(part, path)
     except SafetensorError as error:  # of a full disk, among others
-        part.unlink(missing_ok=True)
         raise OSError(errno.EIO, str(error), str(path)) from None
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
     return sum(tensor.nbytes for tensor in own.values())
 
 

@@ -7,7 +7,7 @@ nn.Linear's. All else differs by name only. Source: GPT2LMHeadModel of huggingfa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,20 +16,21 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gptrain.models.simple_gpt import SimpleGPT
 
-# Ours -> theirs. Of a block: norms, and projections, whose matrices are transposed there.
-_NORMS = {"norm_1": "ln_1", "norm_2": "ln_2"}
-_PROJECTIONS = {  # several of ours are the parts of one of theirs
-    ("attention.q_proj", "attention.k_proj", "attention.v_proj"): "attn.c_attn",
-    ("attention.out_proj",): "attn.c_proj",
-    ("mlp.up_proj",): "mlp.c_fc",
-    ("mlp.down_proj",): "mlp.c_proj",
+_OUTSIDE = {  # theirs -> ours
+    "wte.weight": "token_embedding.weight",
+    "wpe.weight": "position_embedding.weight",
+    "ln_f.weight": "norm.weight",
+    "ln_f.bias": "norm.bias",
 }
-_OUTSIDE = {
-    "token_embedding.weight": "wte.weight",
-    "position_embedding.weight": "wpe.weight",
-    "norm.weight": "ln_f.weight",
-    "norm.bias": "ln_f.bias",
+_INSIDE = {  # of a block; several of ours are the parts of one of theirs
+    "ln_1": ("norm_1",),
+    "ln_2": ("norm_2",),
+    "attn.c_attn": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "attn.c_proj": ("attention.out_proj",),
+    "mlp.c_fc": ("mlp.up_proj",),
+    "mlp.c_proj": ("mlp.down_proj",),
 }
+_TRANSPOSED = re.compile(r".*\.c_\w+\.weight")
 _MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers in old files; not learned
 _FIXED = {  # theirs by default
     "layer_norm_epsilon": 1e-5,
@@ -44,7 +45,7 @@ _FIXED = {  # theirs by default
 def to_gpt2(net: SimpleGPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the GPT2LMHeadModel that computes what net computes.
 
-    The tensors are views where the layout allows; the head is tied and therefore left out.
+    The head is tied and therefore left out.
     """
     config = {
         **_config(net),
@@ -53,10 +54,9 @@ def to_gpt2(net: SimpleGPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
     }
     state, tensors = net.state_dict(), {}
-    for ours, theirs, is_transposed in _names(net.n_layers):
-        parts = [state[name] for name in ours]
-        whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-        tensors[f"transformer.{theirs}"] = whole.t() if is_transposed else whole
+    for theirs, ours in _names(net.n_layers).items():
+        whole = torch.cat([state[name] for name in ours])
+        tensors[f"transformer.{theirs}"] = whole.t() if _TRANSPOSED.fullmatch(theirs) else whole
     return config, tensors
 
 
@@ -79,11 +79,11 @@ def from_gpt2(
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     theirs.pop("lm_head.weight", None)  # of old files: tied there too, as the config says
     state = {}
-    for ours, name, is_transposed in _names(net.n_layers):
+    for name, ours in _names(net.n_layers).items():
         if name in theirs:
             tensor = theirs.pop(name)
-            parts = (tensor.t() if is_transposed else tensor).chunk(len(ours))
-            state |= zip(ours, parts, strict=True)
+            whole = tensor.t() if _TRANSPOSED.fullmatch(name) else tensor
+            state |= zip(ours, whole.chunk(len(ours)), strict=True)
     if "token_embedding.weight" in state:
         state["head.weight"] = state["token_embedding.weight"]
     return state | {name: theirs[name] for name in theirs if not _MASK.fullmatch(name)}
@@ -114,14 +114,11 @@ def _config(net: SimpleGPT) -> dict[str, Any]:
     }
 
 
-def _names(n_layers: int) -> Iterator[tuple[list[str], str, bool]]:
-    """Our names, theirs, and whether it is transposed there."""
-    for ours, theirs in _OUTSIDE.items():
-        yield [ours], theirs, False
-    inside = [([ours], theirs, False) for ours, theirs in _NORMS.items()]
-    inside += [([*ours], theirs, True) for ours, theirs in _PROJECTIONS.items()]
-    for block in range(n_layers):
-        for ours, theirs, is_projection in inside:
-            for kind in ("weight", "bias"):
-                names = [f"blocks.{block}.{name}.{kind}" for name in ours]
-                yield names, f"h.{block}.{theirs}.{kind}", is_projection and kind == "weight"
+def _names(n_layers: int) -> dict[str, tuple[str, ...]]:
+    """Theirs -> ours."""
+    return {theirs: (ours,) for theirs, ours in _OUTSIDE.items()} | {
+        f"h.{block}.{theirs}.{kind}": tuple(f"blocks.{block}.{name}.{kind}" for name in ours)
+        for block in range(n_layers)
+        for theirs, ours in _INSIDE.items()
+        for kind in ("weight", "bias")
+    }
