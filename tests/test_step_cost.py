@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import dataclass, field
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -22,77 +22,52 @@ ACCUMULATED = 2
 TOKENS, V = 32 * 16, 256  # of a micro-batch: two chunks of the loss
 
 
-@dataclass
-class Seen:
-    """One optimizer step, up to the beginning of the next one."""
-
-    reads: int = 0  # of a tensor on the host: item(), float(), bool()
-    largest: int = 0  # elements of the largest tensor that was made
-    rows: int = 0  # given to a logger
-
-
-@dataclass
 class Watch(TorchDispatchMode):
-    """Attributes what torch does to the optimizer step that is being taken."""
+    """Of each optimizer step: reads of a tensor on the host (item(), float(), bool()), elements of
+    the largest tensor that was made, rows given to a logger."""
 
-    steps: list[Seen] = field(default_factory=list)
-
-    def __post_init__(self):
+    def __init__(self):
         super().__init__()
+        self.steps: list[Counter] = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         result = op(*args, **(kwargs or {}))
         if self.steps:
             now = self.steps[-1]
-            now.reads += op is torch.ops.aten._local_scalar_dense.default
+            now["reads"] += op is torch.ops.aten._local_scalar_dense.default
             sizes = [leaf.numel() for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
-            now.largest = max([now.largest, *sizes])
+            now["largest"] = max([now["largest"], *sizes])
         return result
 
 
-@pytest.fixture
-def watched(train, monkeypatch):
-    """Trains and tells what was seen of each step: steps[0] is the first one's."""
-
-    def run() -> list[Seen]:
-        watch, training_step, log = Watch(), LanguageModel.training_step, CSVLogger.log_metrics
-
-        def step(self, batch, batch_idx):
-            if batch_idx % ACCUMULATED == 0:
-                watch.steps.append(Seen())
-            return training_step(self, batch, batch_idx)
-
-        def log_metrics(self, metrics, *args, **kwargs):
-            watch.steps[-1].rows += bool(metrics)
-            return log(self, metrics, *args, **kwargs)
-
-        monkeypatch.setattr(LanguageModel, "training_step", step)
-        monkeypatch.setattr(CSVLogger, "log_metrics", log_metrics)
-        with watch:
-            done = train(
-                f"trainer.max_steps={N_STEPS}", f"trainer.log_every_n_steps={LOGGED_EVERY}",
-                f"trainer.accumulate_grad_batches={ACCUMULATED}", "data.batch_size=32",
-                "trainer.limit_val_batches=0", "logger=csv", "checkpoint=none",
-            )  # fmt: skip
-        assert done.code == 0, done.err
-        assert not (done.folder / "checkpoints").exists()
-        assert len(watch.steps) == N_STEPS
-        return watch.steps
-
-    return run
-
-
-def between(steps: list[Seen]) -> list[Seen]:
-    """The steps that are not logged."""
-    return [seen for number, seen in enumerate(steps, start=1) if number not in LOGGED]
-
-
-def test_a_step_reads_the_norm_of_its_gradients_and_no_logger_is_called(watched):
+def test_a_step_reads_the_norm_of_its_gradients_and_no_logger_is_called(train, monkeypatch):
     """And how many targets each micro-batch has, while that is on the CPU."""
-    steps = watched()
-    assert {seen.reads for seen in between(steps)} == {1 + ACCUMULATED}
-    assert [seen.rows for seen in between(steps)] == [0] * (N_STEPS - len(LOGGED))
-    assert max(seen.largest for seen in steps) < TOKENS * V  # logits never exist at once
+    watch, training_step, log = Watch(), LanguageModel.training_step, CSVLogger.log_metrics
+
+    def step(self, batch, batch_idx):
+        if batch_idx % ACCUMULATED == 0:
+            watch.steps.append(Counter())
+        return training_step(self, batch, batch_idx)
+
+    def log_metrics(self, metrics, *args, **kwargs):
+        watch.steps[-1]["rows"] += bool(metrics)
+        return log(self, metrics, *args, **kwargs)
+
+    monkeypatch.setattr(LanguageModel, "training_step", step)
+    monkeypatch.setattr(CSVLogger, "log_metrics", log_metrics)
+    with watch:
+        run = train(
+            f"trainer.max_steps={N_STEPS}", f"trainer.log_every_n_steps={LOGGED_EVERY}",
+            f"trainer.accumulate_grad_batches={ACCUMULATED}", "data.batch_size=32",
+            "trainer.limit_val_batches=0", "logger=csv", "checkpoint=none",
+        )  # fmt: skip
+    assert run.code == 0, run.err
+    assert not (run.folder / "checkpoints").exists()
+    assert len(watch.steps) == N_STEPS
+    assert max(seen["largest"] for seen in watch.steps) < TOKENS * V  # logits never exist at once
+    for number, seen in enumerate(watch.steps, start=1):
+        if number not in LOGGED:
+            assert (seen["reads"], seen["rows"]) == (1 + ACCUMULATED, 0)
 
 
 def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):

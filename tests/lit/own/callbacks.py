@@ -84,24 +84,13 @@ class Saves(Callback):
 
 
 class Signals(Callback):
-    """Sends this process a request to stop, in one of the hooks."""
+    """Sends this process a request to stop, once, in one of the hooks."""
 
-    def __init__(self, step, hook="on_train_batch_end"):
-        self.step, self.hook = step, hook
+    def __init__(self, step, hook):
+        self.step, self.sent = step, False
+        setattr(self, hook, self.send)
 
-    def on_train_batch_end(self, trainer, *_):
-        self._send(trainer, "on_train_batch_end")
-
-    def on_validation_batch_end(self, trainer, *_):
-        self._send(trainer, "on_validation_batch_end")
-
-    def on_validation_start(self, trainer, *_):
-        self._send(trainer, "on_validation_start")
-
-    def on_test_batch_end(self, trainer, *_):
-        self._send(trainer, "on_test_batch_end")
-
-    def _send(self, trainer, hook):
-        if hook == self.hook and trainer.global_step == self.step:
-            self.hook = ""
+    def send(self, trainer, *_):
+        if trainer.global_step == self.step and not self.sent:
+            self.sent = True
             os.kill(os.getpid(), signal.SIGTERM)

@@ -56,8 +56,9 @@ class CSVLogger(Logger):
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
         """Removes the rows after step, and one that was cut short."""
-        columns, rows = self._read()
-        self._write(columns, [row for row in rows if row["step"] <= step])
+        if self._path.exists():
+            columns, rows = self._read()
+            self._write(columns, [row for row in rows if row["step"] <= step])
 
     def _read(self) -> tuple[list[str], list[dict[str, Any]]]:
         if not self._path.exists():
