@@ -25,8 +25,8 @@ def compose_once() -> None:
     loader = config_loader_impl.ConfigLoaderImpl
     for owner, name, wrap in (
         (defaults_list, "_create_defaults_list", _find_once),
-        (loader, "_compose_config_from_defaults_list", _merge_once),
-        (config_repository.ConfigRepository, "load_config", _read_once),
+        (loader, "_compose_config_from_defaults_list", _make_once),
+        (config_repository.ConfigRepository, "load_config", _make_once),
     ):
         if hasattr(owner, name):
             patch.object(owner, name, wrap(getattr(owner, name))).start()
@@ -55,28 +55,18 @@ def _find_once(find: Callable) -> Callable:
     return found
 
 
-def _merge_once(merge: Callable) -> Callable:
-    @wraps(merge)
-    def merged(self, defaults, repo):
-        key = ("merged", repr(defaults), _files(repo))
+def _make_once(make: Callable) -> Callable:
+    """One yaml file, or all those of a list of defaults merged."""
+
+    @wraps(make)
+    def made(self, **given):
+        what = {name: value for name, value in given.items() if name != "repo"}
+        key = (repr(what), _files(given.get("repo", self)))
         if key not in _made:
-            _made[key] = pickle.dumps(merge(self, defaults, repo))
+            _made[key] = pickle.dumps(make(self, **given))
         return pickle.loads(_made[key])
 
-    return merged
-
-
-def _read_once(read: Callable) -> Callable:
-    """One yaml file."""
-
-    @wraps(read)
-    def have_read(self, config_path):
-        key = ("read", config_path, _files(self))
-        if key not in _made:
-            _made[key] = pickle.dumps(read(self, config_path))
-        return pickle.loads(_made[key])
-
-    return have_read
+    return made
 
 
 def _files(repo: object) -> tuple:

@@ -9,7 +9,7 @@ from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.config.preflight import check_visible
 from gptrain.config.suggest import find_alias
-from tests.command_line import accepted, answer, refused
+from tests.command_line import accepted, refused
 
 NANO = ("model=gpt_nano", "trainer.accelerator=cpu")
 
@@ -40,13 +40,8 @@ ONE_LINE = {
     "model=gptx": ["model=gptx", "gpt_nano", "simple_gpt"],
     "data=text data.path=???": ["data.path", "required and not set"],
     "model._target_=os.system": ["model._target_=os.system", "Python's own library"],
-    "seed=-1": ["seed=-1", ">= 0"],
-    "seed=abc": ["seed=abc", "integer"],
     "run_dir=": ["run_dir=", "not a path"],
-    "run_dir=null": ["run_dir=null", "string"],
     "callbacks.sample.prompt=": ["callbacks.sample.prompt=", "at least 1 character"],
-    "~trainer.fast_dev_run": ["trainer.fast_dev_run", "missing"],
-    "strategy.name=ddpp": ["strategy.name=ddpp", 'did you mean "ddp"'],
     "+module.metrics.x=3": ["module.metrics.x=3", "not a group of keys"],
     "optimizer._target_=torch.optim.Adafactor": ["'betas'", "conf/optimizer/mine.yaml"],
     "logger=tensorbord": ["logger=tensorbord", 'did you mean "tensorboard"'],
@@ -57,14 +52,10 @@ ONE_LINE = {
     # No key of this choice, or no key at all -> the one that was meant.
     "trainer.device=2": ["trainer.devices"],
     "model.hidden_size=3": ["model.d_model"],
-    "n_heads=2": ["model.n_heads"],
     "lr=1e-3": ["optimizer.lr"],
-    "batch_size=3": ["data.batch_size"],
     "++trainer.gpus=2": ["trainer.devices"],
     "optimiser.lr=1": ["optimizer.lr"],
     "strategy=fsdp strategy.cpu_ofload=true trainer.devices=2": ["strategy.cpu_offload"],
-    "checkpoint.every_n_step=2": ["checkpoint.every_n_steps"],
-    "sede=3": ["seed"],
     "model.name=gpt3": ["model=gpt2"],
     "trainer.logger=csv": ["logger=csv"],
     "model.d_model.x=1": ["model.d_model.x=1: unknown key"],
@@ -88,9 +79,7 @@ ONE_LINE = {
     "strategy=fsdp model.compile=model trainer.devices=2": ["model.compile=blocks"],
     "strategy.backend=nccl trainer.accelerator=cpu": ["nccl needs GPUs"],
     "strategy.backend=mpi": ["strategy.backend=mpi", "torch here was built without it", "gloo"],
-    "data.global_batch_size=64 trainer.accumulate_grad_batches=2": ["derives", "_batches=2"],
     "trainer.max_time=00:01:00:00": ["scheduler.total_steps", "scheduler=warmup_constant"],
-    "data.seq_len=514": ["data.seq_len=514"],
     "data=text model.vocab_size=100": ["model.vocab_size=100", "256"],
     "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "both end the run"],
     "strategy=fsdp_tensor_parallel strategy.tensor_parallel_size=3 model.n_heads=6 "
@@ -99,8 +88,6 @@ ONE_LINE = {
         "there are 4 ranks; tensor_parallel_size must divide 4: 1, 2, 4",
     ],
     "trainer.num_nodes=2": ["trainer.num_nodes=2", "torchrun"],
-    "trainer.devices=100000": ["trainer.devices=100000"],
-    "+callbacks.x=1": ["callbacks.x=1"],
     # Words that cannot be read.
     "seed": ["seed: not key=value"],
     "=1": ["not key=value"],
@@ -109,17 +96,14 @@ ONE_LINE = {
     "trainer.devices=0,1": ["'trainer.devices=[0,1]'"],
     "optimizer.lr=1e-3,1e-4": ["-m for a sweep"],
     "model=null": ["gpt_nano"],
-    "experiment=quik": ["quickstart"],
     "launcher=foo": ["launcher=foo: not a group of keys"],
     "data.train.seed=${nope}": ["data.train.seed", "nope"],
     "data.seq_len=${data.seq_len}": ["data.seq_len"],
     "~nothing": ["unknown key"],
-    "~trainer": ["trainer: missing"],
     "experiment=quickstart callbacks=none": ["callbacks.sample._target_", "try: ~callbacks.sample"],
     "~launcher": ["launcher: missing"],
     "--foo": [" --help"],
     "--config-dir=/nope": ["no such folder"],
-    "--config-name=nope": ["nope"],
     "hydra.mode=x": ["hydra.mode=x: Invalid value 'x'"],
     "hydra.mode=MULTIRUN": ["hydra.mode=MULTIRUN", "try: -m"],
     # Habits of lightning-hydra-template.
@@ -157,7 +141,7 @@ WRONG = {
     "optimizer.lr": "0 abc nan inf true [] 1e400 ''",
     "optimizer.fused": "maybe 1 []",
     "optimizer.weight_decay": "-0.1",
-    "seed": "18446744073709551616",
+    "seed": "-1 18446744073709551616 abc",
     "data.num_workers": "5000",
     "module.loss.label_smoothing": "1 -0.1 abc null",
     "checkpoint.mode": "best null 1",
@@ -165,6 +149,7 @@ WRONG = {
     "strategy.timeout_s": "0 -1 abc null inf",
     "name": "'' ../x /x 'a/../../b' [] null ~/x",
     "output_dir": "'' ' ' s3://b [] null",
+    "run_dir": "'' null",
     "allow_changes": "[1] x null",
     "on_nonfinite": "halt true null []",
 }
@@ -219,7 +204,8 @@ def test_what_has_less_effect_than_it_seems_is_one_warning(words):
 
 
 RIGHT = [
-    "trainer.devices=auto", "trainer.devices=-1", "trainer.devices='2'", "trainer.devices=[0,1]",
+    "", "trainer.devices=auto", "trainer.devices=-1", "trainer.devices='2'",
+    "trainer.devices=[0,1]",
     "trainer.precision=32", "trainer.precision=bf16", "trainer.precision=auto",
     "trainer.max_time=00:01:00:00 scheduler=warmup_constant", "trainer.max_steps=5",
     "trainer.max_time={hours:1} scheduler.total_steps=900", "max_tokens=1e6",
@@ -301,7 +287,3 @@ def test_a_folder_that_holds_a_finished_run(tmp_path):
     (line,) = refused(f"run_dir={tmp_path}", *NANO, code=73)
     assert "already holds a finished run" in line and "ckpt_path=last" in line
     accepted(f"run_dir={tmp_path}", "ckpt_path=last", *NANO)
-
-
-def test_a_right_command_has_nothing_to_tell():
-    assert answer(*NANO) == (0, [])

@@ -10,7 +10,6 @@ from gptrain.data import DataError
 from gptrain.problems import ConfigError, Problem, ending_of
 from gptrain.ranks.process import attempt_folder
 from gptrain.ranks.rank import forget_old_starts
-from gptrain.ranks.supervisor import note_start
 from gptrain.resilience.draft import SaveFailed
 from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
 from gptrain.resilience.safe_load import UnsafeCheckpoint
@@ -69,10 +68,3 @@ def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
     (life,) = read_lives(mine)
     assert (life.rank, life.step) == (1, 7)
     assert (victim / "file").exists()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": "5", "fruitless": 1}'])
-def test_a_count_of_starts_that_is_garbage_is_ignored(tmp_path, text):
-    (tmp_path / ".restarts").write_text(text)
-    assert note_start(tmp_path, 5, again=True) == 0
-    assert note_start(tmp_path, 5, again=True) == 1
