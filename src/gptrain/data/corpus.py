@@ -138,10 +138,10 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """The text of a corpus, document by document; the same bytes validate whatever the tokenizer.
 
-    Text files are read in sections of 16 KiB, or of the fraction of a small corpus: each time that
-    less than the fraction of the bytes so far is for validation, the next section is. So files
-    below 16 KiB stay whole, and no large one makes up the validation set alone. Of records the
-    fraction goes to validation by their number, evenly spread.
+    Text files are read in sections of 16 KiB, of a small corpus of a quarter of the fraction.
+    Whenever validation is half a section behind its fraction of the bytes so far, the next section
+    is for it: they lie evenly over the corpus, and no large file makes up the set alone. Of
+    records the fraction goes to it by their number, evenly spread.
 
     Args:
         newline: a document that does not end with a newline gets one.
@@ -149,7 +149,7 @@ def read_pieces(
     Raises: DataError.
     """
     n_bytes = sum(source.size_bytes for source in sources if source.format == "text")
-    section_bytes = min(_SECTION_BYTES, int(val_fraction * n_bytes)) or _SECTION_BYTES
+    section_bytes = min(_SECTION_BYTES, int(val_fraction * n_bytes / 4)) or _SECTION_BYTES
     n_done, n_val, next_is_val = 0, 0, False  # bytes of text files; a section
     number = 0  # of the record, in the whole corpus
     for source in sources:
@@ -157,7 +157,7 @@ def read_pieces(
             for section, is_end in _read_sections(source, section_bytes):
                 is_val = next_is_val
                 n_done, n_val = n_done + len(section), n_val + len(section) * is_val
-                next_is_val = n_val < int(val_fraction * n_done)
+                next_is_val = n_val + section_bytes / 2 <= val_fraction * n_done
                 text = section.decode(errors="replace").encode()
                 text = _with_newline(text) if newline and is_end else text
                 yield Piece(text, is_val, is_end or is_val != next_is_val, is_end)
@@ -192,8 +192,7 @@ def _read_sections(source: Source, section_bytes: int) -> Iterator[tuple[bytes, 
         while left and (read := file.read(min(section_bytes, left))):
             left -= len(read)
             rest += read
-            is_full = b"\n" in rest or len(rest) > section_bytes
-            if left and is_full and (cut := cut_at(rest)):
+            if left and (cut := cut_at(rest)):
                 yield rest[:cut], False
                 rest = rest[cut:]
     if rest:

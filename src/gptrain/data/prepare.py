@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,49 +42,40 @@ def write_tokens(
     Raises: OSError; DataError of the pieces.
     """
     dtype = token_dtype(tokenizer.vocab_size)
-    encode = partial(encode_pieces, tokenizer, end_id, dtype)
-    context = np.array([end_id] if end_id is not None else tokenizer.encode("\n"), dtype)
-    done = [len(context)] * 2
+    end = np.array([] if end_id is None else [end_id], dtype)
+    context = end if len(end) else tokenizer.encode("\n").astype(dtype)
+    n_tokens = {False: 0, True: 0}  # by is_val
+
+    def encode(batch: list[Piece]) -> list[tuple[Piece, np.ndarray]]:
+        encoded = []
+        ids = tokenizer.encode_batch([piece.text for piece in batch])
+        for piece, tokens in zip(batch, ids, strict=True):
+            tokens = np.append(tokens, end) if piece.is_end else tokens
+            encoded.append((piece, tokens.astype(dtype)))
+        return encoded
+
+    def write(tokens: np.ndarray, is_val: bool, is_last: bool) -> None:
+        n_tokens[is_val] += len(tokens)
+        tokens_files[is_val].write(tokens.tobytes())
+        if is_last:
+            ends_files[is_val].write(np.array(n_tokens[is_val], LENGTHS_TYPE).tobytes())
+
     with ExitStack() as stack:
-        files = [
+        tokens_files, ends_files = (
             [stack.enter_context((folder / f"{name}.{suffix}").open("wb")) for name in SPLITS]
             for suffix in ("bin", "ends")
-        ]
-        for tokens_file, ends_file in zip(*files, strict=True):
-            tokens_file.write(context)
-            ends_file.write(np.array([len(context)], LENGTHS_TYPE))
+        )
+        for is_val in n_tokens:
+            write(context, is_val, is_last=True)
         bar = stack.enter_context(progress_bar("tokenizing", n_bytes))
-        for n_done, splits in in_order(encode, batches(pieces)):
-            for number, (tokens, ends) in enumerate(splits):
-                files[0][number].write(tokens)
-                files[1][number].write((ends + done[number]).astype(LENGTHS_TYPE))
-                done[number] += len(tokens)
-            bar.update(n_done)
-        for file in (*files[0], *files[1]):
+        for batch in in_order(encode, batches(pieces)):
+            for piece, tokens in batch:
+                write(tokens, piece.is_val, piece.is_last)
+                bar.update(len(piece.text))
+        for file in (*tokens_files, *ends_files):
             file.flush()
             os.fsync(file.fileno())  # before the folder gets its name
-    return [n_tokens - len(context) for n_tokens in done]
-
-
-def encode_pieces(
-    tokenizer: Tokenizer, end_id: int | None, dtype: str, pieces: list[Piece]
-) -> tuple[int, list[tuple[np.ndarray, np.ndarray]]]:
-    """Bytes of these pieces, and for train and val: tokens (n,), and how many of them there are up
-    to each place where a document, or a part of one, ends (d,)."""
-    ids = tokenizer.encode_batch([piece.text for piece in pieces])
-    splits = []
-    for is_val in (False, True):
-        tokens, ends, n_tokens = [], [], 0
-        for piece, own in zip(pieces, ids, strict=True):
-            if piece.is_val == is_val:
-                tokens.append(own)
-                if piece.is_end and end_id is not None:
-                    tokens.append([end_id])
-                n_tokens += len(own) + (piece.is_end and end_id is not None)
-                ends += [n_tokens] if piece.is_last else []
-        joined = np.concatenate([[], *tokens], dtype=dtype, casting="unsafe")
-        splits.append((joined, np.array(ends, LENGTHS_TYPE)))
-    return sum(len(piece.text) for piece in pieces), splits
+    return [n - len(context) for n in n_tokens.values()]
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
