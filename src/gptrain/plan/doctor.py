@@ -14,17 +14,13 @@ from pathlib import Path
 from gptrain.costs.speed import count_cores
 from gptrain.costs.topology import nvidia_smi
 
-CAPS = {  # of nvidia-smi: now, usual; what resets it
+CAPS = {  # two fields of nvidia-smi, now and usual; unit; what resets it
     "power": ("power.limit", "power.default_limit", "W", "-pl {usual:.0f}"),
-    "clock": (
-        "clocks.applications.graphics",
-        "clocks.default_applications.graphics",
-        "MHz",
-        "-rac",
-    ),
-}
-FIELDS = ("index", "name", "driver_version", "mig.mode.current")
-FIELDS += tuple(field for now, usual, *_ in CAPS.values() for field in (now, usual))
+    "clock": ("clocks.applications.graphics", "clocks.default_applications.graphics", "MHz",
+              "-rac"),
+}  # fmt: skip
+FIELDS = ["index", "name", "driver_version", "mig.mode.current"]
+FIELDS += [field for now, usual, *_ in CAPS.values() for field in (now, usual)]
 DRIVER, SHM = Path("/proc/driver/nvidia/version"), Path("/dev/shm")
 NEWEST_TORCH = (2, 15)  # with which the suite ran
 LEAST_SHM_BYTES = 2**30  # docker gives 64 MiB unless told; NCCL and loaders map more

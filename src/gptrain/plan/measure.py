@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
 from gptrain.collectives.operations import COLLECTIVES, from_all, group_of, say, seconds_of
-from gptrain.costs.speed import MACHINE_NAME
+from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurement, read_measurement
 from gptrain.measure import measure_matmul
 from gptrain.resilience import fileops
 from gptrain.resilience.watchdog import Guard
-from gptrain.small_files import UnreadableFile, read_json
 
 SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
 ACTIVATIONS = 2**18  # numbers, of a small net
@@ -71,22 +69,13 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
     }
     found = {str(n_ranks): measure_link(all_reduce, device)} if n_ranks > 1 else {}
     if dist.get_rank() == 0:
-        facts["links"] = add_links(path, dist.get_backend(), found)
+        backend, links = dist.get_backend(), {}
+        with suppress(DamagedMeasurement):  # it is replaced; of a sound file other links stay
+            links = (read_measurement(path) or {"links": {}})["links"]
+        facts["links"] = links | {backend: links.get(backend, {}) | found}
         path.parent.mkdir(parents=True, exist_ok=True)
         fileops.replace(path, json.dumps(facts, indent=1).encode() + b"\n")
         print(f"\nkept in {path}, for python -m gptrain.plan")
-
-
-def add_links(path: Path, backend: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The links of an older file, and those found now; with a warning where it is damaged."""
-    try:
-        old = read_json(path)["links"]
-        return old | {backend: old.get(backend, {}) | found}
-    except FileNotFoundError:
-        pass
-    except (UnreadableFile, LookupError, TypeError, AttributeError):
-        print(f"warning: {path}: damaged; what else it held is lost", file=sys.stderr)
-    return {backend: found}
 
 
 def measure_link(times: list[tuple[int, float]], device: torch.device) -> dict[str, float]:
