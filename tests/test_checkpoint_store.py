@@ -15,7 +15,7 @@ import pytest
 from gptrain.resilience import draft, fileops, manifest
 from gptrain.resilience import store as store_module
 from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, verify
+from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, seal, verify
 from gptrain.resilience.store import CheckpointStore
 
 RUN = "a" * 32
@@ -160,15 +160,15 @@ class Medium:
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path, look: Callable) -> None:
         self.root, self.look, self.safe, self.is_looking = root, look, {}, False
+        self.held = contextlib.ExitStack()  # files that are open, so that no number is used again
         wrap_os(patch, self.call)
 
     def call(self, name, operation, *arguments, **options):
         result = operation(*arguments, **options)
         if self.is_looking:
             return result
-        if name == "mkdir" or (name == "open" and arguments[1] & os.O_CREAT):
-            self.safe.pop(os.stat(arguments[0]).st_ino, None)  # numbers are used again
         if name == "fsync":
+            self.held.callback(os.close, os.dup(arguments[0]))
             self.sync(Path(f"/proc/self/fd/{arguments[0]}"))
         self.is_looking, after = True, self.root.with_name("after")
         for how, leave in (("killed", shutil.copytree), ("power cut", self.put_back)):
@@ -209,8 +209,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
         for path in restarted.folder.glob("*"):  # no hidden one, none that is damaged
             assert holds(path, restarted.verify(path).step)
 
-    with monkeypatch.context() as patch:
-        Medium(patch, before, look)
+    with monkeypatch.context() as patch, Medium(patch, before, look).held:
         store = CheckpointStore(before / "checkpoints", RUN)
         for step, options in ((1, {}), (2, {}), (2, {}), (3, {"in_background": True})):
             save(store, step, **options)
@@ -330,6 +329,17 @@ def test_order_is_by_step_and_never_by_time(store):
     for step in (100, 20, 3):
         os.utime(save(store, step), (4e9, 4e9) if step == 3 else (0, 0))
     assert store.newest_good().step == 100
+
+
+@pytest.mark.parametrize("name", ["../step-00000001/state.ckpt", "..", "/etc/passwd", "a\0b", ""])
+def test_a_manifest_that_names_a_file_elsewhere_is_none(store, name):
+    save(store, 1)
+    path = save(store, 2)
+    about = verify(path)
+    about["files"][name] = about["files"]["state.ckpt"]
+    (path / "manifest.json").write_bytes(seal(about))
+    with pytest.raises(DamagedCheckpoint, match="none of ours"):
+        verify(path)
 
 
 def test_of_a_hidden_link_only_the_link_is_removed(store, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,17 +38,11 @@ def s3():
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    before = dict(os.environ)
-    os.environ |= {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    boto3.client("s3").create_bucket(Bucket="runs")
-    yield "s3://runs/a"
-    os.environ.clear()
-    os.environ.update(before)
+    place = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    with patch.dict(os.environ, place | keys):
+        boto3.client("s3").create_bucket(Bucket="runs")
+        yield "s3://runs/a"
     server.stop()
 
 
@@ -90,9 +85,8 @@ def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_ru
     assert run.code == 0, run.err
     checkpoints = run.folder / "checkpoints"
     assert names(mirror) == names(checkpoints) and len(names(mirror)) <= 3
-    for path in checkpoints.rglob("*.*"):
-        if path.is_file():
-            assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
+    for path in checkpoints.glob("*/*"):
+        assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
     before = {path: path.stat().st_mtime_ns for path in mirror.rglob("*")}
     other = train(*SAVES, f"checkpoint.mirror={mirror}", name="other")
     assert other.code == 73 and "holds another run" in other.err
@@ -109,8 +103,13 @@ def copy(store: CheckpointStore, mirror: Mirror) -> None:
     mirror.wait()
 
 
-def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(tmp_path, monkeypatch):
-    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+@pytest.fixture
+def pair(tmp_path) -> tuple[CheckpointStore, Mirror]:
+    return CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+
+
+def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(pair, tmp_path, monkeypatch):
+    store, mirror = pair
     save(store, b"first")
     put_file = mirror.files.put_file
 
@@ -143,8 +142,10 @@ def test_of_a_strangers_store_only_files_that_a_manifest_names_are_taken(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "run"]
 
 
-def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_run_stops(tmp_path):
-    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_run_stops(
+    pair, tmp_path
+):
+    store, mirror = pair
     for step in (1, 2, 3, 4):
         save(store, b"state", step)
     copy(store, mirror)
@@ -161,8 +162,8 @@ def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_r
         third.newest_good()
 
 
-def test_a_mirror_that_fails_on_the_way_is_a_warning(tmp_path, caplog):
-    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):
+    store, mirror = pair
     (tmp_path / "mirror").write_text("no folder")
     save(store, b"whole")
     copy(store, mirror)
@@ -202,8 +203,8 @@ def test_ranks_that_are_asked_to_stop_leave_once_the_last_checkpoint_is_copied(
     assert CheckpointStore(tmp_path / "mirror").newest_good().path.name == newest.name
 
 
-def test_an_older_store_leaves_newer_copies_until_it_gets_there(tmp_path):
-    store, mirror = CheckpointStore(tmp_path / "run", "a"), Mirror(str(tmp_path / "mirror"))
+def test_an_older_store_leaves_newer_copies_until_it_gets_there(pair, tmp_path):
+    store, mirror = pair
     for step in (1, 4):
         save(store, b"whole", step)
     copy(store, mirror)
