@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.bench.__main__ import choose_loops, main
+from tests.bench.__main__ import main
 from tests.bench.loops import TutorialGPT, train
 from tests.bench.result import summarize
 from tests.bench.target import middle
@@ -38,47 +38,27 @@ def test_two_loops_take_turns_and_are_compared(answer, tmp_path):
     options = ("size=tiny", "rounds=2", "steps=2", "loops=[tutorial,bare,ours]",
                "checkpoint=every_n_steps", "checkpoint.every_n_steps=3",
                f"output_dir='{tmp_path}/é = 1'")  # fmt: skip
-    code, out, err = answer(*options, "--json")
+    code, _, err = answer(*options)
     assert code == 0, err
-    loops = {loop["name"]: loop for loop in json.loads(out)["loops"]}
+    (result,) = tmp_path.rglob("result.json")
+    loops = {loop["name"]: loop for loop in json.loads(result.read_text())["loops"]}
     assert loops.keys() == {"tutorial", "bare", "ours"}
     for loop in loops.values():
-        step_s, tokens_per_s = loop["step_s"], loop["tokens_per_s"]
+        step_s = loop["step_s"]
         assert step_s["low"] <= step_s["median"] <= step_s["high"]
-        assert tokens_per_s["high"] == pytest.approx(
-            4 * 16 / step_s["low"]
-        )  # sequences x positions
         assert loop["peak_bytes"] > 100e6  # torch alone
-        assert 0 < loop["mfu"]["median"] < 1
-    ratio = loops["bare"]["memory_ratio"]
-    assert ratio == pytest.approx(loops["ours"]["peak_bytes"] / loops["bare"]["peak_bytes"])
     assert len(list(tmp_path.rglob("ours/checkpoints/step-*"))) == 2  # of 1 + 3 turns of 2 steps
-    # Of two rounds the median is the mean.
-    added_s = loops["ours"]["step_s"]["median"] - loops["bare"]["step_s"]["median"]
-    assert loops["bare"]["added_s"]["median"] == pytest.approx(added_s)
 
 
-def test_ratios_are_taken_within_a_round_and_of_one_rank():
-    model = {"vocab_size": 7, "d_model": 2, "n_heads": 1, "n_layers": 3, "max_seq_len": 5}
-    spec = {"batch_size": 2, "seq_len": 6, "model": model}
-    ours = {"name": "ours", "n_ranks": 2, "first_step_s": 1.0, "peak_bytes": 30,
-            "steps_s": [4.0, 1.0, 2.0]}  # fmt: skip
-    bare = {"name": "bare", "n_ranks": 1, "first_step_s": 1.0, "peak_bytes": 20,
-            "steps_s": [2.0, 2.0, 3.0]}  # fmt: skip
+def test_ratios_are_taken_within_a_round():
+    ours = {"name": "ours", "n_ranks": 2, "peak_bytes": 30, "steps_s": [4.0, 1.0, 2.0]}
+    bare = {"name": "bare", "n_ranks": 2, "peak_bytes": 20, "steps_s": [2.0, 2.0, 3.0]}
     loops = [SimpleNamespace(**ours), SimpleNamespace(**bare)]
-    told, its = summarize(loops, spec, [100.0, 200.0, 400.0])
+    told, its = summarize(loops, {"batch_size": 2, "seq_len": 6})
     assert told["tokens_per_s"] == {"median": 2 * 10 / 2, "low": 2 * 10 / 4, "high": 2 * 10 / 1}
     assert its["ours_ratio"] == {"median": 1.5, "low": 0.5, "high": 2.0}
     assert its["added_s"] == {"median": -1.0, "low": -1.0, "high": 2.0}
     assert its["memory_ratio"] == 1.5
-    flops = 10 * (6 * (12 * 3 * 2**2 + 7 * 2) + 12 * 3 * 2 * 5)  # of a step
-    assert its["mfu"]["low"] == pytest.approx(flops / 3 / 400)
-    assert its["mfu"]["high"] == pytest.approx(flops / 2 / 100)
-
-
-def test_ours_on_one_device_stands_beside_ours_on_several():
-    assert choose_loops(["bare", "ours"], 1) == ["bare", "ours"]
-    assert choose_loops(["bare", "ours"], 2) == ["bare", "ours", "ours_alone"]
 
 
 def test_the_plain_loop_clips_the_gradients_of_every_step():
@@ -137,7 +117,7 @@ def test_another_optimizer_than_the_others_is_no_comparison(answer, tmp_path):
 
 def test_help_is_about_the_verb(answer):
     code, out, _ = answer("--help")
-    assert code == 0 and "python -m tests.bench" in out and "rounds" in out
+    assert code == 0 and "python -m tests.bench" in out
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """The same work in several training loops, side by side: which is faster, by how much, how surely.
 
     python -m tests.bench size=simple_gpt                    the tutorial's size
-    python -m tests.bench size=tiny --json                   what a loop adds to a 1 ms step
-    python -m tests.bench size=cpu trainer.devices=2         and one process beside two
+    python -m tests.bench size=tiny                          what a loop adds to a 1 ms step
+    python -m tests.bench size=cpu trainer.devices=2         on two processes
     python -m tests.bench steps=25 checkpoint=every_n_steps checkpoint.every_n_steps=20
                                                                ours with a checkpoint now and then
     python -m tests.bench size=gpt2 model.compile=blocks trainer.precision=bf16-mixed
@@ -15,9 +15,8 @@
     target_loss  instead of all that: tokens, steps and seconds of whole runs to a validation loss,
                  or to the loss that the `first` of the configs has at the end of its budget
     configs      overrides of each   seeds   runs of each
-    --json  the result on stdout; it is in result.json of the run's folder anyway
 
-Each loop lives in processes of its own and takes a few steps whenever it is its turn, so that what
-else happens on the machine meets all of them alike. Ratios are taken within a round; only they
-carry over to another machine.
+All figures are in result.json of the run's folder. Each loop lives in processes of its own and
+takes a few steps whenever it is its turn, so that what else happens on the machine meets all of
+them alike. Ratios are taken within a round; only they carry over to another machine.
 """

@@ -42,7 +42,6 @@ COMPARED = {
 }
 # A run without what the other loops do not do either.
 FIXED = ("trainer.limit_val_batches=0", "trainer.max_steps=100000000", "trainer.max_epochs=-1")
-ALONE = ("trainer.devices=1", "strategy=single")
 
 
 class BenchRun(Run):
@@ -59,17 +58,16 @@ class BenchRun(Run):
 
 def main() -> None:
     """The command line, in which size=… stands for what SIZES says."""
-    words = [word for word in sys.argv[1:] if word != "--json"]
-    as_json = "--json" in sys.argv
+    words = sys.argv[1:]
     sizes = [word.partition("=")[2] for word in words if word.startswith("size=")]
     preset = SIZES.get(sizes[-1] if sizes else DEFAULTS["size"], "").split()
     if any(word.startswith("target_loss=") for word in words):
         preset = []  # the runs have their own
     sys.argv[1:] = ["name=bench", *preset, *words]  # the later of two words counts
-    config.main(lambda cfg: bench(cfg, as_json), BenchRun, DEFAULTS, usage=package.__doc__)
+    config.main(bench, BenchRun, DEFAULTS, usage=package.__doc__)
 
 
-def bench(cfg: DictConfig, as_json: bool) -> None:
+def bench(cfg: DictConfig) -> None:
     """Runs the loops in turn and prints what was found; result.json in the run folder has all.
 
     Raises: ConfigError for a model without these sizes, or another data set or optimizer.
@@ -84,31 +82,26 @@ def bench(cfg: DictConfig, as_json: bool) -> None:
     if cfg.target_loss is not None:
         results = target.race(cfg, mine)
         found = {"target_loss": cfg.target_loss, "configs": results}
-        return report(found, target.table(results), folder, as_json)
+        return report(found, target.table(results), folder)
     machine = find_machine(cfg)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
     spec = make_spec(cfg, machine.accelerator)
     set_threads(machine.n_local)
+    contestants = []
     with ExitStack() as stack:
-        contestants = []
-        for name in choose_loops(cfg.loops, machine.n_local):
-            is_alone, run_dir = name == "ours_alone", str(folder / name)
+        for name in cfg.loops:
+            run_dir = str(folder / name)
             overrides = ["checkpoint=none", *mine, *FIXED, f"run_dir={quoted(run_dir)}"]
-            its = {
-                **spec,
-                "loop": name.removesuffix("_alone"),
-                "run_dir": run_dir,
-                "overrides": [*overrides, *ALONE] if is_alone else overrides,
-            }
-            n_ranks = 1 if is_alone else machine.n_local
-            contestants.append(Contestant(name, its, n_ranks, torch.get_num_threads(), folder))
-            stack.callback(contestants[-1].end)
-            contestants[-1].first_step()
-        peaks = run_rounds(contestants, cfg.rounds, cfg.steps, spec)
-    results = summarize(contestants, spec, peaks)
+            its = {**spec, "loop": name, "run_dir": run_dir, "overrides": overrides}
+            one = Contestant(name, its, machine.n_local, torch.get_num_threads(), folder)
+            stack.callback(one.end)
+            one.first_step()
+            contestants.append(one)
+        run_rounds(contestants, cfg.rounds, cfg.steps)
+    results = summarize(contestants, spec)
     found = {"size": cfg.size, "spec": {**spec, "overrides": mine}, "loops": results}
-    report(found, table(results), folder, as_json)
+    report(found, table(results), folder)
 
 
 def typed_words() -> list[str]:
@@ -118,11 +111,10 @@ def typed_words() -> list[str]:
     return [word for word in words if word.partition("=")[0].lstrip("+") not in left]
 
 
-def report(found: dict[str, Any], text: str, folder: Path, as_json: bool) -> None:
-    """Writes result.json, and prints it or a text for people."""
-    content = json.dumps(found, indent=1)
-    (folder / "result.json").write_text(content + "\n")
-    print(content if as_json else text, flush=True)
+def report(found: dict[str, Any], text: str, folder: Path) -> None:
+    """Writes result.json, and prints a text for people."""
+    (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(text, flush=True)
 
 
 def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
@@ -147,32 +139,15 @@ def make_spec(cfg: DictConfig, accelerator: str) -> dict[str, Any]:
     }
 
 
-def choose_loops(asked: list[str], n_ranks: int) -> list[str]:
-    """The loops asked for; ours on one device too, where it runs on several."""
-    return [*asked, "ours_alone"] if "ours" in asked and n_ranks > 1 else list(asked)
-
-
-def run_rounds(
-    contestants: list[Contestant], rounds: int, steps: int, spec: dict[str, Any]
-) -> list[float]:
-    """Every loop once a round, each round in the other direction; the first does not count.
-
-    Returns: the FLOP/s of matrix products in each round, with the threads of one rank.
-    """
-    import torch
+def run_rounds(contestants: list[Contestant], rounds: int, steps: int) -> None:
+    """Every loop once a round, each round in the other direction; the first does not count."""
     from tqdm import trange
 
-    from gptrain.measure import measure_matmul
-
-    dtype = torch.bfloat16 if "bf16" in spec["precision"] else torch.float32
-    side, peaks = 1024 if spec["device"] == "cpu" else None, []
     for number in trange(rounds + 1, desc="rounds", disable=None, leave=False):
         for contestant in contestants[:: 1 if number % 2 else -1]:
             contestant.take_turn(steps)
-        peaks.append(measure_matmul(torch.device(spec["device"]), dtype, side, seconds=0.3))
     for contestant in contestants:
         del contestant.steps_s[0]
-    return peaks[1:]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ class Contestant:
     """The processes of one loop, seen from the parent.
 
     Attributes:
-        first_step_s: from their start to the end of the first step of all.
         steps_s: of each turn, seconds of one step of the slowest rank.
         peak_bytes: of the largest rank.
 
@@ -41,7 +40,7 @@ class Contestant:
             }
         words = [sys.executable, "-m", "tests.bench.loops", json.dumps(spec)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.start_s, self.ranks = time.perf_counter(), []
+        self.ranks = []
         for rank, log in enumerate(self.logs):
             environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
             if n_ranks > 1:
@@ -52,7 +51,6 @@ class Contestant:
     def first_step(self) -> None:
         """Waits until each rank has taken its first step."""
         self._read()
-        self.first_step_s = time.perf_counter() - self.start_s
 
     def take_turn(self, steps: int) -> None:
         """Lets it run that many steps while all others wait."""
