@@ -46,13 +46,9 @@ class Browser:
     def open(self, url: str) -> None:
         ask("POST", f"{self.url}/url", {"url": url})
 
-    def run(self, script: str) -> Any:
-        """What a script returns in the page."""
-        return ask("POST", f"{self.url}/execute/sync", {"script": script, "args": []})
-
     def text(self) -> str:
         """All text of the page that is shown."""
-        return self.run(SEEN)
+        return ask("POST", f"{self.url}/execute/sync", {"script": SEEN, "args": []})
 
     def wait_for(self, *words: str) -> str:
         """The text of the page, once all of these words are in it."""

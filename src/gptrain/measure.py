@@ -10,8 +10,7 @@ import torch
 from gptrain.costs.hardware import device_of
 
 MEASURE_S = 0.15  # spent on measuring a peak that no table knows
-SIDE = {"cpu": 384, "mps": 4096}  # of the matrices multiplied: full speed, a millisecond each
-LARGE_SIDE = 8192  # on anything faster: a GPU of 1e15 FLOP/s takes a millisecond, too
+CPU_SIDE, SIDE = 384, 8192  # of matrices: full speed, a millisecond on a CPU and at 1e15 FLOP/s
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def measure_matmul(
     Of random numbers, as in training: a GPU at its power limit multiplies constants at a higher
     clock, because fewer bits toggle. No sum exceeds fp16: its standard deviation is sqrt(side).
     """
-    side = side or SIDE.get(device.type, LARGE_SIDE)
+    side = side or (CPU_SIDE if device.type == "cpu" else SIDE)
     own = torch.Generator(device).manual_seed(0)  # the run's own numbers are not to shift
     left, right, out = (
         torch.randn(side, side, device=device, dtype=dtype, generator=own) for _ in range(3)

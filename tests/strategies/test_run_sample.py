@@ -2,18 +2,9 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import runs as claims
-
-from gptrain.lit.callbacks.sample import SampleText
-
-
-def test_nothing_is_drawn_at_a_validation_where_no_logger_takes_text():
-    trainer = SimpleNamespace(loggers=[object()], sanity_checking=False)
-    trainer.state = SimpleNamespace(fn="fit")
-    SampleText("ab").on_validation_epoch_end(trainer, None)  # which has no net to draw from
 
 
 def test_a_net_that_is_sharded_writes_what_one_process_writes(runs, tmp_path_factory):

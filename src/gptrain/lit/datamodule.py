@@ -92,12 +92,12 @@ class TextDataModule(pl.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there; an evaluation does not."""
-        state = state_dict
         if cast(pl.Trainer, self.trainer).state.fn == "fit":
-            self.batches.begin = (state["step"], *state["place"])
-            self._tokens_at = (state["step"], state["tokens"])
+            step, place = state_dict["step"], state_dict["place"]
+            self.batches.begin = (step, *place)
+            self._tokens_at = (step, state_dict["tokens"])
             if isinstance(self.batches.order, MixtureOrder):
-                self.batches.order.go_on(*state["place"], state["taken"])
+                self.batches.order.go_on(*place, state_dict["taken"])
 
     def train_dataloader(self) -> DataLoader:
         loader = self._loader(self.train, self.batches)

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.lightning import connected, data_of
+from gptrain.lit.lightning import connected, data_of, strategy_of
 from gptrain.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
@@ -14,9 +14,7 @@ SAMPLING = Sampling(temperature=0.7)  # below 1 the likelier tokens are preferre
 
 
 class SampleText(Callback):
-    """A continuation of `prompt`, where the data has a tokenizer.
-
-    Printed at the end of the run; loggers that take text get one at each validation.
+    """At the end of the run a continuation of `prompt`, where the data has a tokenizer.
 
     Args:
         prompt: what is continued, of one token at least.
@@ -26,31 +24,18 @@ class SampleText(Callback):
     def __init__(self, prompt: str, n_tokens: int = 256):
         self.prompt, self.n_tokens = prompt, n_tokens
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = [*filter(None, (getattr(one, "log_note", None) for one in trainer.loggers))]
-        if not keep or trainer.state.fn != "fit" or trainer.sanity_checking:
-            return
-        if (text := self._write(trainer, pl_module)) is not None:
-            for log_note in keep:
-                log_note("sample", text, trainer.global_step)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        text = self._write(trainer, pl_module)
-        if text is not None and trainer.is_global_zero:
-            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-                bar.end_line()
-            log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
-
-    def _write(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        """What the net writes at this step; None where it cannot."""
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
-        parallel = getattr(trainer.strategy, "parallel", None)
-        by_stages, net = getattr(parallel, "by_stages", False), getattr(pl_module, "net", None)
+        by_stages, net = strategy_of(trainer).parallel.by_stages, getattr(pl_module, "net", None)
         if tokenizer is None or connected(trainer).fast_dev_run or by_stages or net is None:
-            return None
+            return
         # On every rank: where the net is partitioned, its forward pass needs them all.
         device = trainer.strategy.root_device
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
         generator = torch.Generator(device).manual_seed(0)  # apart from the run's own numbers
         tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
-        return printable(tokenizer.decode(tokens))
+        if trainer.is_global_zero:
+            if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
+                bar.end_line()
+            text = printable(tokenizer.decode(tokens))
+            log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))

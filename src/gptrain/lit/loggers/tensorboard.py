@@ -1,6 +1,5 @@
 """TensorBoard events, in the order in which a person reads them."""
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,11 +45,6 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         names = (params["objective"], *COMPARED)
         metrics = {TAGS.get(name, name): 0.0 for name in names}  # columns: without a step no point
         super().log_hyperparams(params["typed"], metrics)
-
-    @rank_zero_only
-    def log_note(self, name: str, text: str, step: int) -> None:
-        """A text as it stands, in the tab Text, which opens its first section alone."""
-        self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
