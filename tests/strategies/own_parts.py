@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -98,7 +97,7 @@ class Record(pl.Callback):
 
     Args:
         look_at: optimizer step, from 0, whose forward and backward passes are looked into: what
-            they send, save for the backward pass, and multiply, a list of micro-steps each.
+            they send and multiply, a list of micro-steps each.
         passes: note the order of the blocks' forward (F) and backward (B) passes of that step.
     """
 
@@ -113,11 +112,10 @@ class Record(pl.Callback):
             "validated": [],  # steps
             "sent": [],
             "calls": [],
-            "saved_bytes": [],
             "products": [],
             "passes": [],
         }
-        self.looks: ExitStack | None = None
+        self.looks: Counts | None = None
 
     def setup(self, trainer, module, stage):
         self.looks = None
@@ -154,21 +152,18 @@ class Record(pl.Callback):
         if batch_idx % trainer.accumulate_grad_batches == 0:
             step, rank = trainer.global_step, trainer.global_rank
             self.seen["samples"].append(trainer.datamodule.step_samples(step, rank))
-        if trainer.global_step != self.look_at:
-            return
-        self.looks, self.bytes, self.counts = ExitStack(), 0, Counts()
-        self.looks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda t: t))
-        self.looks.enter_context(self.counts)
+        if trainer.global_step == self.look_at:
+            self.looks = Counts()
+            self.looks.__enter__()
 
     def on_after_backward(self, trainer, module):
         if self.looks is None:
             return
-        self.looks.close()
+        self.looks.__exit__(None, None, None)
+        self.seen["sent"].append(dict(self.looks.n_bytes))
+        self.seen["calls"].append(dict(self.looks.calls))
+        self.seen["products"].append(self.looks.products)
         self.looks = None
-        self.seen["sent"].append(dict(self.counts.n_bytes))
-        self.seen["calls"].append(dict(self.counts.calls))
-        self.seen["products"].append(self.counts.products)
-        self.seen["saved_bytes"].append(self.bytes)
 
     def on_validation_start(self, trainer, module):
         self.seen["validated"].append(trainer.global_step)
@@ -184,10 +179,6 @@ class Record(pl.Callback):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not any(isinstance(gradient, DTensor) for gradient in gradients):
             self.seen["clipped"].append(nn.utils.get_total_norm(gradients).item())
-
-    def _save(self, tensor):
-        self.bytes += tensor.nbytes
-        return tensor
 
     def _note_mask(self, module, inputs, output):
         if self.looks is not None:
