@@ -1,6 +1,6 @@
 """Programs that start ranks: each gives the run that two devices of one process give, and ends.
 
-MPICH's is a package beside Open MPI's; accelerate is one of the extra `engines`.
+MPICH's is a package beside Open MPI's. torchrun: tests/test_ranks.py, on two nodes test_nodes.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,9 @@ from tests.conftest import ROOT, TINY, Finished
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
 OPEN_MPI = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
-ACCELERATE = (
-    sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2",
-    "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
-)  # fmt: skip
 STARTED = {
     "openmpi, a shell around each": (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable),
     "mpich": ("mpiexec.mpich", "-n", "2", sys.executable),
-    "accelerate": ACCELERATE,
 }
 
 
@@ -44,8 +38,6 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("how", STARTED)
 def test_a_launcher_gives_one_run_with_the_same_loss(how, train, tmp_path):
     command = STARTED[how]
-    if how == "accelerate" and find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed")
     if not shutil.which(command[0]):
         pytest.skip(f"no {command[0]} on this machine")
     run = start(tmp_path, *command)
@@ -55,6 +47,26 @@ def test_a_launcher_gives_one_run_with_the_same_loss(how, train, tmp_path):
     assert by_itself.code == 0, by_itself.err
     assert Finished(0, "", "", folder).metrics["val/loss"] == by_itself.metrics["val/loss"]
     assert [line.split()[0] for line in run.stdout.splitlines()].count("result") == 1
+
+
+WHERE = """
+from gptrain.ranks.process import *
+with open(f"rank{this_process().rank}", "w") as file:
+    print(this_process(), run_stamp(), attempt(), sep="\\n", file=file)
+"""
+
+
+@pytest.mark.engine("accelerate")
+def test_accelerate_starts_ranks_as_torchrun_does(tmp_path):
+    """With --cpu it starts one process, whatever was asked for."""
+    (tmp_path / "script.py").write_text(WHERE)
+    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
+    launch += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "script.py")
+    subprocess.run([sys.executable, *launch], cwd=tmp_path, check=True)
+    said = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
+    places = [Process("torchrun", rank, rank, world_size=2) for rank in (0, 1)]
+    assert [place for place, *_ in said] == [*map(str, places)]
+    assert said[0][1:] == said[1][1:]  # the run's folder, and where they meet
 
 
 @pytest.mark.slow
