@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
-import pty
 import re
-import select
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strangers import fill
 
 import gptrain
 from gptrain.config.cli import compose_command, run_command
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, as_typed, generate
-from gptrain.texts import Numbers, characters, until
+from gptrain.texts import Numbers, Writer, characters, until
 from tests.conftest import CORPUS
 
 BYTES = ByteTokenizer()
@@ -119,7 +115,6 @@ def test_lists_and_quoted_texts_are_hydras():
     "words, said",
     [
         (["n_tokens=0"], "error: n_tokens=0: must be >= 1"),
-        (["temperature=-1"], "error: temperature=-1: must be >= 0"),
         (["top_p=1.5"], "error: top_p=1.5: must be <= 1"),
         (["model=gpt2"], "error: model: has no effect: the net is that of from_run"),
         (["prompt=[]"], "error: prompt=[]: must be a text or a list of texts"),
@@ -211,90 +206,79 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
 
 def test_a_strangers_tokenizer_that_is_none_is_one_line(write, speaker):
     (speaker / "tokenizer.json").unlink()
-    fill(speaker, {"tokenizer.json": b"{}"})
+    (speaker / "tokenizer.json").write_text("{}")
     code, out, err = write(speaker, "prompt=x")
     assert (code, out, err.count("\n")) == (65, "", 1)
     assert err.startswith(f"error: from_run={speaker}: {speaker}/tokenizer.json: ")
 
 
-# In processes of their own, as a person sees it
+# As a person sees it
 
 
-@pytest.fixture
-def slow_run(tmp_path) -> Path:
-    """A run whose net takes 0.2 s a token, and says the successor of each byte."""
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / "slow_net.py").write_text(
-        "import time, torch\n"
-        "class Slow(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.w = torch.nn.Parameter(torch.zeros(1))\n"
-        "    def forward(self, tokens):\n"
-        "        time.sleep(0.2)\n"
-        "        return torch.nn.functional.one_hot((tokens + 1) % 256, 256) * 99.0\n"
-    )
-    (tmp_path / ".hydra" / "config.yaml").write_text("model: {_target_: slow_net.Slow}")
-    BYTES.save(tmp_path)
-    torch.save({"w": torch.zeros(1)}, tmp_path / "net.ckpt")
-    return tmp_path
+class Successor(torch.nn.Module):
+    """Says the byte after the last one, and counts how often it was asked."""
+
+    n_calls = 0
+
+    def forward(self, tokens):
+        self.n_calls += 1
+        return torch.nn.functional.one_hot((tokens + 1) % 256, 256) * 99.0
 
 
-def forked(slow_run: Path, stdin: int, stdout: int, *words: str) -> int:
-    """The command in a child of this process, which has paid the imports; its number."""
-    if pid := os.fork():
-        return pid
-    for number, file in enumerate((stdin, stdout, stdout)):
-        os.dup2(file, number)
-    os.closerange(3, 1000)  # a pipe that nobody reads is known by its last reader's end
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        setattr(sys, name, os.fdopen(number, "w" if number else "r"))
-    options = [f"from_run={slow_run}/net.ckpt", "allowed_targets=[slow_net]", "n_tokens=6"]
-    code = run_command(generate, [*options, *words], GenerateRun, DEFAULTS)
-    with suppress(BrokenPipeError):
-        sys.stdout.close()  # as an interpreter does that ends
-        os._exit(code)
-    os._exit(1)
+class Screen(io.StringIO):
+    """A terminal that keeps what it shows after how many calls of the net."""
+
+    def __init__(self, net: Successor):
+        super().__init__()
+        self.net, self.shown = net, []
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self.shown.append((self.net.n_calls, self.getvalue()))
 
 
-def read_until(file: int, mark: str, seconds: float = 60) -> list[tuple[float, str]]:
-    """What comes out of a file, with the time of each piece."""
-    found, end_s = [], time.monotonic() + seconds
-    while not "".join(piece for _, piece in found).endswith(mark):
-        assert select.select([file], [], [], max(0, end_s - time.monotonic()))[0], found
-        piece = os.read(file, 4096).decode()
-        assert piece, found
-        found.append((time.monotonic(), piece))
-    return found
+def on_a_terminal(monkeypatch) -> tuple[Writer, Screen]:
+    options = dict.fromkeys(("top_k", "top_p", "min_p"))
+    cfg = SimpleNamespace(**options, n_tokens=6, temperature=0, stop=[], cache=True, seed=0)
+    net = Successor()
+    screen = Screen(net)
+    monkeypatch.setattr("sys.stdout", screen)
+    return Writer(cfg, net, BYTES, "cpu"), screen
 
 
-def test_prompts_are_read_from_a_terminal_and_text_is_shown_as_it_is_made(slow_run, monkeypatch):
-    monkeypatch.syspath_prepend(slow_run)
-    ours, theirs = pty.openpty()
-    pid = forked(slow_run, theirs, theirs, "interactive=true")
-    os.close(theirs)
-    read_until(ours, "> ")
-    os.write(ours, b"x\n")
-    came = read_until(ours, "> ")
-    shown = "".join(piece for _, piece in came)
-    assert re.fullmatch(r"x\r\nxyz\{\|\}~\r\n6 tokens in 1\.\d+ s, [45] tokens/s\r\n> ", shown)
-    assert len(came) >= 5 and came[-1][0] - came[0][0] > 0.7  # five times 0.2 s, less a pause
-    os.write(ours, b"\n")
-    assert "not one or more tokens" in "".join(piece for _, piece in read_until(ours, "> "))
-    os.write(ours, b"\x04")  # Ctrl-D
-    assert os.waitpid(pid, 0)[1] == 0
-    os.close(ours)
+def test_text_is_shown_as_it_is_made(monkeypatch):
+    writer, screen = on_a_terminal(monkeypatch)
+    writer.write("x")
+    texts = ["x", "xy", "xyz", "xyz{", "xyz{|", "xyz{|}", "xyz{|}~"]
+    assert screen.shown[:7] == list(enumerate(texts))
 
 
-def test_a_reader_that_has_seen_enough_ends_it_in_silence(slow_run, monkeypatch):
-    monkeypatch.syspath_prepend(slow_run)
+def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
+    writer, screen = on_a_terminal(monkeypatch)
+    typed = iter(["x", "", KeyboardInterrupt, "a"])
+
+    def read_line(mark):
+        line = next(typed, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", read_line)
+    writer.answer()
+    assert screen.getvalue() == "xyz{|}~\n (Ctrl-D ends it)\nabcdefg\n"
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"6 tokens in [\d.]+ s, \d+ tokens/s", lines[0])
+    assert "not one or more tokens" in lines[1] and len(lines) == 3
+
+
+def test_a_reader_that_has_seen_enough_ends_it_in_silence(write, speaker, monkeypatch):
     ours, theirs = os.pipe()
-    with open(os.devnull) as nothing:
-        pid = forked(slow_run, nothing.fileno(), theirs, "prompt=a")
-    os.close(theirs)
-    read_until(ours, "b")
     os.close(ours)
-    assert os.waitpid(pid, 0)[1] == 0
+    with os.fdopen(theirs, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert write(speaker, "prompt=a") == (0, "", "")
 
 
 def test_each_limit_reaches_the_sampling(speaker, write):

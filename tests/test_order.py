@@ -52,12 +52,6 @@ def test_a_huge_data_set_costs_no_memory():
     assert len(set(samples)) == 3 and samples.min() >= 0 and samples.max() < 10**15 + 37
 
 
-def test_any_positions_in_any_shape_give_the_same_samples():
-    order, whole = SampleOrder(1000, seed=4), epoch_of(1000, seed=4)
-    some = np.array([[3, 999], [0, 3]])
-    assert np.array_equal(order.index(0, some), whole[some])
-
-
 def test_epochs_and_seeds_have_other_orders():
     orders = [epoch_of(100, seed, epoch) for seed in range(5) for epoch in range(5)]
     for one, other in itertools.combinations(orders, 2):
