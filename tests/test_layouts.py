@@ -1,0 +1,127 @@
+"""Weights travel to transformers and back: equal logits, the same bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from gptrain.export.files import write_net
+from gptrain.models import Llama, SimpleGPT
+from gptrain.nets.weights import load_weights
+from gptrain.resilience.manifest import DamagedCheckpoint
+
+GPT2 = {"vocab_size": 97, "d_model": 36, "n_heads": 3, "n_layers": 2, "max_seq_len": 300}
+LLAMA = {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "d_ff": 40}
+LLAMA |= {"max_seq_len": 4096, "n_kv_heads": 2}
+NETS = {
+    "gpt2": {"activation": "gelu_tanh"},
+    "one head": {"n_heads": 1, "activation": "gelu"},
+    "grouped": {},
+    "tied": {"n_kv_heads": 6, "tie_head": True, "rope_base": 1e4, "norm_eps": 1e-6},
+    "scaled": {"n_kv_heads": 1, "rope_scaling": 8.0, "rope_base": 1e6},
+    "normalised": {"qk_norm": True},
+}
+# The same sums in another order: a few units in the last place of fp32, of logits of about 1.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+TOKENS = torch.arange(600).view(2, 300) * 31 % 97  # long enough for slow rotations to be seen
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+THEIRS = {
+    "gpt2": GPT2Config(
+        vocab_size=97, n_embd=36, n_head=3, n_layer=2, n_positions=300, **NO_TOKENS
+    ),
+    "grouped": LlamaConfig(
+        vocab_size=97, hidden_size=48, num_attention_heads=6, num_key_value_heads=2,
+        num_hidden_layers=2, intermediate_size=40, rms_norm_eps=1e-5, **NO_TOKENS,
+    ),
+}  # fmt: skip
+
+
+def learned(net: nn.Module) -> nn.Module:
+    """The net with weights, biases too, that are not those of the start."""
+    for name, parameter in net.named_parameters():
+        nn.init.normal_(parameter, mean=float("norm" in name or "ln_" in name), std=0.15)
+    return net.eval().requires_grad_(False)
+
+
+def make(name: str, **changes) -> nn.Module:
+    if "activation" in NETS[name]:
+        return learned(SimpleGPT(**{**GPT2, "dropout": 0.0, **NETS[name], **changes}))
+    return learned(Llama(**{**LLAMA, **NETS[name], **changes}))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_an_export_gives_the_same_logits_in_transformers_and_the_same_bits_back(tmp_path, name):
+    net, back = make(name), make(name)
+    write_net(net, tmp_path, "hf", "fp32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(theirs(TOKENS).logits, net(TOKENS), **CLOSE)
+    assert ("Qwen3" in type(theirs).__name__) == (name == "normalised")
+    load_weights(back, tmp_path)
+    for key, tensor in net.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name):
+    theirs = learned(AutoModelForCausalLM.from_config(THEIRS[name]))
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    files = sorted(tmp_path.glob("*.safetensors"))
+    net = make(name, **({} if name == "gpt2" else {"rope_base": 1e4}))
+    load_weights(net, tmp_path)
+    torch.testing.assert_close(net(TOKENS), theirs(TOKENS).logits, **CLOSE)
+    files[1].unlink()
+    with pytest.raises(DamagedCheckpoint, match=f"names {files[1].name}, which is no"):
+        load_weights(net, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for names, said in ({"a": "../a.safetensors"}, "no safetensors file beside"), ([], "no weight"):
+        index.write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(DamagedCheckpoint, match=said):
+            load_weights(net, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "scaled"])
+def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
+    net, back = make(name), make(name)
+    write_net(net, tmp_path, "hf", "fp32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    tensors = load_file(tmp_path / "model.safetensors")
+    if name == "gpt2":
+        tensors = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 300, 300)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    else:
+        config["rope_scaling"]["type"] = config["rope_scaling"]["rope_type"]
+        del config["head_dim"], config["use_sliding_window"]
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_weights(back, tmp_path)
+    assert torch.equal(back(TOKENS), net(TOKENS))
+
+
+@pytest.mark.parametrize(
+    "name, there, here, said",
+    [
+        ("gpt2", {"n_head": 6}, {}, "n_head=6 there, 3 here"),
+        ("gpt2", {"activation_function": "relu"}, {}, "function=relu there, gelu_new here"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, {}, "inverse_layer_idx=True there"),
+        ("gpt2", {"n_inner": 100}, {}, "n_inner=100 there"),
+        ("gpt2", {"model_type": "gpt_neo"}, {}, "model_type=gpt_neo there, gpt2 here"),
+        ("grouped", {}, {"n_kv_heads": 3, "norm_eps": 1e-6},
+         r"heads=2 there, 3 here; rms.*=1e-05 there, 1e-06 here$"),
+        ("grouped", {}, {"rope_base": 1e4}, r"rope_param.*=.*500000.* there, .*10000.* here$"),
+        ("grouped", {}, {"qk_norm": True}, r"model_type=llama there, qwen3 here$"),
+        ("grouped", {"model_type": None}, {}, "model_type=None there, llama here"),
+    ],
+)  # fmt: skip
+def test_what_shapes_do_not_show_is_one_line_with_both_sides(tmp_path, name, there, here, said):
+    write_net(make(name), tmp_path, "hf", "fp32")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | there))
+    with pytest.raises(ValueError, match=said):
+        load_weights(make(name, **here), tmp_path)
