@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map
+from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.assemble.parts import (
@@ -75,8 +75,11 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
         traced each; empty: the whole one.
     Raises: ConfigError.
     """
-    with as_config_errors(cfg, "model.path"):
-        groups = config_groups(cfg)
+    model = plain(cfg)["model"]
+    groups: dict[str, dict[str, Any]] = {"model": model, "model.config": {}}
+    if model["_target_"] == "gptrain.models.HuggingFace":
+        with as_config_errors(cfg, "model.path"):
+            groups["model.config"] = config_keys(model["config"], model["path"])
     keys = {f"{group}.{name}": keys.get(name) for group, keys in groups.items() for name in LAYERS}
     key, count = next(((k, n) for k, n in keys.items() if isinstance(n, int)), ("", 0))
     if count <= MANY:
@@ -86,14 +89,6 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
     )
     times = (count - MORE) / (MORE - FEW)
     return {**along_a_line(few, more, times), "layers": [FEW, MORE, count]}
-
-
-def config_groups(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The model group, and of a net of transformers its config.   Raises: ValueError."""
-    model = plain(cfg)["model"]
-    is_theirs = model["_target_"] == "gptrain.models.HuggingFace"
-    theirs = config_keys(model.get("config"), model.get("path")) if is_theirs else {}
-    return {"model": model, "model.config": theirs}
 
 
 def cut(cfg: DictConfig, groups: dict, key: str, count: int, n_layers: int) -> DictConfig:
@@ -121,8 +116,6 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
         raise ConfigError.of("strategy.name", name, wrong)
     with as_config_errors(cfg, "trainer.devices"):
         dims = parallel_dims(cfg.strategy, world_size)
-    if dist.is_initialized():
-        raise RuntimeError("a plan is traced in a process of its own, without a process group")
     if sample_tokens is None:
         sample = build_target(cfg.data.train)[0]
         sample_tokens = check_sample(cfg, sample)
@@ -170,7 +163,7 @@ class Step:
             with unset_fake_temporarily():  # metrics copy themselves, which takes numbers
                 self.module = build_module(cfg, net, lengths, None)
         self.empty_beside(net)
-        self.batch = tree_map(partial(_repeated, size=size), sample)
+        self.batch = default_collate([sample] * size)
         self.optimizer = self.attach(lengths.n_steps)
         self.is_last = True  # the micro-step after which gradients are reduced
         ddp = self.parallel.ddp
@@ -317,8 +310,3 @@ class Step:
         states += self.between_meetings()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
-
-
-def _repeated(leaf: Any, size: int) -> Tensor:
-    leaf = torch.as_tensor(leaf)
-    return torch.zeros((size, *leaf.shape), dtype=leaf.dtype)
