@@ -1,0 +1,246 @@
+"""The nets that ship: what they compute, and initial weights that depend on the seed alone."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatch
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from gptrain.config import compose_command
+from gptrain.costs.shape import find_shape
+from gptrain.lit.perf import count_matrix_weights
+from gptrain.models import Llama, SimpleGPT
+from gptrain.models.rms_norm import RMSNorm
+from gptrain.nets.load import build_net
+from gptrain.parallel.activation import apply_activation_checkpointing
+
+SIZES = {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 16}
+# Sums in another order: a few units in the last place of fp32, of logits of about 1.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2_xl": 1_557_611_200,
+    "llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248,  # Llama 3.2 1B, Llama 3 8B
+}  # fmt: skip
+
+
+def small_gpt(**changes) -> SimpleGPT:
+    return SimpleGPT(**{**SIZES, "dropout": 0.0, **changes})
+
+
+def small_llama(**changes) -> Llama:
+    return Llama(**{**SIZES, "n_kv_heads": 2, "d_ff": 40, "qk_norm": True, **changes})
+
+
+NETS = {
+    "gpt": partial(small_gpt, dropout=0.1),
+    "llama": small_llama,
+    "ungrouped": partial(small_llama, n_kv_heads=4, qk_norm=False),
+    "tied": partial(small_llama, tie_head=True),
+}
+
+
+@pytest.fixture(params=NETS)
+def make(request):
+    return NETS[request.param]
+
+
+@pytest.fixture
+def net(make) -> nn.Module:
+    """With weights, biases too, as of a net that has learned."""
+    net = make().eval()
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return net.requires_grad_(False)
+
+
+def random_tokens(batch: int = 3, time: int = 16) -> torch.Tensor:
+    return torch.randint(97, (batch, time))
+
+
+@pytest.mark.parametrize("preset", ["llama_nano", "llama_124m", *PUBLISHED])
+def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after(preset):
+    cfg = compose_command([f"model={preset}"])
+    with torch.device("meta"):
+        net = build_net(cfg)
+    shape, n_parameters = find_shape(cfg.model), sum(p.numel() for p in net.parameters())
+    assert n_parameters == shape.n_parameters == PUBLISHED.get(preset, n_parameters)
+    assert count_matrix_weights(net) == shape.matrix_weights
+
+
+def test_forward_is_head_of_norm_of_blocks_of_embed(net):
+    tokens = random_tokens()
+    x = net.embed(tokens)
+    for block in net.blocks:
+        x = block(x)
+    assert torch.equal(net(tokens), net.head(net.norm(x))) and net(tokens).shape == (3, 16, 97)
+    assert net.hidden(tokens).shape == net.embed(tokens).shape == (3, 16, 32)
+
+
+def test_future_tokens_do_not_change_past_logits(net):
+    tokens = random_tokens()
+    for changed in (0, 7, 15):
+        other = tokens.clone()
+        other[:, changed] = (other[:, changed] + 1) % 97
+        before, after = net(tokens), net(other)
+        assert torch.equal(before[:, :changed], after[:, :changed])
+        assert not torch.allclose(before[:, changed], after[:, changed])
+
+
+def test_dropout_acts_in_training_only():
+    net, tokens = small_gpt(dropout=0.5), random_tokens()
+    assert not torch.equal(net(tokens), net(tokens))
+    net.eval()
+    assert torch.equal(net(tokens), net(tokens))
+
+
+def test_sizes_that_cannot_be_built_are_refused():
+    for make, sizes, said in (
+        (small_gpt, {"n_heads": 5}, r"n_heads=5.*d_model=32"),
+        (small_gpt, {"activation": "relu"}, r"'relu'.*gelu, gelu_tanh"),
+        (small_llama, {"n_kv_heads": 3}, r"n_kv_heads=3.*n_heads=4"),
+        (small_llama, {"d_model": 36}, r"n_heads=4: d_model=36"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(**sizes)
+
+
+def test_every_matrix_and_every_norm_has_a_role_in_the_tensor_plan(net):
+    modules = dict(net.named_modules())
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear | nn.RMSNorm | nn.LayerNorm | nn.Embedding):
+            assert sum(fnmatch(name, pattern) for pattern in net.tensor_plan) == 1, name
+
+
+# Initial weights
+
+
+def test_initial_weights_are_gpt2s():
+    net = SimpleGPT(1000, d_model=128, n_heads=4, n_layers=8, max_seq_len=64)
+    for name, parameter in net.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            residual = name.endswith(("out_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
+            # standard error of a deviation is std / sqrt(2n); n >= 8192, so 5 % is 6 of them
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 6 * std / math.sqrt(parameter.numel()), name
+
+
+def test_no_two_matrices_get_the_same_numbers_nor_two_seeds():
+    matrices = [p for net in (small_gpt(), small_gpt()) for p in net.parameters() if p.ndim == 2]
+    heads = [p.flatten()[:8] / p.flatten()[:8].norm() for p in matrices]
+    assert all(not torch.allclose(a, b) for i, a in enumerate(heads) for b in heads[:i])
+
+
+def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weights(make):
+    """In any order, one at a time; a tied head stays tied."""
+    torch.manual_seed(3)
+    expected = make()
+    state, draw = expected.state_dict(), torch.rand(())
+    torch.manual_seed(3)
+    torch.randint(2**62, ())
+    assert draw == torch.rand(())
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        net = make()
+    assert draw == torch.rand(()) and all(p.is_meta for p in net.parameters())
+    net.to_empty(device="cpu")
+    for name, parameter in reversed(net.state_dict().items()):
+        net.init_parameter(name, parameter)
+    assert all(torch.equal(state[name], made) for name, made in net.state_dict().items())
+    is_tied = net.head.weight is net.token_embedding.weight
+    assert is_tied == (expected.head.weight is expected.token_embedding.weight)
+
+
+# Llama's parts
+
+
+def test_attention_depends_on_distances_and_not_on_positions():
+    attention = small_llama(qk_norm=False).blocks[0].attention
+    q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 40, 1, 8)  # (B, T, H, K)
+    turned_q, turned_k = (part[0, :, 0] for part in attention.place(q, k, 0))
+    products = turned_q @ turned_k.mT  # (T, T)
+    for distance in (0, 1, 7):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(products[0, 0], products[0, 7])
+
+
+def test_positions_are_exact_also_where_torchs_default_type_has_16_bit():
+    """As under trainer.precision=bf16-true: bf16 counts no further than 256."""
+    attention = small_llama(qk_norm=False).blocks[0].attention
+    q, k = torch.randn(2, 1, 600, 1, 8)  # (B, T, H, K)
+    expected = attention.place(q, k, 0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        turned = attention.place(q, k, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(turned, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_has_torchs_values_and_gradients(dtype):
+    norm, x = RMSNorm(24, 1e-5).to(dtype), torch.randn(3, 5, 24, dtype=dtype, requires_grad=True)
+    nn.init.normal_(norm.weight)
+    made = [norm(x), nn.functional.rms_norm(x, (24,), norm.weight, 1e-5)]
+    gradients = [torch.autograd.grad(y.sin().sum(), (x, norm.weight)) for y in made]
+    torch.testing.assert_close(*made)
+    torch.testing.assert_close(*gradients)
+
+
+def test_recomputed_activations_are_the_same():
+    gradients = []
+    for recomputes in ("none", "full"):
+        torch.manual_seed(0)
+        net = small_llama()
+        apply_activation_checkpointing(net, recomputes)
+        net(random_tokens()).square().sum().backward()
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+# Keys and values that are kept
+
+
+@pytest.mark.parametrize("parts", [[1] * 16, [5, 1, 1, 6, 3]], ids=str)
+def test_tokens_given_in_parts_have_the_logits_of_the_whole(net, parts):
+    tokens, cache, sizes = random_tokens(), net.new_cache(), []
+    logits = []
+    for part in tokens.split(parts, dim=1):
+        logits.append(net(part, cache))
+        sizes.append(cache.layers[1].k.shape[2])
+        assert cache.length <= sizes[-1] <= 2 * cache.length
+    assert [one.shape for one in logits] == [(3, n, 97) for n in parts]
+    torch.testing.assert_close(torch.cat(logits, 1), net(tokens), **CLOSE)
+    assert cache.length == 16 and len(set(sizes)) <= 5  # memory is rarely taken anew
+    with pytest.raises(ValueError, match=r"17 tokens.*max_seq_len=16"):
+        net(tokens[:, :1], cache)
+
+
+def test_a_cache_takes_the_type_that_attention_computes_in(net):
+    tokens, cache = random_tokens(2, 8), net.new_cache()
+    with torch.autocast("cpu", torch.bfloat16):  # of which no warning comes
+        logits = torch.cat([net(part, cache) for part in tokens.split(4, dim=1)], 1)
+        whole = net(tokens)
+    assert cache.layers[0].k.dtype == whole.dtype == torch.bfloat16
+    # bf16 has 8 bits of mantissa; logits are of about 10
+    torch.testing.assert_close(logits, whole, rtol=0, atol=0.25)
+    net.double()
+    net(tokens, cache := net.new_cache())
+    assert cache.layers[0].v.dtype == torch.float64
+
+
+def test_without_a_cache_the_parts_of_a_net_get_one_argument_each(net):
+    seen = []
+    for block in net.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs)))
+    net(random_tokens(1, 2))
+    assert seen == [1, 1, 1]
