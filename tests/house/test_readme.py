@@ -36,11 +36,8 @@ SMALL = [
     "trainer.enable_progress_bar=false",
 ]  # fmt: skip
 SMALL_GPT = [
-    "model.n_heads=2",
-    "model.n_layers=2",
-    "model.vocab_size=256",
-    "trainer.precision=32-true",
-]
+    "model.n_heads=2", "model.n_layers=2", "model.vocab_size=256", "trainer.precision=32-true",
+]  # fmt: skip
 
 
 def section(title: str) -> str:
@@ -129,15 +126,8 @@ def test_rooms_stand_in_the_order_in_which_they_import():
         for name in re.findall(r"`(?:src/gptrain/)?([\w.]+)`", row)
     }
     beside = {
-        "__init__",
-        "command",
-        "problems",
-        "progress",
-        "small_files",
-        "home",
-        "conf",
-        "streams",
-    }
+        "__init__", "command", "problems", "progress", "small_files", "home", "conf", "streams",
+    }  # fmt: skip
     assert {room(path) for path in modules()} - beside == place.keys() - {"train"}
     for one, others in MAY_IMPORT.items():
         assert one in beside or all(place[other] < place[one] for other in others - beside), one
