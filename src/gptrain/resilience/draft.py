@@ -107,7 +107,7 @@ class Draft:
                     raise  # of the network, not of the file system
                 folder = self.path.parent
                 with suppress(OSError):
-                    free = shutil.disk_usage(folder).free
+                    free = free_bytes(folder)
                 mine = SaveFailed(error.errno, folder, self.needed_bytes, free, self.rank)
                 mine.__cause__ = error
             for failure in self.gather(mine):
@@ -129,6 +129,11 @@ class Draft:
             sha256 = hashlib.sha256(content).hexdigest()
             entries[name] = {"bytes": content.nbytes, "sha256": sha256}
         return entries
+
+
+def free_bytes(folder: Path) -> int:
+    """Left on the file system of a folder, which may still have to be made; quotas are not seen."""
+    return shutil.disk_usage(folder if folder.exists() else folder.parent).free
 
 
 class _HeldFile(io.BytesIO):

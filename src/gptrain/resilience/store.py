@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gptrain.resilience import fileops, manifest
-from gptrain.resilience.draft import Draft, SaveFailed
+from gptrain.resilience.draft import Draft, SaveFailed, free_bytes
 from gptrain.resilience.manifest import Checkpoint, DamagedCheckpoint, NoGoodCheckpoint, folder_name
 
 _log = logging.getLogger(__name__)
@@ -123,9 +123,7 @@ class CheckpointStore:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises SaveFailed unless the folder's file system has that many bytes left."""
-        folder = self.folder if self.folder.exists() else self.folder.parent
-        free = shutil.disk_usage(folder).free  # quotas are not seen
-        if free < needed_bytes:
+        if (free := free_bytes(self.folder)) < needed_bytes:
             raise SaveFailed(errno.ENOSPC, self.folder, needed_bytes, free, rank=0)
 
     # Loading
