@@ -203,19 +203,15 @@ class Stage(nn.Module):
         self.held = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not self.net.training:
-            return self.run(x)
         # In training, torch 2.11 learns the shapes by a pass over zeros: it must not draw what the
         # dropout of the first batch is to draw.
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            return self.run(x)
-
-    def run(self, x: Tensor) -> Tensor:
-        if self.is_first:
-            x = self.net.embed(x)  # (B, T) -> (B, T, D)
-        for name in self.held:
-            x = self.net.get_submodule(f"blocks.{name}")(x)
-        return self.net.norm(x) if self.is_last else x
+        learns_shapes = self.net.training and not torch.is_grad_enabled()
+        with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
+            if self.is_first:
+                x = self.net.embed(x)  # (B, T) -> (B, T, D)
+            for name in self.held:
+                x = self.net.get_submodule(f"blocks.{name}")(x)
+            return self.net.norm(x) if self.is_last else x
 
 
 def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gptrain.loss import (
-    IGNORED,
     LossOptions,
     chunked_next_token_loss,
     count_targets,
@@ -129,9 +128,7 @@ class Whole:
         """Logits (C, V) and targets (C,) of this rank's samples, chunk by chunk, for metrics."""
         if has_chunks(net):
             return logits_in_chunks(net.hidden(tokens), net.head, targets)
-        counted = targets != IGNORED  # (B, T)
-        logits = net_logits(net, tokens, targets)[counted].float()
-        return iter([(logits, targets[counted])])
+        return logits_in_chunks(net_logits(net, tokens, targets), nn.Identity(), targets)
 
     def share(self, compute: Callable[[], Tensor]) -> Tensor:
         """What is computed where the logits were, alike on all ranks that share a net."""
