@@ -46,25 +46,23 @@ class DecoderShape:
         return self.vocab_size * self.d_model
 
     @property
-    def matrices(self) -> list[int]:
-        """The other sides of a block's matrices of D: q, out, k, v, and the MLP's two or three."""
-        return [self.d_model] * 2 + [self.d_kv] * 2 + [self.d_ff] * (2 + self.is_gated)
+    def matrices(self) -> list[tuple[int, int]]:
+        """The sides of a block's: q and out, k and v, the MLP's two or three."""
+        width, inner = self.d_model, [(self.d_ff, self.d_model)] * (1 + self.is_gated)
+        return [(width, width)] * 2 + [(self.d_kv, width)] * 2 + inner + [(width, self.d_ff)]
 
     @property
     def block_matrices(self) -> int:
         """2 D D + 2 D kv + (2 or 3) D F."""
-        return self.d_model * sum(self.matrices)
+        return sum(rows * columns for rows, columns in self.matrices)
 
     def muon_parts(self, n_blocks: int, n_ranks: int) -> list[tuple[int, int, int]]:
         """(shorter side, longer, how many) of the matrices that the first of n_ranks updates.
 
         Ranks divide those of some blocks that have one shape among themselves, rounded up.
         """
-        width, inner = self.d_model, [(self.d_ff, self.d_model)] * (1 + self.is_gated)
-        outer = [(self.d_kv, width)] * 2 + [(width, width)] * 2 + [(width, self.d_ff)]
-        alike = Counter(outer + inner)
-        found = ((min(one), max(one), n_blocks * n) for one, n in alike.items())
-        return [(short, long, math.ceil(n / n_ranks)) for short, long, n in found]
+        alike = Counter(self.matrices).items()
+        return [(min(one), max(one), math.ceil(n_blocks * n / n_ranks)) for one, n in alike]
 
     def muon_flops(self, n_blocks: int, n_ranks: int) -> int:
         """Of their updates: five Newton-Schulz steps of three products each."""
