@@ -264,11 +264,12 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     if batch.accumulate > 1 and run.get("strategy.static_graph"):
         wrong = "torch keeps no static graph over the micro-steps of an accumulation (2.13)"
         yield run.error("strategy.static_graph", wrong, "strategy.static_graph=false")
-    n_samples = run.get("data.num_samples")
-    if run.get("data.train._target_") != DUMMY or not n_samples or run.get("task") != "fit":
-        return  # of other data the length is known once it is read
-    epoch_steps = batch.steps_per_epoch(n_samples)
-    if not epoch_steps:
+    is_dummy = run.get("data.train._target_") == DUMMY  # of other data the length is read later
+    n_samples = run.get("data.num_samples") if is_dummy else None
+    if run.get("task") != "fit":
+        return
+    epoch_steps = batch.steps_per_epoch(n_samples) if n_samples else None
+    if epoch_steps == 0:
         wrong = f"{n_samples} sequences, one step needs {batch.global_batch_size}"
         attempt = "a smaller data.batch_size or data.global_batch_size"
         yield run.error("data.num_samples", wrong, attempt)
@@ -276,8 +277,8 @@ def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
     ends_early = run.get("max_tokens") or run.get("trainer.fast_dev_run")
     if run.wrong & {*LIMITS, "trainer"} or ends_early:
         return
-    epochs = effective_max_epochs(trainer, None)
-    steps = run_steps(epoch_steps, epochs, trainer["max_steps"])
+    epochs = effective_max_epochs(trainer, None) if epoch_steps else None
+    steps = run_steps(epoch_steps or 0, epochs, trainer["max_steps"])
     if steps and warmup > steps and not run.get("scheduler.total_steps"):
         wrong = f"longer than the run of {steps} steps"
         yield run.error("scheduler.warmup_steps", wrong, code=DONE)

@@ -109,11 +109,14 @@ def run_command(
             if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
                 job(cfg)
                 return problems.DONE
+        if _rank() > 0:
+            overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
+        code = _run(job, overrides, schema, sweep)
+        if sweep:
+            report_sweep(sweep)
+        return code
     except (Exception, KeyboardInterrupt) as error:
         return _end(error, "debug=true" in argv)[0]
-    if _rank() > 0:
-        overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
-    return _run(job, overrides, schema, sweep)
 
 
 def check(
@@ -228,8 +231,6 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
             earlier = find_repeated(sweep, node) if sweep else None
             value = repeat(earlier, node, cfg.objective) if earlier else job(cfg)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            is_trial = not node.sweeper["_target_"].endswith("BasicSweeper")
-            is_elsewhere = not node.launcher["_target_"].endswith("BasicLauncher")
             code, said = _end(error, bool(cfg.get("debug")))
             codes.append(code)
             if isinstance(error, (ConfigError, ModuleNotFoundError)) and _rank() == 0:
@@ -240,8 +241,9 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
                         write_status(folder, cause="refused", exit_code=code, message=said)
             if sweep and code in STOPPED:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
-            if sweep and code and (is_trial or is_elsewhere):
-                raise JobFailed(code, said) from error  # ours would lose the batches to come
+            kinds = [one["_target_"].rpartition(".")[2] for one in (node.sweeper, node.launcher)]
+            if sweep and code and kinds != ["BasicSweeper", "BasicLauncher"]:
+                raise JobFailed(code, said) from error  # a basic sweep would lose the jobs to come
             return None
         codes.append(problems.DONE)
         return value
@@ -254,11 +256,6 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
             codes.append(_end(error)[0])
             if isinstance(error, JobFailed):  # it was told in another process
                 _print([first_line(error)])
-    try:
-        if sweep:
-            report_sweep(sweep)
-    except OSError as error:
-        codes.append(_end(error)[0])
     return next(filter(None, codes), problems.DONE)
 
 
