@@ -70,7 +70,8 @@ class TextDataModule(pl.LightningDataModule):
             epoch_steps=lengths.epoch_steps,
             position=lambda: self.step * accumulate,
         )
-        self.step_tokens, self._tokens_at = lengths.step_tokens, (0, 0)  # a step, and tokens by it
+        self.step_tokens = lengths.step_tokens
+        self._tokens_at = (0, 0)  # a step, and tokens by it
 
     @property
     def step(self) -> int:
@@ -162,7 +163,8 @@ class Loader(DataLoader):
             batches = super().__iter__()
         atexit.unregister(kill_workers)  # once
         atexit.register(kill_workers)
-        self.step_targets, start_s = [], time.perf_counter()
+        self.step_targets = []
+        start_s = time.perf_counter()
         try:
             while step := list(islice(batches, self.read_ahead)):
                 self.waited_s += time.perf_counter() - start_s

@@ -20,8 +20,10 @@ class Speed:
     """
 
     def __init__(self, lengths: Lengths, trainer: pl.Trainer, net: nn.Module | None):
-        self.lengths, self.trainer, self.device = lengths, trainer, trainer.strategy.root_device
-        self.peak, self.token_flops = None, 0
+        self.lengths, self.trainer = lengths, trainer
+        self.device = trainer.strategy.root_device
+        self.peak = None
+        self.token_flops = 0
         if net is not None:  # attention counts where the net tells its sizes
             layers, width = getattr(net, "n_layers", 0), getattr(net, "d_model", 0)
             n_weights, seq_len = strategy_of(trainer).info.n_matrix_weights, lengths.sample_tokens

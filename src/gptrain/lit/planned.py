@@ -32,8 +32,10 @@ def plan_run(
         raise ValueError(f"no estimate of {name}")
     row = found["strategies"][name]
     n_bytes = row["bytes_per_device"]["total"]
-    fits, (unit, size) = "" if row["fits"] else " (does not fit)", unit_of(n_bytes)
-    line = f"{n_bytes / size:,.1f} {unit} of tensors a device{fits}"
+    unit, size = unit_of(n_bytes)
+    line = f"{n_bytes / size:,.1f} {unit} of tensors a device"
+    if not row["fits"]:
+        line += " (does not fit)"
     if row["step_s"] is not None:
         line += f" · {1e3 * row['step_s']:,.0f} ms a step, {row['tokens_per_s']:,.0f} tokens/s"
     return f"{line} · best: {found['best'] or 'nothing fits'} · {here.source}", found

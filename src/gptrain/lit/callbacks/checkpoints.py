@@ -64,7 +64,8 @@ class Checkpoints(Checkpoint):
         self.parameter_bytes, self.mirror = parameter_bytes, mirror
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
-        self.changed, self.stopping = frozenset(changed), False
+        self.changed = frozenset(changed)
+        self.stopping = False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
         self._only_validates = False

@@ -56,7 +56,8 @@ def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> N
     finish_step(trainer, state["global_step"], state["validated"])
     said = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
     rng, threads, now = state["rng"], state["threads"], torch.get_num_threads()
-    is_cpu, n_saved = trainer.strategy.root_device.type == "cpu", len(rng)
+    is_cpu = trainer.strategy.root_device.type == "cpu"
+    n_saved = len(rng)
     if n_saved != trainer.world_size or (is_cpu and threads != now):
         said.append(
             f"resumed on {trainer.world_size} ranks of {now} threads what {n_saved} ranks of "

@@ -73,8 +73,9 @@ class Steps(Callback):
         self.model_config, self.on_nonfinite = model_config, on_nonfinite
         self.guard, self.checkpoints = guard, checkpoints
         self.first_s = COMPILING_S if compiles else 0.0
-        self.stops, self.stopping = Vote(), False
-        self.lr, self._is_paused = 0.0, False
+        self.stops = Vote()
+        self.stopping = self._is_paused = False
+        self.lr = 0.0
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -83,7 +84,8 @@ class Steps(Callback):
     # A training's steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave_if_asked()
+        if self.guard is not None:
+            self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.first_s)
         check_optimization(pl_module)  # again: hooks may have changed it
         self.first_step = trainer.global_step
@@ -181,7 +183,8 @@ class Steps(Callback):
     ) -> None:  # fmt: skip
         self._beat(phase="test" if trainer.testing else "validate")
         if trainer.state.fn != "fit":
-            self._leave_if_asked()
+            if self.guard is not None:
+                self.guard.leave_if_asked()
         elif not trainer.sanity_checking:
             self._ask()
             self._leave(trainer)
@@ -240,10 +243,6 @@ class Steps(Callback):
         """Tells the watchers that the run gets on."""
         if self.guard is not None:
             self.guard.heartbeat.beat(*place, **more)
-
-    def _leave_if_asked(self) -> None:
-        if self.guard is not None:
-            self.guard.leave_if_asked()
 
     def _ask(self) -> None:
         if self.guard is not None and self.stops.ask(bool(self.guard.stop)):
