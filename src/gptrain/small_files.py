@@ -48,11 +48,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 def read_json(path: str | Path) -> Any:
     """The value of a small JSON file. Raises: FileNotFoundError, OSError, UnreadableFile."""
-    return parse_json(read_bytes(path), path)
-
-
-def parse_json(text: bytes, path: str | Path) -> Any:
-    """The value of JSON text that was read from path. Raises: UnreadableFile."""
+    text = read_bytes(path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also text that is not UTF-8

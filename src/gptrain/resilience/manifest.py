@@ -7,6 +7,7 @@ whoever changes a file on purpose can seal the manifest anew. Its entries: see `
 
 import errno
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from pathlib import Path
 from gptrain.problems import printable
 from gptrain.progress import progress_bar
 from gptrain.resilience.status import to_json
-from gptrain.small_files import UnreadableFile, open_regular, parse_json, read_bytes
+from gptrain.small_files import UnreadableFile, open_regular, read_bytes
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.ckpt"  # all that is not in the ranks' own files
@@ -88,10 +89,7 @@ def parse(text: bytes, path: Path) -> dict:
     before, _, ending = text.rpartition(b',\n "sha256": "')
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
         raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (sha256)")
-    try:
-        manifest = parse_json(text, path / MANIFEST_NAME)
-    except UnreadableFile as error:
-        raise DamagedCheckpoint(path, _why_not(MANIFEST_NAME, error)) from None
+    manifest = json.loads(text)
     if not _is_ours(manifest):
         raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours")
     return manifest
