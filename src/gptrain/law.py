@@ -82,7 +82,7 @@ class Law:
 
 
 def enough(n: Any, d: Any) -> int:
-    """Constants that runs suffice for: five of three sizes at several tokens, or two."""
+    """How many constants runs determine: 5 of three sizes, two of them at several D; else 2."""
     points = set(zip(np.round(n).tolist(), np.round(d).tolist(), strict=True))
     sizes = [one for one, _ in points]
     is_varied = sum(sizes.count(one) > 1 for one in set(sizes)) >= 2

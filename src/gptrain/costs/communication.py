@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step, over which axis, and what can be computed meanwhile.
+"""What a rank sends in an optimizer step, over which axis, and what overlaps with computation.
 
 Collectives are taken as rings, whose traffic is the least possible (Patarasuk & Yuan 2009,
 doi:10.1016/j.jpdc.2008.09.002): of b bytes that each of n ranks holds, or will hold, whole, a rank
@@ -21,8 +21,8 @@ class Traffic(NamedTuple):
     Attributes:
         axis: of the mesh, over which.
         calls: collectives.   hops: messages of each that follow each other.
-        exposed: fraction that is sent when nothing is left to compute beside it.
-        room: fraction of the step's computation that the rest is sent beside.
+        exposed: fraction that cannot overlap with computation.
+        room: fraction of the step's computation that the rest can overlap with.
     """
 
     what: str
@@ -69,9 +69,9 @@ def _ddp(work: Work) -> Iterator[Traffic]:
 
 
 def _diloco(work: Work) -> Iterator[Traffic]:
-    """What the replicas have moved, all-reduced every so many steps, when nothing is computed.
+    """The change of the replicas' weights, all-reduced every sync_every steps, without overlap.
 
-    Each of a replica's ranks does so with a part of it, which it then broadcasts to the others.
+    Each rank of a replica all-reduces a part of it, which it then broadcasts to the others.
     """
     n, held, parts = work.dims.data // work.step_ranks, sum(work.held), work.step_ranks
     share = 1 / work.options.get("sync_every", 32)

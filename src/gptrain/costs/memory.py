@@ -41,8 +41,8 @@ def estimate_memory(work: Work) -> dict[str, float]:
     """Bytes of a rank: weights, gradients, optimizer, activations, logits, buffers, total.
 
     The total is the peak of a step and at most their sum: gradients are formed while activations
-    are freed. It is the most of four moments: the loss, the backward pass of the last block and of
-    the first, and that of the token table, whose gradient is whole before it is added. Tensors
+    are freed. It is the maximum over four moments: the loss, the backward passes of the last block,
+    of the first, and of the token table, whose gradient is complete before it is added. Tensors
     alone: no process, no context of a GPU, nothing that an allocator wastes.
     """
     shape, states, n = work.shape, estimate_states(work), work.dims.tensor

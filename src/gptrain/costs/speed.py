@@ -45,8 +45,8 @@ class Besides(NamedTuple):
 # tests/plan_accuracy.py.
 ON_GPU = Besides(7, 3, per_logit=10, per_parameter=10, block_calls=60, step_calls=150)
 ON_CPU = Besides(33, 18, per_logit=16, per_parameter=40, block_calls=450, step_calls=100)
-# Half of a core of 2024. Of a CPU that was never measured it says which strategy is the fastest,
-# and no speed.
+# Half of a core of 2024: it orders the strategies of a CPU that was never measured, whose speeds
+# are not shown.
 UNMEASURED: dict[str, Any] = {
     "threads": 1, "flops_per_s": {"float32": 5e10, "bfloat16": 5e10}, "memory_bytes_per_s": 1.6e10,
     "op_s": 4.3e-6,

@@ -60,12 +60,12 @@ class Work:
 
     @property
     def is_cast(self) -> bool:
-        """Each product casts what it multiplies; what FSDP gathers is cast, and all it makes."""
+        """Each product casts its inputs. FSDP gathers 16-bit weights, so activations are 16-bit."""
         return self.is_mixed and not self.has_fsdp
 
     @property
     def row_bytes(self) -> int:
-        """Of a number of the residual stream."""
+        """Of a number in the residual stream."""
         return self.product_bytes if self.is_mixed and not self.is_cast else self.weight_bytes
 
     @property
@@ -89,13 +89,13 @@ class Work:
 
     @property
     def step_ranks(self) -> int:
-        """Data ranks that take a step together: all, but of diloco one replica's."""
+        """Data ranks that average gradients in each step: all of them; of diloco one replica's."""
         n_replicas = self.options.get("replicas") or self.dims.data
         return self.dims.data // n_replicas if self.strategy == "diloco" else self.dims.data
 
     @property
     def muon_ranks(self) -> int:
-        """Those that divide the update of the hidden matrices of this rank's blocks."""
+        """Ranks that share the updates of the hidden matrices of this rank's blocks."""
         is_sharded = self.has_fsdp or self.dims.tensor > 1
         return self.dims.tensor * self.n_shards if is_sharded else self.step_ranks
 

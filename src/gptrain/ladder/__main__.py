@@ -11,8 +11,8 @@ again, it goes on with the runs that are missing.
     ladder.target                overrides of the target alone, as its devices
     ladder.tokens_per_parameter  at which a run of each size is cooled down
     ladder.seeds                 null: seed
-    ladder.lr_rule               constant, sqrt_width or mup: how optimizer.lr goes with the width
-    ladder.lr_width              to which optimizer.lr belongs; null: the target's
+    ladder.lr_rule               constant, sqrt_width or mup: how optimizer.lr scales with d_model
+    ladder.lr_width              the d_model that optimizer.lr is meant for; null: the target's
     ladder.count                 N: all parameters, matrices (no tables that are looked up), blocks
                                  (no embeddings, no head); auto: what predicts the largest size best
     ladder.budget                FLOPs, for which the best size is said; or ladder.dollars at

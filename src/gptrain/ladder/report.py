@@ -122,15 +122,16 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         each = (f"{count} {one['error']:.2%}" for count, one in tried.items())
         found.append(f"{line}mean error by what N counts: {', '.join(each)}")
     line = f"target    {target['parameters']['all']:,} parameters, {target['tokens']:.4g} tokens: "
-    line += told(target) + f", {target['flops']:.3g} FLOPs, {duration(target['hours'])}"
+    line += prediction(target) + f", {target['flops']:.3g} FLOPs, {duration(target['hours'])}"
     found.append(f"{line} on {target['place']}")
     if best := facts.get("best"):
         line = f"best      for {best['flops']:.3g} FLOPs: {best['parameters']:.3g} parameters, "
-        found.append(f"{line}{best['tokens']:.3g} tokens: {told(best)}")
+        found.append(f"{line}{best['tokens']:.3g} tokens: {prediction(best)}")
     return found
 
 
-def told(said: Mapping[str, Any]) -> str:
+def prediction(said: Mapping[str, Any]) -> str:
+    """A loss and its interval."""
     low, high = said["interval"]
     return f"loss {said['loss']:.4f} ({LEVEL:.0%}: {low:.4f} to {high:.4f})"
 

@@ -238,7 +238,7 @@ class Step:
         held = self.held_bytes()
         tracker = MemTracker()
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        tracker.track_external(self.module, self.optimizer, *self.between_meetings())
+        tracker.track_external(self.module, self.optimizer, *self.outer_state())
         with tracker:
             for index in range(min(self.accumulate, 2)):
                 tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
@@ -290,14 +290,14 @@ class Step:
             (loss / self.accumulate).backward()
 
     def update(self) -> None:
-        """What follows the last backward pass."""
+        """The optimizer's step, with what precedes it."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.parallel.finish_gradients()
         self.parallel.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
         self.optimizer.step()
 
-    def between_meetings(self) -> list[Tensor]:
-        """What replicas keep from one meeting to the next: where they were, and their momentum."""
+    def outer_state(self) -> list[Tensor]:
+        """DiLoCo's state: the weights at the last synchronisation, and the outer momentum."""
         found = self.parallel.state() if self.name == "diloco" else {}
         return [*found.get("anchors", {}).values(), *found.get("momentum", {}).values()]
 
@@ -307,6 +307,6 @@ class Step:
         gradients = [local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for one in self.optimizer.state.values() for t in one.values()]
         states = [local_of(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
-        states += self.between_meetings()
+        states += self.outer_state()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}
