@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.adopt import __main__ as adopt
+from gptrain.adopt.__main__ import main
 from gptrain.adopt.project import TEMPLATE
 from gptrain.home import LIBRARY, VARIABLE
 from tests.conftest import ROOT
@@ -23,17 +23,14 @@ QUICK = "trainer.max_steps=2 trainer.limit_val_batches=1 data.path=src/gptrain/m
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(typed, monkeypatch):
     """Exit code and lines of `python -m gptrain.adopt <words>`, in this process."""
 
     def answer(*words: str, cwd: Path) -> tuple[int, list[str]]:
         monkeypatch.delenv(VARIABLE, raising=False)
         monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["adopt", *words])
-        with pytest.raises(SystemExit) as left:
-            adopt.main()
-        out, err = capsys.readouterr()
-        return left.value.code or 0, (out + err).splitlines()
+        code, out, err = typed(main, *words)
+        return code, (out + err).splitlines()
 
     return answer
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from functools import partial
 
 import pytest
 import yaml
 
-from gptrain.launch import command as launch_command
+from gptrain.launch.command import main
 from gptrain.problems import quoted
 from tests.conftest import ROOT
 
@@ -18,19 +18,9 @@ PATH = {"PATH": os.environ["PATH"]}
 
 
 @pytest.fixture
-def launch(monkeypatch, capfd):
+def launch(typed):
     """Exit code and what was printed, in this process."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["launch", *words])
-        code = 0
-        try:
-            launch_command.main()
-        except SystemExit as left:
-            code = left.code or 0
-        return code, *capfd.readouterr()
-
-    return run
+    return partial(typed, main)
 
 
 def test_a_script_asks_for_what_the_run_needs_and_makes_nothing(launch, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gptrain.runs import __main__ as command
+from gptrain.runs.__main__ import main
 from gptrain.runs.folder import read_run
 from tests.conftest import ROOT
 
@@ -39,15 +39,12 @@ def make_run(folder: Path, *overrides: str, loss: float | None = None, **facts) 
 
 
 @pytest.fixture
-def show(monkeypatch, capfd):
+def show(typed):
     """What the command answers: (code, lines, lines on stderr)."""
 
     def run(*words: object) -> tuple[int, list[str], list[str]]:
-        monkeypatch.setattr(sys, "argv", ["runs", *map(str, words)])
-        with pytest.raises(SystemExit) as left:
-            command.main()
-        out, err = capfd.readouterr()
-        return left.value.code or 0, out.splitlines(), err.splitlines()
+        code, out, err = typed(main, *map(str, words))
+        return code, out.splitlines(), err.splitlines()
 
     return run
 
