@@ -42,32 +42,30 @@ def test_a_spread_net_takes_its_slices_and_its_shards_load_like_a_whole_net(trai
     assert_equal(net.state_dict(), saved_twice.state(2)["state_dict"])
 
 
-def test_a_shape_that_does_not_fit_is_one_line_that_names_both_sides(train, saved_twice):
+def test_what_contradicts_the_run_is_one_line_that_names_both_sides(train, saved_twice):
     begun = train(*STILL, f"init_from='{saved_twice.folder}'", "model.d_model=16", name="narrow")
     assert begun.code == 65
     (line,) = begun.err.splitlines()
     assert "token_embedding.weight (256, 32) there, (256, 16) here" in line
+    both = train(*STILL, f"init_from='{saved_twice.folder}'", "ckpt_path=last", name="both")
+    assert both.code == 2 and "excludes ckpt_path" in both.err
     deeper = train(*STILL, f"init_from='{saved_twice.folder}'", "model.n_layers=3", name="deep")
     assert "blocks.2.norm_1.weight here only" in deeper.err and deeper.err.count("\n") == 1
 
 
-def test_what_is_no_safetensors_file_is_told(train, tmp_path):
-    pytest.importorskip("safetensors")
-    (tmp_path / "no.safetensors").write_bytes(b"not one of these")
-    damaged = train(*STILL, f"init_from={tmp_path / 'no.safetensors'}")
-    assert damaged.code == 65 and "not a safetensors file" in damaged.err
-
-
-def test_what_is_not_there_or_damaged_is_told_by_its_code(train, saved_twice, tmp_path):
-    missing = train(*STILL, f"init_from={tmp_path / 'nothing'}", name="missing")
-    assert missing.code == 66 and not missing.folder.exists()
-    (tmp_path / "empty").mkdir()
-    empty = train(*STILL, f"init_from={tmp_path / 'empty'}", name="begun")
-    assert empty.code == 66 and "no weights in it" in empty.err
-    (tmp_path / "readme").write_text("# no checkpoint")
-    other = train(*STILL, f"init_from={tmp_path}/readme", name="fourth")
-    (line,) = [line for line in other.err.splitlines() if line.startswith("error")]
-    assert other.code == 65 and "readme: not a checkpoint (" in line
-    assert line.count("/readme") == 1 and "weights_only" not in other.err
-    both = train(*STILL, f"init_from='{saved_twice.folder}'", "ckpt_path=last", name="both")
-    assert both.code == 2 and "excludes ckpt_path" in both.err
+@pytest.mark.parametrize(
+    "name, code, said",
+    [
+        ("nothing", 66, "no such file or folder"),
+        ("", 66, "no weights in it"),
+        ("no.safetensors", 65, "not a safetensors file"),
+        ("readme", 65, "readme: not a checkpoint ("),
+    ],
+)
+def test_what_is_not_there_or_damaged_is_one_line_with_its_code(train, tmp_path, name, code, said):
+    for file in ("no.safetensors", "readme"):
+        (tmp_path / file).write_text("# not one of these")
+    run = train(*STILL, f"init_from={tmp_path / name}")
+    (line,) = [line for line in run.err.splitlines() if line.startswith("error")]
+    assert run.code == code and said in line and line.count("/readme") <= 1
+    assert "weights_only" not in run.err

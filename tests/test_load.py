@@ -69,7 +69,4 @@ def test_what_is_no_run_is_named(tmp_path):
         gptrain.load(tmp_path)
     with pytest.raises(ValueError, match="allowed: best, last"):
         gptrain.load(tmp_path, "newest")
-
-
-def test_a_notebook_completes_it():
-    assert "load" in dir(gptrain)
+    assert "load" in dir(gptrain)  # for a notebook's completion
