@@ -37,25 +37,17 @@ def test_the_payloads_are_armed(world):
 # A. An old run's overrides, through from_run
 
 EVAL = r"'\${oc.create:\"{_target_: torch.load, weights_only: false, f: evil.pt}\"}'"
-HUB = r"'\${oc.create:\"{_target_: torch.hub.load, source: local, repo_or_dir: ., model: x}\"}'"
-PIPES = "{_target_: torch.utils.data.datapipes.iter.FileOpener, datapipe: [pipe]}"
 OVERRIDES = {
     "e01": [f"data.train.seed={EVAL}"],
-    "e02": [f"data.train.seed={HUB}"],
     "unescaped": [f"data.train.seed={EVAL}".replace("\\$", "$")],
     "d01": ["+callbacks.x={_target_: os.system, command: touch $MARK}"],
-    "d02": ["+callbacks.x={_target_: torch.os.system, command: touch $MARK}"],
     "e03": ["model={_target_: torch.load, f: evil.pt, weights_only: false}"],
     "g01b": ["allowed_targets=[distutils]", "+data.test={_target_: distutils.spawn.spawn}"],
-    "g10": ["allowed_targets=[antigravity]", "model._target_=antigravity.fly"],
     "f06": ["allowed_targets=[evilpkg]", "model._target_=evilpkg.Net"],
     "own": ["model._target_=old.evil.Net"],
     "g06": ["+data.test={_target_: gptrain.resilience.fileops.remove_tree, path: victim}"],
-    "write": ["+data.test={_target_: gptrain.resilience.fileops.create, path: victim/new}"],
     "g05": ["model=evil", "hydra.searchpath=[file://.]"],
     "file": ["+experiment=../../old/evil"], "absolute": ["+experiment=/tmp/evil"],
-    "web": ["+data.test={_target_: lightning.pytorch.demos.transformer.WikiText2}"],
-    "datapipe": [f"+data.test={{_target_: torch.utils.data.ConcatDataset, datasets: {PIPES}}}"],
     "dirpath": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "
                 "dirpath: victim, every_n_train_steps: 1}"],
     "nested": ["+callbacks.x={_target_: torch.nn.Identity, y: {_target_: torch.load}}"],
@@ -150,15 +142,8 @@ CONFIGS = {
     "f01": {"model": {"_target_": "os.system", "command": "touch $MARK"}},
     "f02": {"model": {"_target_": IDENTITY, "x": {"_target_": "torch.load", "f": "evil.pt"}}},
     "f03": {"model": {"_target_": IDENTITY, "x": create(EVIL)}},
-    "f04": {"model": {"_target_": IDENTITY, "x": "${oc.decode:${s}}"}, "s": EVIL},
-    "f04b": {"model": {"_target_": IDENTITY, "x": "${oc.create:${s}}"}, "s": EVIL},
     "f05": {"model": "${evil}", "evil": {"_target_": "os.system", "command": "touch $MARK"}},
-    "f05b": {"model": {"_target_": "${s}", "f": "evil.pt", "weights_only": False},
-             "s": "torch.load"},
     "f06": {"model": {"_target_": "evilpkg.Net"}, "allowed_targets": ["evilpkg"]},
-    "f07": {"model": {"_target_": "antigravity.fly"}, "allowed_targets": ["antigravity"]},
-    "f08": {"model": {"_target_": "torchmetrics.image.fid.FrechetInceptionDistance"}},
-    "f09": {"model": {"_target_": "torchmetrics.text.BERTScore", "model_name_or_path": "x/y"}},
     "f14": {"model": {"_target_": IDENTITY, "x": "${oc.env:HOME}"}},
     "own": {"model": {"_target_": "old.evil.Net"}},
     "method": {"model": {"_target_": "gptrain.models.SimpleGPT.__init__"}},

@@ -163,18 +163,12 @@ def evil_values(folder: Path) -> None:
     index(as_bytes)(folder)
 
 
-DOTTED = b"_get_layout.__globals__.__class__"
-DOTTED = b"\x80\x04\x8c\x13torch.serialization\x8c" + bytes([len(DOTTED)]) + DOTTED + b"\x93."
 SHARDS = {
     "dcp01": index(lambda _: Payload()),
-    "dcp02": raw_index(DOTTED),
     "dcp03": raw_index(b"cos\nsystem\n(S'touch $MARK'\ntR."),
-    "dcp04": index(lambda _: Path("victim/kept")),
     "dcp05": evil_values,
     "dcp06": evil_shards,
-    "dcp07": everywhere(transform_descriptors=["zstd"]),
     "dcp08": everywhere(relative_path="../../../victim/kept"),
-    "dcp09": everywhere(relative_path=".."),
     "dcp10": everywhere(relative_path=5),
     "dcp11": index(lambda metadata: setattr(metadata, "storage_data", [1, 2])),
     "offset": everywhere(offset=-5, length="x"),

@@ -121,15 +121,6 @@ def test_a_failing_job_is_told_and_the_others_run(train):
     assert sweep.err.count("is not finite") == 2
 
 
-def test_an_early_stop_stands_in_the_table(train):
-    stop = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, patience: 1}"
-    words = ("trainer.max_steps=20", "trainer.val_check_interval=2", f"+callbacks.stop={stop}")
-    sweep = train("-m", "optimizer.lr=0.3,0.5", *words)
-    assert sweep.code == 0, sweep.err
-    ended = [r["ended"] for r in csv.DictReader((sweep.folder / "results.csv").open(newline=""))]
-    assert all(one.startswith("early stop: val/loss=") and one in sweep.out for one in ended)
-
-
 @pytest.mark.engine("optuna")
 def test_optuna_gets_the_objective_and_repeats_itself(train):
     words = ("hydra.sweeper.n_trials=3", "trainer.max_steps=2", "trainer.limit_val_batches=0",
