@@ -5,8 +5,13 @@ Spawned ones, as a person's are, start in test_project.py and test_signals_run.p
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from omegaconf import OmegaConf
+
+from gptrain.ranks.supervisor import job_code
+from gptrain.resilience.status import write_status
 from tests.conftest import ROOT, TINY
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
@@ -28,6 +33,13 @@ def test_two_ranks_write_one_log_whatever_their_folder_is_called(train):
     assert labels == ["model", "strategy", "batch", "plan", "run", "result", "next"]
     lines = (two.folder / "train.log").read_text().splitlines()
     assert len(lines) == len(labels) and all(line.startswith("[train] ") for line in lines)
+
+
+def test_a_job_ends_with_the_code_of_the_rank_that_failed_first(tmp_path):
+    """Which has written the status: rank 0 lost it, and ended with 70."""
+    write_status(tmp_path, cause="data", exit_code=65, rank=1)
+    ranks = [SimpleNamespace(exitcode=code) for code in (70, 65, -9)]
+    assert job_code(OmegaConf.create({"run_dir": str(tmp_path)}), ranks) == 65
 
 
 @pytest.mark.slow
