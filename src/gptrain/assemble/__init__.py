@@ -7,7 +7,6 @@ checkpoint a run goes on from. The net and its weights: gptrain.nets.
 
 from __future__ import annotations
 
-import gc
 import socket
 import time
 from contextlib import suppress
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -63,8 +61,6 @@ __all__ = ["Run", "build", "check", "find_checkpoint"]
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 SHARED_S = 10.0  # after which what one node has written is to be seen from all (NFS: seconds)
 STARTING_S = 600.0  # from there to the first step, on a slow file system
-
-_built: WeakSet[pl.LightningModule] = WeakSet()  # by the jobs of this process, not yet collected
 
 
 @dataclass
@@ -160,7 +156,6 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     with as_config_errors(cfg):
         module = build_module(cfg, net, lengths, val)
         trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
-    _built.add(module)
     datamodule = TextDataModule(
         train,
         val,
@@ -180,8 +175,6 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
 def start_rank(cfg: DictConfig, process: Process, machine: Machine) -> None:
     """Threads, precision of products, seed and process group of this rank."""
     quiet()
-    if _built:  # the job before left its net in cycles, which no small collection reaches
-        gc.collect()
     if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":

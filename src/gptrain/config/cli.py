@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -224,6 +225,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
         node: Any = HydraConfig.get()
         try:
             if sweep:
+                gc.collect()  # the net of the job before, in cycles that no small collection finds
                 home.enter()  # it may be a process of another machine
                 print(f"{f'job {node.job.num}':9} {node.job.override_dirname}", flush=True)
                 take_gpus(cfg.trainer.devices)
