@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset
-from torchmetrics import Metric
 
 from gptrain.data.samples import len_of
 from gptrain.lengths import (
@@ -179,13 +178,16 @@ def build_module(
     node = options_of(cfg.module)
     options = {key: value for key, value in node.items() if key not in MODULE_KEYS}
     if issubclass(made, LanguageModel):
-        token_bytes = getattr(val, "token_bytes", None)
+        token_bytes, metrics = getattr(val, "token_bytes", None), {}
+        for name, metric in (cfg.module.get("metrics") or {}).items():
+            with as_config_errors(cfg, f"module.metrics.{name}"):
+                metrics[name] = build_target(metric)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
             "make_schedule": partial(build_schedule, cfg, lengths),
             "loss": LossOptions(**node.get("loss") or {}),
-            "metrics": {name: build_metric(cfg, name) for name in node.get("metrics") or {}},
+            "metrics": metrics,
             "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }
     elif "net" in inspect.signature(made).parameters:
@@ -220,12 +222,6 @@ def check_names(cfg: DictConfig, module: type[pl.LightningModule]) -> None:
     if cfg.objective not in names:
         wrong, allowed = "no value of this name is logged", ", ".join(sorted(names))
         raise ConfigError.of("objective", cfg.objective, wrong, allowed=allowed)
-
-
-def build_metric(cfg: DictConfig, name: str) -> Metric:
-    """A metric of the module group.   Raises: ConfigError for arguments that it does not take."""
-    with as_config_errors(cfg, f"module.metrics.{name}"):
-        return build_target(cfg.module.metrics[name])
 
 
 def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
