@@ -93,7 +93,8 @@ class RunLock:
     def _check_names(self) -> None:
         """In a stranger's folder links lead elsewhere; `checkpoints` may be one to another disk."""
         for name, is_ours in _KINDS.items():
-            path = self.run_dir / name  # which another start may be making: first whether it exists
+            path = self.run_dir / name
+            # In this order: another start may be making it between the two questions.
             if path.is_symlink() or (path.exists() and not is_ours(path)):
                 what = "a link" if path.is_symlink() else "none that a run makes"
                 raise _refused(path, f"{what}; remove it")

@@ -239,7 +239,7 @@ class Guard:
         return status if ends_all and status != self._old_status else None
 
     def _leave(self, reason: str, exit_code: int) -> None:
-        """Unless this rank ends by itself, which may wait for others, and after a hang does."""
+        """Ends this rank: after a hang at once, else if it does not end by itself in a while."""
         is_hang = exit_code == HUNG
         if is_hang or not self._done.wait(GRACE_S):
             self._say(f"leaving: {reason}", stacks=is_hang)
