@@ -40,7 +40,8 @@ from gptrain.home import find_project
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.ranks.process import run_stamp
 
-HERE, KEY = Path(__file__).parent, r"<([\w.]+)>"  # of the texts there
+HERE = Path(__file__).parent
+KEY = r"<([\w.]+)>"  # of the texts there
 DEFAULTS = {
     "slurm": "{partition:null,account:null,time:null,cpus_per_task:null,save_s:120}",
     "kubernetes": "{image:gptrain,claim:outputs}",

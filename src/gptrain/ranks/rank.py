@@ -46,7 +46,8 @@ def run_rank(
 
     Raises: JobFailed, with the exit code; but a process that a launcher started ends here.
     """
-    rank, guard = this_process().rank, None
+    rank = this_process().rank
+    guard = None
     try:
         guard = Guard(
             cfg.run_dir,
@@ -179,7 +180,8 @@ def resume_command(cfg: DictConfig) -> str:
 
     Of `from_run` all that counts has been typed by now, and is the checkpoint of an evaluation.
     """
-    typed, own = HydraConfig.get().overrides, {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
+    typed = HydraConfig.get().overrides
+    own = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
     mine = ["run_dir=", "ckpt_path=", "from_run="]
     if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         own["ckpt_path"] = "last"
@@ -195,7 +197,8 @@ def resume_command(cfg: DictConfig) -> str:
 
 def ways_to_save_memory(cfg: DictConfig) -> str:
     """How a run that was too large for its device would do the same in less memory."""
-    batch_size, ways = cfg.data.batch_size, []
+    batch_size = cfg.data.batch_size
+    ways = []
     if batch_size > 1:
         ways.append(f"data.batch_size={batch_size // 2}")
         if cfg.data.global_batch_size is None:

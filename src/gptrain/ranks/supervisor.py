@@ -96,8 +96,10 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
     Args:
         again: the launcher starts by itself; a person's start counts from anew.
     """
-    path, last = Path(run_dir) / RESTARTS_NAME, (read_status(run_dir) or {}).get("cause")
-    starts, fruitless = [{"step": step, "time": time.strftime("%F %T"), "after": last}], 0
+    path = Path(run_dir) / RESTARTS_NAME
+    last = (read_status(run_dir) or {}).get("cause")
+    starts = [{"step": step, "time": time.strftime("%F %T"), "after": last}]
+    fruitless = 0
     with suppress(FileNotFoundError, UnreadableFile, LookupError, TypeError):  # the first, or odd
         before = read_json(path)
         if again:
@@ -156,7 +158,9 @@ def plain_hydra() -> DictConfig:
 def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
     """Returns when all ranks have ended, or when those left have had their time."""
     stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
-    forwarded, deadline_s, code, alive = False, None, None, True
+    forwarded = False
+    deadline_s = code = None
+    alive = True
     while alive:  # and once more after that: how the last ones ended
         if alive := [rank.sentinel for rank in ranks if rank.is_alive()]:
             wait(alive, POLL_S)
