@@ -30,6 +30,7 @@ made = TextDataset.from_corpus(*words, val_fraction=0.0001, end_of_document=True
 n_tokens = sum(file.n_tokens for file in made.files)
 """
 THEIRS = """
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # in processes of its own
 import datasets, numpy, tokenizers
 datasets.disable_progress_bars()
 known = tokenizers.Tokenizer.from_file(tokenizer)
@@ -67,7 +68,7 @@ def main() -> None:
         source, tokenizer = Path(place) / "records.jsonl", Path(place) / "tokenizer.json"
         train_bpe(write_records(source, megabytes * 1_000_000), VOCAB_SIZE, tokenizer, True)
         size, found = source.stat().st_size / 1e6, {"ours": [], "datasets.map": []}
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         for turn in range(n_turns):
             for name, code in (("ours", OURS), ("datasets.map", THEIRS)):
                 with tempfile.TemporaryDirectory(dir=place) as folder:

@@ -85,7 +85,7 @@ def test_a_tokenizer_gives_back_every_text(bpe, text):
 
 
 def test_half_a_character_decodes_to_a_mark(bpe):
-    assert ByteTokenizer().decode([0xE5, 0x80, 97, 256, 50000, -1]) == "�a���"
+    assert ByteTokenizer().decode([0xE5, 0x80, 97, 256, 50000, -1]) == "�a"
     tokenizer = bpe.tokenizer
     for end in range(len(tokenizer.encode("値🙂"))):
         assert isinstance(tokenizer.decode(tokenizer.encode("値🙂")[:end]), str)

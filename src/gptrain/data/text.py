@@ -89,20 +89,17 @@ class TextDataset(TokenDataset):
 
         The corpus is hashed when one of its files has changed, tokenized when the hash, the
         tokenizer or the split has. Memory is constant. Processes that do this at once end alike.
+        Files that are no UTF-8 are left out, single bytes that are none are read as U+FFFD, and
+        records without text are an error or, by `on_bad_record="skip"`, left out; one warning each.
 
         Args:
             path: a file, a folder with all below it, a glob, a list of them; None: the standard
-                library's source. Files that are no UTF-8 are left out, single bytes that are none
-                are read as U+FFFD; each with one warning.
+                library's source.   pattern: that names of files within folders must match.
             tokenizer: `bytes`, `bpe` (trained on the train part), or a tokenizer.json.
-            pattern: that names of files within folders must match.
             vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them;
                 no tokenizer may have more.
             format: of all files: text, jsonl or parquet; None: by their suffixes.
-            text_key: of the text in a record.
-            on_bad_record: error, or skip: with one warning that counts them.
-            end_of_document: a token after each document; None: where the tokenizer has one, but
-                not for `bytes`.
+            end_of_document: a token after each; None: where the tokenizer has one, but not `bytes`.
         Raises: FileNotFoundError; DataError for no text, or a cache that somebody has changed;
             OSError if the disk is full or not to be written to, with nothing left behind.
         """

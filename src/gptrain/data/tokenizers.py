@@ -43,10 +43,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text; what is no UTF-8 (yet), or no byte, shows as U+FFFD."""
-        no_byte = "\N{REPLACEMENT CHARACTER}".encode()
-        text = b"".join(bytes([i]) if 0 <= i < 256 else no_byte for i in map(int, ids))
-        return text.decode(errors="replace")
+        """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no byte as nothing."""
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> Path:
         """Writes what `load_tokenizer` brings back; returns the file."""
