@@ -48,10 +48,15 @@ def muon_groups(
         kind: [] for kind in ("hidden", "embedding", "head", "vector", "beside")
     }
     for p in net.parameters() if parameters is None else parameters:
-        name = names.get(p)
-        is_head = name is not None and name.startswith("head.")
-        kind = "vector" if p.ndim < 2 else "head" if is_head else "embedding"
-        kinds["beside" if name is None else "hidden" if p in hidden else kind].append(p)
+        if (name := names.get(p)) is None:
+            kind = "beside"
+        elif p in hidden:
+            kind = "hidden"
+        elif p.ndim < 2:
+            kind = "vector"
+        else:
+            kind = "head" if name.startswith("head.") else "embedding"
+        kinds[kind].append(p)
     groups = []
     for kind, members in kinds.items():
         options = {"use_muon": kind == "hidden"}
