@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from command_line import refused
 from torch.utils.data import DataLoader
 
 from gptrain.assemble.parts import plan_lengths
@@ -76,11 +75,6 @@ def test_a_run_by_tokens_says_its_steps_and_logs_its_tokens(train):
     assert column(run.folder, "tokens")[-1] == (8, 8 * TOKENS_PER_STEP)
     rates = [0, 0.001, 0.002, 0.003, 0.004, 0.004, 0.004, 0.004]  # half of the run is warm-up
     assert [rate for _, rate in column(run.folder, "lr")] == pytest.approx(rates, abs=1e-9)
-
-
-def test_tokens_and_steps_do_not_both_end_a_run():
-    (line,) = refused("max_tokens=1e6", "trainer.max_steps=4")
-    assert "max_tokens=1000000.0: excludes trainer.max_steps=4" in line
 
 
 def test_a_whole_number_between_validations_means_optimizer_steps(train):
