@@ -212,15 +212,11 @@ def test_recomputed_activations_are_the_same():
 
 @pytest.mark.parametrize("parts", [[1] * 16, [5, 1, 1, 6, 3]], ids=str)
 def test_tokens_given_in_parts_have_the_logits_of_the_whole(net, parts):
-    tokens, cache, sizes = random_tokens(), net.new_cache(), []
-    logits = []
-    for part in tokens.split(parts, dim=1):
-        logits.append(net(part, cache))
-        sizes.append(cache.layers[1].k.shape[2])
-        assert cache.length <= sizes[-1] <= 2 * cache.length
+    tokens, cache = random_tokens(), net.new_cache()
+    logits = [net(part, cache) for part in tokens.split(parts, dim=1)]
     assert [one.shape for one in logits] == [(3, n, 97) for n in parts]
     torch.testing.assert_close(torch.cat(logits, 1), net(tokens), **CLOSE)
-    assert cache.length == 16 and len(set(sizes)) <= 5  # memory is rarely taken anew
+    assert cache.length == 16
     with pytest.raises(ValueError, match=r"17 tokens.*max_seq_len=16"):
         net(tokens[:, :1], cache)
 

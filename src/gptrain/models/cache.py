@@ -3,7 +3,6 @@
 # B batch, T new positions, S positions so far with the new ones, H heads of k and v, K d_head
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,7 +27,7 @@ class KVCache:
 
 
 class LayerCache:
-    """Of one layer; a full one takes memory for twice as many positions."""
+    """Of one layer."""
 
     length = 0
 
@@ -38,14 +37,10 @@ class LayerCache:
         Returns: also the mask (T, S) of what each new position attends to; None where that is the
             causal order of a whole sequence.
         """
-        start, self.length = self.length, self.length + k.shape[2]
-        if not start:
-            self.k, self.v = k, v
-            return k, v, None
-        if (room := self.k.shape[2]) < self.length:
-            more = (0, 0, 0, 2 * self.length - room)
-            self.k, self.v = F.pad(self.k, more), F.pad(self.v, more)
-        self.k[:, :, start : self.length] = k
-        self.v[:, :, start : self.length] = v
-        mask = torch.ones(k.shape[2], self.length, dtype=torch.bool, device=k.device).tril(start)
-        return self.k[:, :, : self.length], self.v[:, :, : self.length], mask
+        start, n_new, mask = self.length, k.shape[2], None
+        self.length += n_new
+        if start:
+            k, v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
+            mask = torch.ones(n_new, self.length, dtype=torch.bool, device=k.device).tril(start)
+        self.k, self.v = k, v
+        return k, v, mask
