@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.lightning import connected, data_of, strategy_of
+from gptrain.lit.lightning import connected, data_of
 from gptrain.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,8 @@ class SampleText(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
-        by_stages, net = strategy_of(trainer).parallel.by_stages, getattr(pl_module, "net", None)
+        parallel = getattr(trainer.strategy, "parallel", None)  # none in a Trainer of one's own
+        by_stages, net = getattr(parallel, "by_stages", False), getattr(pl_module, "net", None)
         if tokenizer is None or connected(trainer).fast_dev_run or by_stages or net is None:
             return
         # On every rank: where the net is partitioned, its forward pass needs them all.
