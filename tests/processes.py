@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,15 +11,13 @@ from pathlib import Path
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    wait_until(lambda: path.exists() or process.poll() is not None, timeout_s=200)
-    assert path.exists()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+def wait_until(
+    condition: Callable[[], object], timeout_s: float, about: Callable[[], str] = str
+) -> None:
+    """Returns once it is true; else fails with `about`."""
     give_up = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < give_up
+        assert time.monotonic() < give_up, about()
         time.sleep(0.05)
 
 

@@ -12,12 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from processes import is_alive
+from processes import is_alive, wait_until
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
@@ -92,14 +91,6 @@ class Cluster:
         return job in self.run("squeue", "--noheader", "--format=%A").split()
 
 
-def wait_for(what: Callable[[], object], about: Callable[[], str], seconds: float = 120) -> None:
-    """Returns once `what` is true; fails with `about`."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, about()
-        time.sleep(0.1)
-
-
 def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
@@ -134,7 +125,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
             cluster.run("slurmd", "-c", "-N", f"127.0.0.{n}")
         states = ("sinfo", "--noheader", "--Node", "--partition=main,cheap,frail", "--format=%t")
         is_up = lambda: cluster.start(*states).communicate()[0].split() == ["idle"] * 5  # noqa: E731
-        wait_for(is_up, lambda: (folder / "slurmctld.log").read_text(), 30)
+        wait_until(is_up, 30, (folder / "slurmctld.log").read_text)
         yield cluster
     finally:
         stop(cluster)
@@ -144,12 +135,12 @@ def stop(cluster: Cluster) -> None:
     """Cancels what still runs, then ends the daemons, the nodes' first."""
     with suppress(AssertionError, OSError):
         cluster.run("scancel", "--user", str(os.getuid()))
-        wait_for(lambda: not cluster.run("squeue", "--noheader"), str, 20)
+        wait_until(lambda: not cluster.run("squeue", "--noheader"), 20)
     for pattern in ("slurmd-*.pid", "slurmctld.pid", "munged.pid"):
         for path in cluster.folder.glob(pattern):
             pid = int(path.read_text())
             os.kill(pid, signal.SIGTERM)
-            wait_for(lambda pid=pid: not is_alive(pid), lambda pid=pid: f"{pid} lives on", 15)
+            wait_until(lambda pid=pid: not is_alive(pid), 15)
 
 
 def left_processes(folder: Path) -> list[str]:

@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from slurm_cluster import (
-    NODES,
-    Cluster,
-    left_processes,
-    missing_programs,
-    running_cluster,
-    wait_for,
-)
+from processes import wait_until
+from slurm_cluster import NODES, Cluster, left_processes, missing_programs, running_cluster
 
 from tests.conftest import TINY, Finished
 
@@ -28,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(NO_SLURM, reason="no SLURM: apt-get install slurm-wlm munge"),
 ]
 STEPS = 12
+START_S = 120  # of a job beside four others
 RUN = (*TINY, "logger=csv", "model.dropout=0.1", f"trainer.max_steps={STEPS}",
        "trainer.log_every_n_steps=1")  # fmt: skip
 TWO_NODES = (*RUN, "trainer.num_nodes=2")
@@ -72,14 +67,14 @@ class Jobs:
             queue = self.cluster.run("squeue", "--long")
             return f"{queue}\n{self.cluster.log(folder)}"
 
-        wait_for(lambda: (folder / "result.json").exists(), about)
+        wait_until((folder / "result.json").exists, START_S, about)
         return Finished(0, self.cluster.log(folder), "", folder)
 
     def saved(self, job: str) -> None:
         """Returns once a run has a checkpoint and goes on."""
         folder = self.folder(job)
         about = lambda: self.cluster.log(folder)  # noqa: E731
-        wait_for(lambda: any(folder.glob("checkpoints/step-*/manifest.json")), about)
+        wait_until(lambda: any(folder.glob("checkpoints/step-*/manifest.json")), START_S, about)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +111,10 @@ def test_a_job_whose_node_goes_down_starts_again_and_ends_the_same_bit_for_bit(j
 
 def test_a_cancelled_job_saves_and_is_not_started_again(jobs):
     folder = jobs.folder(jobs.cancelled)
-    wait_for(lambda: (folder / "status.json").exists(), lambda: jobs.cluster.log(folder))
+    wait_until((folder / "status.json").exists, START_S, lambda: jobs.cluster.log(folder))
     status = json.loads((folder / "status.json").read_text())
     assert (status["exit_code"], status["cause"]) == (75, "preempted")
-    wait_for(lambda: not jobs.cluster.is_queued(jobs.cancelled), str)
+    wait_until(lambda: not jobs.cluster.is_queued(jobs.cancelled), START_S)
 
 
 @pytest.mark.parametrize("place, strategy", [(0, "ddp"), (1, "fsdp")], ids=["ddp", "fsdp"])
@@ -139,4 +134,4 @@ def test_a_sweep_of_two_runs_as_two_jobs(jobs):
 
 
 def test_the_queue_is_empty_after_all_that(jobs):
-    wait_for(lambda: not jobs.cluster.run("squeue", "--noheader"), str, 20)
+    wait_until(lambda: not jobs.cluster.run("squeue", "--noheader"), 20)
