@@ -59,10 +59,11 @@ def tutorial(spec: Spec, device: torch.device, turns: Turns) -> None:
 
 def bare(spec: Spec, device: torch.device, turns: Turns) -> None:
     """Our model, loss, data and optimizer in the plain loop."""
+    from gptrain.optim import decay_groups
     from gptrain.parallel.gradients import clip_grad_norm
 
     net = OurGPT(spec).to(device)
-    optimizer = make_optimizer(spec, net)
+    optimizer = torch.optim.AdamW(decay_groups(net.parameters()), **spec["optimizer"])
     net = in_ddp(net, gradient_as_bucket_view=True)
     train(make_loader(spec, device), net, optimizer, spec, device, turns, clip_grad_norm)
 
@@ -149,13 +150,6 @@ class OurGPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.net.hidden(tokens), self.net.head.weight, targets)
-
-
-def make_optimizer(spec: Spec, net: nn.Module) -> torch.optim.Optimizer:
-    """Our AdamW."""
-    from gptrain.optim import decay_groups
-
-    return torch.optim.AdamW(decay_groups(net.parameters()), **spec["optimizer"])
 
 
 def make_loader(spec: Spec, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
