@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 
 FOUND_S = 40.0  # a page that is busy on a shared machine
-FLAGS = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1500,1000"]
+FLAGS = [
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+    "--disable-extensions", "--disable-background-networking", "--no-first-run",
+    "--window-size=1500,1000", "--force-color-profile=srgb",
+]  # fmt: skip
 # All text that a person sees, also in what pages build of shadow trees (Polymer).
 SEEN = """
 const seen = node => {
@@ -46,9 +50,13 @@ class Browser:
     def open(self, url: str) -> None:
         ask("POST", f"{self.url}/url", {"url": url})
 
+    def run(self, script: str) -> Any:
+        """What a script returns in the page."""
+        return ask("POST", f"{self.url}/execute/sync", {"script": script, "args": []})
+
     def text(self) -> str:
         """All text of the page that is shown."""
-        return ask("POST", f"{self.url}/execute/sync", {"script": SEEN, "args": []})
+        return self.run(SEEN)
 
     def wait_for(self, *words: str) -> str:
         """The text of the page, once all of these words are in it."""

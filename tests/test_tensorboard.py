@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from browser import browser, tensorboard
+from browser import browser, tensorboard, wait
 from forked import forked_ranks
 
 import train
 from gptrain.config import cli
+from gptrain.lit.loggers import TensorBoardLogger
 from tests.conftest import TINY
 
 pytestmark = pytest.mark.slow
@@ -18,9 +21,11 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """A sweep of four and a resumed run, made once by the commands that users type."""
+    """A sweep of four and a resumed run on text, made once by the commands that users type."""
     folder = tmp_path_factory.mktemp("seen")
-    one = (f"run_dir={folder}/one", "scheduler=constant")
+    (folder / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    text = ("data=text", f"data.path={folder}/words.txt", f"output_dir={folder}/o")
+    one = (*text, f"run_dir={folder}/one", "callbacks.sample.n_tokens=8", "scheduler=constant")
     for words in (
         ("-m", f"run_dir={folder}/sweep", "optimizer.lr=1e-3,3e-4", "seed=1,2"),
         one,
@@ -37,15 +42,32 @@ def window():
         yield window
 
 
-def test_a_run_shows_losses_first_and_what_was_typed(window, outputs):
+def points(window) -> list[tuple[int, float]]:
+    """Step and value of the training losses, as TensorBoard gives them to its page."""
+    found = window.run(
+        "const found = new XMLHttpRequest(); found.open('GET', "
+        "'/data/plugin/scalars/scalars?run=.&tag=loss/train', false); found.send();"
+        "return found.responseText;"
+    )
+    return [(step, value) for _, step, value in json.loads(found)]
+
+
+def test_a_run_that_was_resumed_shows_losses_first_and_its_words(window, outputs):
     with tensorboard(outputs / "one") as address:
         window.open(f"{address}#timeseries")
         text = window.wait_for("loss 2 cards", "optim 2 cards", "perf 5 cards")
         assert text.index("loss 2 cards") < text.index("optim 2 cards") < text.index("perf 5 cards")
         assert "epoch" not in text
+        shown = wait(lambda: points(window), lambda found: len(found) >= 4, "the resumed steps")
+        assert [step for step, _ in shown] == [1, 2, 3, 4]
+        window.open(f"{address}?#text")
+        window.wait_for("run/config/text_summary", "_target_: gptrain.models.SimpleGPT")
+        window.wait_for(
+            "run/ended/text_summary", "steps done, trainer.max_steps=4", "run/sample/text_summary"
+        )
         window.open(f"{address}?2#hparams")
-        text = window.wait_for("loss/val", "model.d_model", "32.000")
-        assert "checkpoint" not in text and "run_dir" not in text
+        text = window.wait_for("loss/val", "callbacks.sample.n_tokens", "8.0000")
+        assert "model.d_model" in text and "checkpoint" not in text and "run_dir" not in text
 
 
 def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs):
@@ -57,3 +79,25 @@ def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs
         text = window.wait_for("loss/val", "perf/tokens_per_s", names[3][:12])
         assert "optimizer.lr" in text and "seed" in text
         assert "d_model" not in text and "checkpoint" not in text
+
+
+def test_a_run_that_goes_on_shows_its_new_points_after_a_reload(window, tmp_path):
+    logger = TensorBoardLogger(str(tmp_path))
+    logger.go_on_from(0)
+
+    def steps(*numbers: int) -> None:
+        for step in numbers:
+            logger.log_metrics({"train/loss": 1 / step}, step)
+        logger.save()
+
+    def is_shown(n_points: int) -> bool:
+        return "loss /train" in window.text() and len(points(window)) == n_points
+
+    steps(1, 2)
+    with tensorboard(tmp_path) as address:
+        window.open(f"{address}#timeseries")
+        wait(lambda: is_shown(2), bool, "two points")
+        steps(3, 4)  # its writer is still open
+        window.run("location.reload()")
+        wait(lambda: is_shown(4), bool, "four points")
+    logger.finalize("success")

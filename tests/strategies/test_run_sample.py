@@ -2,9 +2,41 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import runs as claims
+import torch
+from torch import nn
+
+from gptrain.data import ByteTokenizer
+from gptrain.lit.callbacks.sample import SampleText
+from gptrain.sampling import Sampling, generate, printable
+
+
+def test_the_callback_writes_by_its_own_options(caplog):
+    net = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+    trainer = SimpleNamespace(
+        datamodule=SimpleNamespace(val=SimpleNamespace(tokenizer=ByteTokenizer())),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        fast_dev_run=False,
+        is_global_zero=True,
+        progress_bar_callback=None,
+        global_step=0,
+        loggers=[],
+    )
+    caplog.set_level("INFO")
+    SampleText("ab", n_tokens=20).on_train_end(trainer, SimpleNamespace(net=net))
+    made = generate(net, list(b"ab"), 20, Sampling(0.7), torch.Generator().manual_seed(0))
+    tokens = [*b"ab", *made]
+    text = printable(ByteTokenizer().decode(tokens)).replace("\n", "\n" + 10 * " ")
+    assert caplog.messages == [f"{'sample':9} {text}"]
+
+
+def test_nothing_is_drawn_at_a_validation_where_no_logger_takes_text():
+    trainer = SimpleNamespace(loggers=[object()], sanity_checking=False)
+    trainer.state = SimpleNamespace(fn="fit")
+    SampleText("ab").on_validation_epoch_end(trainer, None)  # which has no net to draw from
 
 
 def test_a_net_that_is_sharded_writes_what_one_process_writes(runs, tmp_path_factory):

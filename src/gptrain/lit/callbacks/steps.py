@@ -20,6 +20,7 @@ from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, s
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.shell import check_optimization
+from gptrain.problems import first_line
 from gptrain.resilience.status import NonFinite, Preempted, shorten
 from gptrain.resilience.watchdog import Guard
 
@@ -161,10 +162,13 @@ class Steps(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ended = why_ended(trainer, self.lengths, self.first_step)
+        if self.first_step is not None:
+            log_note(trainer, "ended", ", ".join(self.ended.values()))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
             step, rank = trainer.global_step, trainer.global_rank
             samples = data_of(trainer).step_samples(step, rank)
@@ -313,3 +317,10 @@ def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dic
     else:
         reason, detail = "stopped", f"by a callback or the module (trainer.should_stop), {detail}"
     return {"reason": reason, "detail": detail}
+
+
+def log_note(trainer: Trainer, name: str, text: str) -> None:
+    """Gives a text to the loggers that take any, at this step."""
+    for logger in trainer.loggers:
+        if log := getattr(logger, "log_note", None):
+            log(name, text, trainer.global_step)

@@ -1,8 +1,10 @@
 """TensorBoard events, in the order in which a person reads them."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -27,6 +29,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         super().__init__(
             save_dir=save_dir, name="", version="", default_hp_metric=False, flush_secs=FLUSH_S
         )
+        self._config = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if step is not None:
@@ -41,10 +44,16 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Fills HPARAMS with what was typed and what runs are compared by."""
+        """Fills HPARAMS with what was typed and what runs are compared by; keeps all for Text."""
+        self._config = yaml.safe_dump(params, sort_keys=False)
         names = (params["objective"], *COMPARED)
         metrics = {TAGS.get(name, name): 0.0 for name in names}  # columns: without a step no point
         super().log_hyperparams(params["typed"], metrics)
+
+    @rank_zero_only
+    def log_note(self, name: str, text: str, step: int) -> None:
+        """A text as it stands, in the tab Text, which opens its first section alone."""
+        self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 
     @rank_zero_only
     def go_on_from(self, step: int) -> None:
@@ -54,6 +63,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         proto: Any = event_pb2  # it has no types
         start = proto.SessionLog(status=proto.SessionLog.START)
         self.experiment._get_file_writer().add_event(proto.Event(step=step + 1, session_log=start))
+        self.log_note("config", self._config, step)
 
     @rank_zero_only
     def save(self) -> None:
