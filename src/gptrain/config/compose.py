@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptrain import home
 from gptrain.config.values import unknown_choice, unknown_key, walk
-from gptrain.problems import Problem, first_line
+from gptrain.problems import Problem, first_line, quoted
 from gptrain.ranks.process import run_stamp
 
 LONGEST_NAME = 80  # of a job's folder
@@ -81,8 +81,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
                 parsed.append(one)
                 continue
         if equals and key.strip("+~ "):
-            escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-            attempt = f"\"{key}='{escaped}'\""
+            attempt = f'"{key}={quoted(value)}"'
             problems.append(Problem(key.lstrip("+~"), value, "cannot be read", attempt=attempt))
         else:
             problems.append(Problem("", None, f"{line}: not key=value", attempt="--help"))

@@ -47,7 +47,7 @@ OURS = {
 }
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
-# Group -> base class that its objects have; of a dataset what it can do is looked at.
+# Group -> base class of its objects; of data what a class can do is looked at.
 KINDS = {
     "model": "torch.nn.Module",
     "module": "lightning.pytorch.LightningModule",
@@ -57,12 +57,7 @@ KINDS = {
     "callbacks": "lightning.pytorch.Callback",
     "logger": "lightning.pytorch.loggers.Logger",
     "profiler": "lightning.pytorch.profilers.Profiler",
-    "metrics": "torchmetrics.Metric",
 }
-
-
-class NotFound(Exception):
-    """Why a dotted name stands for nothing."""
 
 
 def check_place(run: Config, folder: str) -> Iterator[Problem]:
@@ -80,6 +75,7 @@ def check_machine(run: Config) -> Iterator[Problem]:
 
     from gptrain.ranks.devices import accelerator_of, count_local
 
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it also logs what it raises
     yield from check_classes(run)
     asked, n_nodes = run.get("trainer.accelerator"), count_nodes(run.get("trainer.num_nodes"))
     kind = accelerator_of(asked)
@@ -208,17 +204,17 @@ def check_classes(run: Config) -> Iterator[Problem]:
         given = {k: value for k, value in node.items() if k not in OF_HYDRA and k != "_target_"}
         if target in DATA or (model is not None and given.keys() <= model.model_fields.keys()):
             continue
-        group, *below = place.split(".")
-        is_part = len(below) == (group in ("callbacks", "logger", "data"))
         try:
-            found = locate(target)
-            makes = inspect.isfunction(found) and found.__module__.split(".")[0] not in LIBRARIES
-            if is_part and not makes and (reason := wrong_kind(found, group)):
-                raise NotFound(reason)
-        except NotFound as error:
-            yield Problem(f"{place}._target_", target, str(error))
+            found = get_method(target)
+        except Exception as error:  # whatever a user's module raises is a line, not a traceback
+            yield Problem(f"{place}._target_", target, first_line(error))
             continue
-        yield from _check_keywords(found, place, given, node)
+        group, *below = place.split(".")
+        depth = 1 if group in ("callbacks", "logger", "data") else 0
+        if wrong := wrong_kind(found, group) if len(below) == depth else "":
+            yield Problem(f"{place}._target_", target, wrong)
+        else:
+            yield from _check_keywords(found, place, given, node)
 
 
 def _check_keywords(
@@ -266,24 +262,16 @@ def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Itera
         yield Problem("model", None, wrong, attempt=attempt, code=DONE)
 
 
-def locate(target: str) -> Any:
-    """The class or function of a dotted name, as Hydra finds it. Raises: NotFound."""
-    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it also logs what it raises
-    try:
-        return get_method(target)
-    except Exception as error:  # whatever a user's module raises is a line, not a traceback
-        raise NotFound(first_line(error)) from error
-
-
-def wrong_kind(found: Any, group: str) -> str | None:
-    """Why an object is not what a group holds; None where it is."""
+def wrong_kind(found: Any, group: str) -> str:
+    """Why an object is not what a group holds; empty where it is, or a function that makes it."""
+    if inspect.isfunction(found):  # of a library only a schedule: a function of the step
+        is_own = found.__module__.split(".")[0] not in LIBRARIES
+        if is_own or group == "scheduler":
+            return ""
     owner = found.__self__ if inspect.ismethod(found) else found
     if group == "data":
-        is_set = inspect.isclass(owner) and hasattr(owner, "__getitem__")
-        return None if is_set else "no dataset, as this place needs"
-    if group == "scheduler" and inspect.isfunction(found):
-        return None  # of the step
-    kind = KINDS.get(group)
-    if kind is None or (inspect.isclass(owner) and issubclass(owner, locate(kind))):
-        return None
-    return f"no {kind.rpartition('.')[2]}, as this place needs"
+        is_one, kind = hasattr(owner, "__getitem__"), "dataset"
+    else:
+        base = get_method(KINDS[group])
+        is_one, kind = inspect.isclass(owner) and issubclass(owner, base), base.__name__
+    return "" if inspect.isclass(owner) and is_one else f"no {kind}, as this place needs"
