@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_method
+from hydra.utils import get_class, get_method
 
 from gptrain.config.check import Config, check_cpu, check_world, find_world_size
 from gptrain.config.data_schema import DATA, Mixture, sample_tokens
@@ -270,8 +270,8 @@ def wrong_kind(found: Any, group: str) -> str:
             return ""
     owner = found.__self__ if inspect.ismethod(found) else found
     if group == "data":
-        is_one, kind = hasattr(owner, "__getitem__"), "dataset"
+        is_one, kind = inspect.isclass(owner) and hasattr(owner, "__getitem__"), "dataset"
     else:
-        base = get_method(KINDS[group])
+        base = get_class(KINDS[group])
         is_one, kind = inspect.isclass(owner) and issubclass(owner, base), base.__name__
-    return "" if inspect.isclass(owner) and is_one else f"no {kind}, as this place needs"
+    return "" if is_one else f"no {kind}, as this place needs"
