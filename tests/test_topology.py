@@ -11,18 +11,18 @@ from gptrain.costs.topology import nvidia_smi, parse_topology, read_topology, sp
 
 FOLDER = Path(__file__).parent / "topologies"
 ALL = list(range(8))
-# File -> islands, the slowest link of a ring.
+# File -> islands, groups for tensor parallelism, the slowest link of a ring.
 GOLDEN = {
     # Each GPU has six links: two to two neighbours, one to two; a ring of double links exists.
-    "v100_hybrid_mesh": ([ALL], "NV2"),
-    "a100_nvswitch": ([ALL], "NV12"),
-    "h100_nvswitch": ([ALL], "NV18"),
-    "pcie_box": ([[gpu] for gpu in ALL], "SYS"),
-    "pairs": ([[0, 1], [2, 3]], "PXB"),
-    "mig": ([[0], [1]], "NODE"),  # a GPU in slices has no NVLink
-    "no_gpu": ([], None),
-    "no_driver": ([], None),
-    "only_nics": ([], None),
+    "v100_hybrid_mesh": ([ALL], [[0, 1, 2, 3], [4, 5, 6, 7]], "NV2"),
+    "a100_nvswitch": ([ALL], [ALL], "NV12"),
+    "h100_nvswitch": ([ALL], [ALL], "NV18"),
+    "pcie_box": ([[gpu] for gpu in ALL], [[gpu] for gpu in ALL], "SYS"),
+    "pairs": ([[0, 1], [2, 3]], [[0, 1], [2, 3]], "PXB"),
+    "mig": ([[0], [1]], [[0], [1]], "NODE"),  # a GPU in slices has no NVLink
+    "no_gpu": ([], [], None),
+    "no_driver": ([], [], None),
+    "only_nics": ([], [], None),
 }
 
 
@@ -40,7 +40,8 @@ def test_a_matrix_is_read_however_it_was_copied(name):
     text = (FOLDER / f"{name}.txt").read_text()
     for copied in (text, with_spaces_without_legend(text), underlined_from_windows(text)):
         topology = parse_topology(copied)
-        assert (topology.islands, topology.slowest_ring_link) == GOLDEN[name]
+        found = topology.islands, topology.tensor_groups, topology.slowest_ring_link
+        assert found == GOLDEN[name]
 
 
 def test_every_file_is_golden():
@@ -60,6 +61,7 @@ def test_gpus_and_columns_may_come_in_any_order():
     assert topology.links[1, 3] == topology.links[10, 3] == "NV4"
     assert topology.links[1, 10] == topology.slowest_ring_link == "SYS"  # three need all three
     assert topology.islands == [[1, 3, 10]]
+    assert topology.tensor_groups == [[1, 3], [10]]
 
 
 def test_one_gpu_is_an_island_without_links():

@@ -37,6 +37,18 @@ class Topology:
         return sorted(islands)
 
     @property
+    def tensor_groups(self) -> list[list[int]]:
+        """Groups for tensor parallelism: each GPU has NVLinks to every other of its group."""
+        groups: list[list[int]] = []
+        for gpu in self.gpus:
+            near = (one for one in groups if all(speed(self.links[gpu, o]) > 0 for o in one))
+            if group := next(near, None):
+                group.append(gpu)
+            else:
+                groups.append([gpu])
+        return groups
+
+    @property
     def slowest_ring_link(self) -> str | None:
         """The slowest link of the best ring through all GPUs; None for fewer than two."""
         words = sorted(set(self.links.values()), key=speed, reverse=True)

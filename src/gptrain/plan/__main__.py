@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,7 +108,7 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
         if topology:
             islands, slowest = topology.islands, topology.slowest_ring_link
             found["topology"] = {"islands": islands, "slowest_ring_link": slowest}
-        lines_of = planned_lines
+        lines_of = partial(planned_lines, topology)
     found["machine"] = {"name": machine.name, "source": machine.source}
     print(json.dumps(found, indent=1) if as_json else "\n".join(lines_of(found)), flush=True)
 
@@ -152,21 +153,21 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
         wrong = str(error.strerror)
         raise ConfigError.of("topology", source, wrong, code=INPUT_NOT_FOUND) from error
     if topology and (slowest := topology.slowest_ring_link) and speed(slowest) < 0:
-        island = max(map(len, topology.islands))
+        island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
     if trainer["precision"] == "auto":
         trainer["precision"] = "bf16-mixed" if machine.has_bf16 else "32-true"
     return machine, topology
 
 
-def planned_lines(found: dict[str, Any]) -> list[str]:
+def planned_lines(topology: Topology | None, found: dict[str, Any]) -> list[str]:
     """For people: what a device holds, what a step takes, and what is best."""
     rows, changes, lines = found["strategies"], found["changes"], held_lines(found)
     if all(row["step_s"] is not None for row in rows.values()):
         lines += step_lines(rows)
-    if topology := found.get("topology"):
-        line = f"topology  tensor parallelism inside {topology['islands']}"
-        lines.append(f"{line}, slowest link of a ring {topology['slowest_ring_link']}")
+    if topology and topology.gpus:
+        line = f"topology  tensor parallelism inside {topology.tensor_groups}"
+        lines.append(f"{line}, slowest link of a ring {topology.slowest_ring_link}")
     if not changes:
         return [*lines, "best      nothing fits: more devices, or a smaller model"]
     needed = [f"{key}={changes[key]}" for key in changes if key not in CHOSEN]
