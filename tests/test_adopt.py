@@ -52,9 +52,9 @@ def inside(project: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 def own_files(project: Path) -> dict[str, str]:
-    files = (path for path in project.rglob("*") if path.is_file())
-    texts = {str(path.relative_to(project)): path.read_text() for path in files}
-    return {name: text for name, text in texts.items() if not name.startswith("src/gptrain/")}
+    files = {str(path.relative_to(project)): path for path in project.rglob("*") if path.is_file()}
+    names = [name for name in files if not re.search("^src/gptrain/|__pycache__", name)]
+    return {name: files[name].read_text() for name in names}
 
 
 def test_a_project_is_small_and_the_library_in_it_as_it_is(project):
