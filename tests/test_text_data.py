@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     prepare(tmp_path / "text", "bytes", tmp_path / "cache")
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak_bytes < 40 * 2**20  # batches of 1 MiB of text, 8 MiB of int64 ids, copies of both
+    assert peak_bytes < 50 * 2**20  # of 3 batches: 1 MiB of text, 8 of int64 ids, copies of both
 
 
 # ---- the cache

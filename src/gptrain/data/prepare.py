@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "val")
 LENGTHS_TYPE = "<i8"
 _BATCH_BYTES = 2**20  # of text that are tokenized at once
-_THREADS = 4  # a batch is encoded on all cores; meanwhile others are read, and made arrays
+_THREADS = 3  # a batch is encoded on all cores; meanwhile others are read, and made arrays
 _LOCK = "lock"
 
 
