@@ -23,7 +23,7 @@ from gptrain.data import (
     train_bpe,
 )
 from gptrain.data import prepare as prepare_module
-from gptrain.data.corpus import cut_at, find_sources, read_pieces
+from gptrain.data.corpus import cut_at, find_sources, read_pieces, split
 from gptrain.data.prepare import fresh_folder
 
 WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
@@ -199,16 +199,38 @@ def test_the_default_corpus_is_the_standard_library():
     assert not any("packages" in name or name.startswith("test/") for name in names)
 
 
-def test_validation_is_a_share_of_whole_lines_from_all_over_the_corpus(tmp_path):
-    (tmp_path / "large").write_text("large line\n" * 100_000)  # half of the corpus
+def test_validation_is_an_exact_share_of_whole_lines(corpus):
+    documents = find_sources(corpus)
+    parts = split(documents, 0.1)
+    train, val = ([part for part in parts if part.is_val is is_val] for is_val in (False, True))
+    total = sum(document.size_bytes for document in documents)
+    val_bytes = sum(part.stop - part.start for part in val)
+    assert val_bytes + sum(part.stop - part.start for part in train) == total
+    assert abs(val_bytes - 0.1 * total) < 200 * len(val)  # lines are shorter than 200 bytes
+    for part in val:
+        before = part.source.path.read_bytes()[: part.start]
+        assert before == b"" or before.endswith(b"\n")
+
+
+def test_a_large_file_does_not_make_up_validation_alone(tmp_path):
+    (tmp_path / "large").write_text("line\n" * 100_000)
     for number in range(50):
-        (tmp_path / f"{number}").write_text(f"file {number}\n" * 2500)
-    val = [piece for piece in read_pieces(find_sources(tmp_path), 0.2) if piece.is_val]
-    n_bytes = sum(len(piece.text) for piece in val)
-    total = sum(source.size_bytes for source in find_sources(tmp_path))
-    assert abs(n_bytes - 0.2 * total) < 2**14 and all(p.text.endswith(b"\n") for p in val)
-    share = Counter(line for piece in val for line in piece.text.splitlines(keepends=True))
-    assert len(share) > 8 and 0.4 < share[b"large line\n"] * 11 / n_bytes < 0.6
+        (tmp_path / f"{number}").write_text("line\n" * 2000)
+    share = Counter()
+    for part in filter(lambda part: part.is_val, split(find_sources(tmp_path), 0.2)):
+        share[part.source.name] += part.stop - part.start
+    # The file is half of the corpus; of 12 sections 6 +- 1.7 are expected in it.
+    assert len(share) > 5 and 0.1 < share["large"] / share.total() < 0.9
+
+
+def test_a_file_that_is_added_moves_few_others(corpus, tmp_path):
+    def val_places(folder):
+        val = [part for part in split(find_sources(folder), 0.2) if part.is_val]
+        return {(part.source.name, at) for part in val for at in range(part.start, part.stop)}
+
+    before, grown = val_places(corpus), make_corpus(tmp_path / "grown")
+    (grown / "new.txt").write_text("line\n" * 4000)
+    assert len(before & val_places(grown)) > 0.8 * len(before)
 
 
 def test_a_cache_within_the_corpus_is_no_part_of_it(tmp_path):

@@ -1,4 +1,4 @@
-"""A corpus: which files it is made of, and its text, piece by piece, to train or to validate on.
+"""A corpus: which files it is made of, how it is split, and its text, piece by piece.
 
 A document is a text file, or a record of a file of records (gptrain.data.records). Documents
 follow each other in the order of their files' names.
@@ -24,6 +24,8 @@ BLOCK_BYTES = 2**16
 # Other packages; and tests, some of which are deliberately no UTF-8.
 _NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
+_MAX_SECTIONS = 2**16
+_LINE_BYTES = 2**12  # longer lines may be cut between two parts
 _BAD_PART = 100  # a file with more than one bad character in 100 bytes is no text
 
 
@@ -43,6 +45,16 @@ class Source:
         status, known = path.stat(), format or format_of(name)
         is_declared = bool(format) or known != "text"
         return cls(name, path, status.st_size, status.st_mtime_ns, known, is_declared)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes of a text file from `start` to `stop`, in training or in validation."""
+
+    source: Source
+    start: int
+    stop: int
+    is_val: bool
 
 
 class Piece(NamedTuple):
@@ -129,6 +141,42 @@ def look_through(source: Source, text_key: str) -> Content:
     return Content(digest.hexdigest(), first_bad)
 
 
+def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
+    """Train and validation parts of text files: the same bytes whatever the tokenizer.
+
+    Sections of 16 KiB (1/65536 of the corpus, if more) go to validation in the order of the hash
+    of their file's name and place, until its fraction of the bytes is full; the one that does not
+    fit gives its last lines. So files below 16 KiB stay whole, no large one makes up the validation
+    set alone, and a file that is added moves few others. Sections begin and end with lines.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction}: must be between 0 and 1")
+    total_bytes = sum(source.size_bytes for source in sources)
+    section_bytes = max(_SECTION_BYTES, total_bytes // _MAX_SECTIONS)
+    sections = [
+        (hashlib.sha256(os.fsencode(source.name) + b" %d" % start).digest(), source, start)
+        for source in sources
+        for start in range(0, source.size_bytes, section_bytes)
+    ]
+    chosen: dict[Source, list[tuple[int, int]]] = {source: [] for source in sources}
+    wanted_bytes = int(val_fraction * total_bytes)
+    for _, source, start in sorted(sections):
+        stop = min(start + section_bytes, source.size_bytes)
+        start = max(start, stop - wanted_bytes)
+        chosen[source].append((_cut_before(source, start), _cut_before(source, stop)))
+        wanted_bytes -= stop - start
+        if wanted_bytes <= 0:
+            break
+    parts = []
+    for source, ranges in chosen.items():
+        done = 0
+        for start, stop in sorted(ranges):
+            parts += [Part(source, done, start, False), Part(source, start, stop, True)]
+            done = stop
+        parts.append(Part(source, done, source.size_bytes, False))
+    return [part for part in parts if part.start < part.stop]
+
+
 def read_pieces(
     sources: Sequence[Source],
     val_fraction: float,
@@ -136,33 +184,24 @@ def read_pieces(
     newline: bool = True,
     bad_records: list[str] | None = None,
 ) -> Iterator[Piece]:
-    """The text of a corpus, document by document; the same bytes validate whatever the tokenizer.
+    """The text of a corpus, document by document.
 
-    Text files are read in sections of 16 KiB, of a small corpus of a quarter of the fraction.
-    Whenever validation is half a section behind its fraction of the bytes so far, the next section
-    is for it: they lie evenly over the corpus, and no large file makes up the set alone. Of
-    records the fraction goes to it by their number, evenly spread.
+    Of records a fraction goes to validation by their number, evenly spread.
 
     Args:
         newline: a document that does not end with a newline gets one.
         bad_records: gets what is wrong with each record that has no text; None: that is an error.
     Raises: DataError.
     """
-    n_bytes = sum(source.size_bytes for source in sources if source.format == "text")
-    section_bytes = min(_SECTION_BYTES, int(val_fraction * n_bytes / 4)) or _SECTION_BYTES
-    n_done, n_val, next_is_val = 0, 0, False  # bytes of text files; a section
+    texts = [source for source in sources if source.format == "text"]
+    by_source: dict[Source, list[Part]] = {source: [] for source in texts}
+    for part in split(texts, val_fraction):
+        by_source[part.source].append(part)
     number = 0  # of the record, in the whole corpus
     for source in sources:
-        if source.format == "text":
-            for section, is_end in _read_sections(source, section_bytes):
-                is_val = next_is_val
-                n_done, n_val = n_done + len(section), n_val + len(section) * is_val
-                next_is_val = n_val + section_bytes / 2 <= val_fraction * n_done
-                text = section.decode(errors="replace").encode()
-                text = _with_newline(text) if newline and is_end else text
-                yield Piece(text, is_val, is_end or is_val != next_is_val, is_end)
-            continue
-        for text in read_records(source, text_key):
+        for part in by_source.get(source, ()):
+            yield from _read_part(part, newline)
+        for text in read_records(source, text_key) if source.format != "text" else ():
             # Multiples of 2^64 / the golden ratio are spread evenly modulo 2^64.
             is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1
@@ -182,21 +221,21 @@ def cut_at(block: bytes) -> int:
     return max((i for i in places if block[i] & 0xC0 != 0x80), default=0)  # no continuation byte
 
 
-def _read_sections(source: Source, section_bytes: int) -> Iterator[tuple[bytes, bool]]:
-    """The bytes of a text file in sections, each with whether the file ends with it.
-
-    A section is of whole lines, unless one is longer than it.
-    """
-    left, rest = source.size_bytes, b""
-    with open_regular(source.path) as file:
-        while left and (read := file.read(min(section_bytes, left))):
+def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
+    """A part in blocks, in which what is no UTF-8 is U+FFFD. A cut ends a token."""
+    left, rest = part.stop - part.start, b""
+    with open_regular(part.source.path) as file:
+        file.seek(part.start)
+        while left and (read := file.read(min(BLOCK_BYTES, left))):
             left -= len(read)
             rest += read
             if left and (cut := cut_at(rest)):
-                yield rest[:cut], False
+                text = rest[:cut].decode(errors="replace").encode()
+                yield Piece(text, part.is_val, False, False)
                 rest = rest[cut:]
-    if rest:
-        yield rest, True
+    is_end = part.stop == part.source.size_bytes
+    text = rest.decode(errors="replace").encode()
+    yield Piece(_with_newline(text) if newline and is_end else text, part.is_val, True, is_end)
 
 
 def _cut_record(text: bytes, is_val: bool) -> Iterator[Piece]:
@@ -216,6 +255,16 @@ def _is_json_lines(head: bytes, text_key: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return len(records) == 2 or (len(lines) == len(records) == 1 and text_key in records[0])
+
+
+def _cut_before(source: Source, position: int) -> int:
+    """Where the line begins in which `position` lies, in a long line the character before."""
+    if position in (0, source.size_bytes):
+        return position
+    start = max(0, position - _LINE_BYTES)
+    with open_regular(source.path) as file:
+        file.seek(start)
+        return start + cut_at(file.read(position - start))
 
 
 def _with_newline(text: bytes) -> bytes:

@@ -22,7 +22,7 @@ from gptrain.small_files import DataError, read_facts
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6  # of the folder and of the split; another one is another place in the cache
+FORMAT = 5  # of the folder and of the split; another one is another place in the cache
 
 
 class TextDataset(TokenDataset):
