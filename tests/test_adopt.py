@@ -109,15 +109,19 @@ def test_every_command_of_its_readme_works(project):
     assert not (project.parent / "outputs").exists()
 
 
-def test_your_own_files_come_along(project, run, tmp_path):
+def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_path):
     mine = project / "src" / "my_project"
     (mine / "words.bin").write_bytes(b"\0\xff")
     (mine / "more.py").write_text("from my_project import net\n")
     (project / "conf" / "model" / "more.yaml").write_text('{_target_: "my_project.more.Net"}\n')
     (project / "conf" / "local").mkdir()
     (project / "conf" / "local" / "default.yaml").write_text("seed: 1\n")
+    (project / "notes.txt").touch()
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
     code, lines = run("other", "--to", f"{tmp_path}/b;c d", cwd=project / "conf")
     assert code == 0 and shlex.split(lines[-1])[:4] == ["next", "cd", f"{tmp_path}/b;c d", "&&"]
+    left = {line.split()[1] for line in lines if line.startswith("left")}
+    assert "notes.txt" in left and not any(name.startswith(("src/", "conf/")) for name in left)
     to = tmp_path / "b;c d"
     assert (to / "src" / "other" / "words.bin").read_bytes() == b"\0\xff"
     assert (to / "src" / "other" / "more.py").read_text() == "from other import net\n"

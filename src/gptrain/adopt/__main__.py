@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from gptrain import adopt as package
 from gptrain.adopt.library import IN_PROJECT, VENDORED, package_in, put, require, requirement
-from gptrain.adopt.project import TEMPLATE, make
+from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain
 from gptrain.home import LIBRARY, VARIABLE, enter, find_project
@@ -64,10 +64,13 @@ def adopt(name: str, to: Path | None, library: str) -> int:
     if to is None:
         raise ConfigError.of("--to", None, "says where the project is made", attempt="--to ../mine")
     needed = requirement(library)
-    n_copied = make(find_project() or TEMPLATE, to, name, needed)
+    source = find_project() or TEMPLATE
+    copied = make(source, to, name, needed)
     if needed is None:
         put(LIBRARY, to)
-    print(f"copied    {n_copied} files to {to}; the library: {needed or IN_PROJECT}")
+    print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")
+    for path in left_behind(source, copied, needed is None):
+        print(f"left      {path}")
     print(f"next      cd {shlex.quote(str(to))} && git init && .ci/run")
     return DONE
 

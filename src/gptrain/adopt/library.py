@@ -64,13 +64,16 @@ def put(library: Path, project: Path) -> None:
         if done.stdout:
             wrong = "has changes that are not committed, which would be lost"
             raise ConfigError.of("", None, f"{target} {wrong}")
-    new = target.with_name(".gptrain-new")
-    shutil.rmtree(new, ignore_errors=True)  # of an attempt that was interrupted
+    new, old = target.with_name(".gptrain-new"), target.with_name(".gptrain-old")
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
     # Its links to files of a checkout are copied as what they lead to.
     left = shutil.ignore_patterns("__pycache__", "local", ".*")
     shutil.copytree(library, new, ignore=left)
-    shutil.rmtree(target, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
     new.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def require(project: Path, needed: str | None) -> None:

@@ -6,6 +6,8 @@ import importlib.util
 import keyword
 import re
 import shutil
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from gptrain.adopt.library import IN_PROJECT
@@ -23,8 +25,8 @@ NAME = "my_project"  # in those texts
 TEST = "tests/test_project.py"
 
 
-def make(source: Path, to: Path, name: str, needed: str | None) -> int:
-    """Writes a project but its library; how many files were copied.
+def make(source: Path, to: Path, name: str, needed: str | None) -> list[Path]:
+    """Writes a project but its library; the files that were copied, relative to source.
 
     Args:
         needed: what pip is asked for; None where the library is to lie in the project.
@@ -49,7 +51,7 @@ def make(source: Path, to: Path, name: str, needed: str | None) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(written((LIBRARY / "adopt" / "files" / text).read_text(), name, needed))
     (to / ".ci" / "run").chmod(0o755)
-    return len(copied)
+    return copied
 
 
 def own_package(source: Path) -> str:
@@ -89,3 +91,15 @@ def written(text: str, name: str, needed: str | None) -> str:
     text = re.sub(rf"(?m)^.*<{gone}>.*\n", "", text)
     text = re.sub(rf"(?m) *(#|<!--)? *<{kept}>( *-->)?$", "", text)
     return text.replace("<needed>", needed or "").replace(NAME, name)
+
+
+def left_behind(source: Path, copied: Iterable[Path], is_vendored: bool) -> list[str]:
+    """Files that git does not track and that were not copied; none where git knows nothing."""
+    command = ["git", "-C", str(source), "ls-files", "--others", "--exclude-standard", "-z"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError:  # no git
+        return []
+    came, library = set(map(str, copied)), f"{IN_PROJECT}/"
+    own = [path for path in done.stdout.split("\0") if path and path not in came]
+    return [path for path in own if not (is_vendored and path.startswith(library))]
