@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gptrain.models.simple_gpt import SimpleGPT
+from gptrain.models.decoder import Decoder
 
 _OUTSIDE = {  # theirs -> ours
     "wte.weight": "token_embedding.weight",
@@ -42,15 +41,16 @@ _FIXED = {  # theirs by default
 }
 
 
-def to_gpt2(net: SimpleGPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the GPT2LMHeadModel that computes what net computes.
 
     The head is tied and therefore left out.
     """
+    dropout = net.get_submodule("dropout").p
     config = {
         **_config(net),
         "architectures": ["GPT2LMHeadModel"],
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), net.dropout.p),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
         **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
     }
     state, tensors = net.state_dict(), {}
@@ -61,7 +61,7 @@ def to_gpt2(net: SimpleGPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def from_gpt2(
-    net: SimpleGPT, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    net: Decoder, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A state dict for net from the config and tensors of a GPT2LMHeadModel, as views.
 
@@ -100,7 +100,7 @@ def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         raise ValueError("; ".join(wrong))
 
 
-def _config(net: SimpleGPT) -> dict[str, Any]:
+def _config(net: Decoder) -> dict[str, Any]:
     """What decides what a net computes, in their words."""
     return {
         "model_type": "gpt2",
@@ -109,7 +109,7 @@ def _config(net: SimpleGPT) -> dict[str, Any]:
         "n_embd": net.d_model,
         "n_layer": net.n_layers,
         "n_head": net.n_heads,
-        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[net.activation],
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[str(net.activation)],
         **_FIXED,
     }
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from gptrain.models.decoder import Decoder
 from gptrain.models.gpt2_layout import check_same
-
-if TYPE_CHECKING:
-    from gptrain.models.llama import Llama
 
 LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
 _OUTSIDE = {"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -32,7 +30,7 @@ _NOT_HERE = ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embed
 _ABSENT = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(_NOT_HERE, False)}
 
 
-def to_llama(net: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config and tensors of the LlamaForCausalLM or Qwen3ForCausalLM that computes what net does.
 
     The tensors are views where the layout allows; a tied head is left out.
@@ -53,7 +51,7 @@ def to_llama(net: Llama) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def from_llama(
-    net: Llama, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    net: Decoder, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A state dict for net from the config and tensors of one of the two, as views.
 
@@ -73,7 +71,7 @@ def from_llama(
     return state
 
 
-def _config(net: Llama) -> dict[str, Any]:
+def _config(net: Decoder) -> dict[str, Any]:
     """What decides what a net computes, in their words."""
     rope: dict[str, Any] = {"rope_theta": net.rope_base, "rope_type": "default"}
     if net.rope_scaling != 1:
