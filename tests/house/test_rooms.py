@@ -127,6 +127,24 @@ def test_private_names_of_lightning_stand_in_one_file():
                 assert PRIVATE.get(name) == str(path.relative_to(PACKAGE)), f"{path}: {name}"
 
 
+def test_the_private_names_that_are_relied_on_are_there():
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    assert callable(trainer._signal_connector.register_signal_handlers)
+    assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)
+    assert trainer.fit_loop._restarting is False
+    state = trainer.fit_loop.state_dict()
+    assert "_batches_that_stepped" in state["epoch_loop.state_dict"]
+    assert {
+        "epoch_progress",
+        "epoch_loop.batch_progress",
+        "epoch_loop.scheduler_progress",
+        "epoch_loop.automatic_optimization.optim_progress",
+        "epoch_loop.val_loop.batch_progress",
+    } <= state.keys()
+
+
 def test_the_model_is_plain_torch():
     for path in (PACKAGE / "models").rglob("*.py"):
         assert not any(name.startswith("torch.distributed") for name in imports(path)), path
