@@ -108,12 +108,19 @@ def test_a_job_finds_no_net_of_those_before_it_and_may_have_other_ranks(train, m
 
 
 def test_a_failing_job_is_told_and_the_others_run(train):
-    """A point that failed has no result to read: it is tried again."""
-    words = ("trainer.gradient_clip_val=null", "trainer.max_steps=20", "logger=none")
+    """A point that failed has no result to read: it is tried again. An early stop is no failure."""
+    words = (
+        "trainer.gradient_clip_val=null", "trainer.max_steps=20", "trainer.val_check_interval=10",
+        "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
+        " divergence_threshold: 0.1}", "logger=none",
+    )  # fmt: skip
     sweep = train("-m", "optimizer.lr=1e-3,1e30,3e-4,1e30", *words)
     assert sweep.code == 79
     assert jobs(sweep.folder) == {0: 0, 1: 79, 2: 0, 3: 79}
-    failed = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))[-2:]
+    table = list(csv.DictReader((sweep.folder / "results.csv").open(newline="")))
+    for one in table[:2]:
+        assert one["ended"].startswith("early stop: val/loss=") and one["ended"] in sweep.out
+    failed = table[2:]
     assert [one["run"] for one in failed] == ["1-lr_1e+30", "3-lr_1e+30"]
     for one in failed:
         assert one["ended"].startswith("nonfinite: the loss of rank 0 at step")
