@@ -273,6 +273,13 @@ def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
     assert "not one or more tokens" in lines[1] and len(lines) == 3
 
 
+def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):
+    texts = [write(speaker, f"prompt={prompt}", "temperature=0")[1] for prompt in ("ab", "def ")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\ndef \n"))
+    code, out, err = write(speaker, "interactive=true", "temperature=0")
+    assert (code, out) == (0, "".join(texts)) and err.count("12 tokens in") == 2
+
+
 def test_a_reader_that_has_seen_enough_ends_it_in_silence(write, speaker, monkeypatch):
     ours, theirs = os.pipe()
     os.close(ours)
