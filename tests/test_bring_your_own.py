@@ -220,7 +220,15 @@ def test_an_optimizer_that_cannot_take_the_net_is_refused_by_its_key():
         ),
         (
             ("strategy=fsdp_tensor_parallel", "trainer.devices=4"),
-            "strategy.name=.*: needs blocks, tensor_plan",
+            "strategy.name=.*: needs blocks, tensor_plan, n_heads, head of",
+        ),
+        (
+            ("strategy=tensor_parallel", "trainer.devices=2"),
+            "strategy.name=tensor_parallel: needs tensor_plan, n_heads, head of",
+        ),
+        (
+            ("strategy=pipeline", "trainer.devices=2"),
+            "strategy.name=pipeline: needs embed, blocks, norm, head of",
         ),
         (("model.compile=blocks",), "model.compile=blocks: .* without: none, model"),
         (("model.activation_checkpointing=full",), "activation_checkpointing=full: .* needs `bl"),
