@@ -30,7 +30,7 @@ Parameters = Mapping[str, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
 _PLAIN = (bool, int, float, str, type(None))
 BESIDE = "module."  # in a file, in front of what a module holds beside its net
-_SHOWN = 4  # names told in a message; a net of another width has one for each tensor
+_SHOWN = 4  # names of a side told in a message; a net of another width has one a tensor
 
 
 class Stages(NamedTuple):
@@ -61,12 +61,15 @@ class Unmatched(NamedTuple):
     mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def describe(self) -> str:
-        """One line that names both sides."""
-        wrong = [f"{n} {there} there, {here} here" for n, (there, here) in self.mismatched.items()]
-        wrong += [f"{name} here only" for name in self.missing]
-        wrong += [f"{name} there only" for name in self.unexpected]
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        return "; ".join(wrong[:_SHOWN]) + more
+        """One line that names the first of each side, and says how many more there are."""
+        shapes = [f"{n} {there} there, {here}" for n, (there, here) in self.mismatched.items()]
+        sides = {"here": shapes, "here only": self.missing, "there only": self.unexpected}
+        said = []
+        for side, names in sides.items():
+            said += [f"{name} {side}" for name in names[:_SHOWN]]
+            if len(names) > _SHOWN:
+                said.append(f"and {len(names) - _SHOWN} more")
+        return "; ".join(said)
 
 
 def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
