@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import errno
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
 
-from gptrain.lit.callbacks.steps import Steps
+from gptrain.lit.callbacks.steps import Steps, acts_on_validation
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -275,9 +277,25 @@ def test_callbacks_that_a_run_cannot_have_are_refused(fit, callback, words, hint
 
 
 def test_callbacks_keep_their_state(resumes):
-    run = resumes(f"+callbacks.mine._target_={CALLBACKS}.Stateful", stops=(2, 3))
+    early = f"{{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, min_delta: 9.0}}"
+    mine = f"+callbacks.mine._target_={CALLBACKS}.Stateful"
+    run = resumes(mine, f"+callbacks.early={early}", stops=(2, 3))
     assert run.seen[-1]["count"] == 6
-    assert run.state(6)["callbacks"]["Stateful"]["count"] == 6
+    states = run.state(6)["callbacks"]
+    assert states.pop("Stateful")["count"] == 6
+    (early_stopping,) = (state for name, state in states.items() if "EarlyStopping" in name)
+    assert early_stopping["wait_count"] == 1  # of two validations, one before the second stop
+    assert early_stopping["best_score"] == run.column("val/loss")[0]
+
+
+def test_a_callback_may_forward_to_another(fit):
+    run = fit(f"+callbacks.mine._target_={CALLBACKS}.Forwards")
+    assert [seen["step"] for seen in run.seen] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_timer_ends_the_run(fit):
+    run = fit(f"+callbacks.timer={{_target_: {LIGHTNING}.Timer, duration: {{microseconds: 1}}}}")
+    assert run.steps() == [1] and len(run.rows) == 1
 
 
 # Averages of the weights
@@ -330,6 +348,23 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(fit, words, hook, step
     assert stopped.steps()[-1] in (step, step + 1)
     resumed = fit(*words, "ckpt_path=last", name="stopped")
     assert not (wrong := differences(full.state(7), resumed.state(7))), wrong[:8]
+
+
+def test_a_callback_of_the_users_in_our_package_is_not_left_in_its_validation():
+    """Ours are known by their class: a copy beside ours may swap weights, as WeightAveraging."""
+
+    class Swaps(Callback):
+        __module__ = "gptrain.lit.callbacks.swaps"
+
+        def on_validation_start(self, *_):
+            pass
+
+    trainer = SimpleNamespace(
+        callbacks=[Steps(1, lengths=None, model_config={})], lightning_module=LightningModule()
+    )
+    assert not acts_on_validation(trainer)
+    trainer.callbacks.append(Swaps())
+    assert acts_on_validation(trainer)
 
 
 ASKED = (

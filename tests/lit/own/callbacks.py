@@ -53,6 +53,16 @@ class Logs(Callback):
         self.log("mine/val", 7.0)
 
 
+class Forwards(Callback):
+    """Hands its hooks on to another callback."""
+
+    def __init__(self):
+        self.other = SeesAll()
+
+    def on_train_batch_end(self, *args):
+        self.other.on_train_batch_end(*args)
+
+
 class Stateful(Callback):
     """Counts steps over all starts of a run."""
 
