@@ -97,7 +97,7 @@ class Record(pl.Callback):
 
     Args:
         look_at: optimizer step, from 0, whose forward and backward passes are looked into: what
-            they send and multiply, a list of micro-steps each.
+            they send, save for the backward pass, and multiply, a list of micro-steps each.
         passes: note the order of the blocks' forward (F) and backward (B) passes of that step.
     """
 
@@ -112,6 +112,7 @@ class Record(pl.Callback):
             "validated": [],  # steps
             "sent": [],
             "calls": [],
+            "saved_bytes": [],
             "products": [],
             "passes": [],
         }
@@ -162,6 +163,7 @@ class Record(pl.Callback):
         self.looks.__exit__(None, None, None)
         self.seen["sent"].append(dict(self.looks.n_bytes))
         self.seen["calls"].append(dict(self.looks.calls))
+        self.seen["saved_bytes"].append(self.looks.saved_bytes)
         self.seen["products"].append(self.looks.products)
         self.looks = None
 
@@ -193,11 +195,24 @@ class Record(pl.Callback):
 
 
 class Counts(Sent):
-    """Bytes sent, and products of matrices."""
+    """Bytes sent, bytes saved for the backward pass, and products of matrices."""
 
     def __init__(self):
         super().__init__()
-        self.products = 0
+        self.products = self.saved_bytes = 0
+        self.saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+
+    def __enter__(self):
+        self.saving.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.saving.__exit__(*error)
+
+    def _save(self, tensor):
+        self.saved_bytes += tensor.nbytes
+        return tensor
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.products += op.namespace == "aten" and op._opname in PRODUCTS
