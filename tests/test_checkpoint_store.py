@@ -158,6 +158,24 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
         assert store.newest_good().step == steps[-1] and holds(store.folder / "step-00000001", 1)
 
 
+def test_a_save_that_reads_otherwise_than_written_fails_and_harms_nothing(store, monkeypatch):
+    """The disk answers that all is well, and has other bytes."""
+    save(store, 1)
+
+    def write_other(name, operation, *arguments, **options):
+        if name == "write":
+            arguments = (arguments[0], bytes(len(arguments[1])))
+        return operation(*arguments, **options)
+
+    for in_background in (False, True):
+        with monkeypatch.context() as patch, pytest.raises(SaveFailed, match="EIO") as failed:
+            wrap_os(patch, write_other)
+            save(store, 2, in_background=in_background)
+            store.finish()
+        assert "reads otherwise" in str(failed.value.__cause__)
+        assert os.listdir(store.folder) == ["step-00000001"] and store.newest_good().step == 1
+
+
 class Medium:
     """What SIGKILL after each operation leaves, and a power cut in the worst case: what was synced.
 
@@ -377,7 +395,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     assert holds(store.newest_good().path, 2)
 
 
-def test_progress_is_told_while_bytes_are_written(tmp_path):
+def test_progress_is_told_while_bytes_are_written_and_read_back(tmp_path):
     beats = []
     save(CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1)), 1)
-    assert len(beats) == len(FILES)
+    assert len(beats) == 2 * len(FILES)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gptrain.resilience import fileops
+from gptrain.resilience.manifest import difference
 
 
 class SaveFailed(OSError):
@@ -58,7 +59,7 @@ class Draft:
         gather: collects one picklable value of each rank on all ranks, in rank order; it is the
             barrier, too.
         needed_bytes: what to say of the size where nothing was written.
-        progress: called for every piece that is written.
+        progress: called for every piece that is written or read back.
     """
 
     path: Path
@@ -124,11 +125,20 @@ class Draft:
         self.needed_bytes, entries = max(self.needed_bytes, sum(sizes)), {}
         while self._held:
             name, file = self._held.popitem()
-            content = file.getbuffer()
-            fileops.write_whole(self.path / name, content, self.progress)
-            sha256 = hashlib.sha256(content).hexdigest()
-            entries[name] = {"bytes": content.nbytes, "sha256": sha256}
+            entries[name] = self._write_file(self.path / name, file.getbuffer())
         return entries
+
+    def _write_file(self, path: Path, content: memoryview) -> dict:
+        """Its entry in the manifest, after it was read back."""
+        entry = {"bytes": content.nbytes, "sha256": hashlib.sha256(content).hexdigest()}
+        fileops.write_whole(path, content, self._beat)
+        if found := difference(path, entry, self._beat):
+            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
+        return entry
+
+    def _beat(self, *_: int) -> None:
+        if self.progress:
+            self.progress()
 
 
 def free_bytes(folder: Path) -> int:

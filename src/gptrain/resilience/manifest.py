@@ -115,11 +115,27 @@ def verify(path: Path, run_id: str | None = None) -> dict:
     n_bytes = sum(entry["bytes"] for entry in files.values())
     workers = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock
     with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
-        checks = [pool.submit(_difference, path / name, files[name], bar.update) for name in files]
+        checks = [pool.submit(difference, path / name, files[name], bar.update) for name in files]
         for check in checks:
             if found := check.result():
                 raise DamagedCheckpoint(path, found)
     return manifest
+
+
+def difference(path: Path, expected: dict, on_piece: Callable[[int], object]) -> str | None:
+    """How a file differs from its entry in a manifest; None if it does not."""
+    digest = hashlib.sha256()
+    try:
+        with open_regular(path) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != expected["bytes"]:
+                return f"{path.name} has {n_bytes} bytes, its manifest says {expected['bytes']}"
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                on_piece(len(piece))
+    except (OSError, UnreadableFile) as error:
+        return _why_not(path.name, error)
+    return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
 def folder_name(step: int) -> str:
@@ -139,22 +155,6 @@ def _why_not(name: str, error: OSError | UnreadableFile) -> str:
         return f"{name} is missing"
     why = error.reason if isinstance(error, UnreadableFile) else error.strerror
     return f"{name} cannot be read: {why}"
-
-
-def _difference(path: Path, expected: dict, on_piece: Callable[[int], object]) -> str | None:
-    """How a file differs from its entry in a manifest; None if it does not."""
-    digest = hashlib.sha256()
-    try:
-        with open_regular(path) as file:
-            n_bytes = os.fstat(file.fileno()).st_size
-            if n_bytes != expected["bytes"]:
-                return f"{path.name} has {n_bytes} bytes, its manifest says {expected['bytes']}"
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
-                on_piece(len(piece))
-    except (OSError, UnreadableFile) as error:
-        return _why_not(path.name, error)
-    return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
 def _is_ours(manifest: dict) -> bool:

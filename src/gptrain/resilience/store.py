@@ -31,7 +31,7 @@ class CheckpointStore:
     Args:
         run_id: written into every manifest; a checkpoint of another run is refused. None takes
             checkpoints of any run and cannot write.
-        progress: a heartbeat's `beat`: called bare while bytes are written.
+        progress: a heartbeat's `beat`: called bare while bytes are written or read back.
 
     Attributes:
         on_commit: called after each new checkpoint, on rank 0.
