@@ -14,8 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback
 
 import gptrain
+from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.ranks import supervisor
-from gptrain.resilience.manifest import NoGoodCheckpoint
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.store import CheckpointStore
 
@@ -143,7 +143,7 @@ def test_of_a_strangers_store_only_files_that_a_manifest_names_are_taken(tmp_pat
 
 
 def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_run_stops(
-    pair, tmp_path
+    pair, tmp_path, caplog
 ):
     store, mirror = pair
     for step in (1, 2, 3, 4):
@@ -154,12 +154,15 @@ def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_r
     (tmp_path / "mirror" / "step-00000002" / "state.ckpt").write_bytes(b"other")
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
-    assert again.newest_good().step == 1
+    assert again.steps() == [1]
+    for step in (2, 3):
+        assert f"kept as step-0000000{step}.corrupt" in caplog.text
+        assert (tmp_path / "mirror" / f"step-0000000{step}.corrupt" / "state.ckpt").exists()
     (tmp_path / "mirror" / "step-00000001" / "state.ckpt").write_bytes(b"other")
-    third = CheckpointStore(tmp_path / "third", "a")
-    mirror.restore(third)
-    with pytest.raises(NoGoodCheckpoint):  # and no start from the beginning
-        third.newest_good()
+    for _ in range(2):  # the second start must not begin from scratch either
+        with pytest.raises(ConfigError, match="is whole: step-00000001: state") as stop:
+            mirror.restore(CheckpointStore(tmp_path / "third", "a"))
+        assert stop.value.code == BAD_DATA
 
 
 def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):

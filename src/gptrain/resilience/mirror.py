@@ -6,9 +6,9 @@
 
 An object store has no rename. So a copy's manifest is written last, and removed first where a step
 is saved again: a folder without one is no checkpoint. Of a folder there only the files come back
-that its manifest names: keys of a store may have any ".." in them. Removed are only steps that the
-store has passed and pruned: a run that goes on from an old image of its disk leaves what is newer,
-until it gets there itself.
+that its manifest names, verified: keys of a store may have any ".." in them. Removed are only steps
+that the store has passed and pruned: a run that goes on from an old image of its disk leaves what
+is newer, until it gets there itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from pathlib import Path
 
 from fsspec.core import url_to_fs
 
-from gptrain.problems import DONE, FOLDER_UNUSABLE, ConfigError, Problem, code_of, first_line
+from gptrain.problems import (
+    BAD_DATA,
+    DONE,
+    FOLDER_UNUSABLE,
+    ConfigError,
+    Problem,
+    code_of,
+    first_line,
+)
 from gptrain.resilience import fileops, manifest
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
@@ -52,7 +60,7 @@ class Mirror:
         Args:
             restore: the store is empty: the folder becomes that of the run that is in the mirror.
 
-        Raises: ConfigError where it holds another run, or cannot be used.
+        Raises: ConfigError where it holds another run or no whole checkpoint, or cannot be used.
         """
         try:
             run_id = self._run_id()
@@ -81,15 +89,33 @@ class Mirror:
             self._last.result()
 
     def restore(self, store: CheckpointStore) -> None:
-        """Brings every checkpoint back into the store, which verifies them.   Raises: OSError."""
+        """Brings every checkpoint that is whole back into the store; sets damaged ones aside.
+
+        Raises: OSError; ConfigError where there are some, and none is whole: a person must decide.
+        """
         store.folder.mkdir(exist_ok=True)
+        damaged = {}
         for step in self._steps():
             name = folder_name(step)
             draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
-            with suppress(FileNotFoundError):  # never finished, or half removed
+            try:
                 self._get(name, draft)
+                manifest.verify(draft, store.run_id)
                 os.rename(draft, store.folder / name)
+            except FileNotFoundError:  # never finished, or half removed
+                continue
+            except DamagedCheckpoint as error:
+                damaged[name] = error.reason
         fileops.sync_folder(store.folder)
+        if damaged and not store.steps():  # left as they are: the next start must stop, too
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
+            wrong = f"none of its checkpoints is whole: {reasons}"
+            raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=BAD_DATA)
+        for name, reason in damaged.items():
+            aside = f"{name}.corrupt"
+            with suppress(OSError):  # read-only: nothing is removed there either
+                self.files.mv(f"{self.root}/{name}", f"{self.root}/{aside}", recursive=True)
+            _log.warning("warning: %s/%s: %s; kept as %s", self.url, name, reason, aside)
 
     def _copy(self, store: CheckpointStore) -> None:
         try:
@@ -123,10 +149,9 @@ class Mirror:
         fileops.remove_tree(draft)
         text = self._manifest(name)
         draft.mkdir()
+        for file in manifest.parse(text, draft)["files"]:
+            self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
         fileops.write_whole(draft / MANIFEST_NAME, text)
-        with suppress(DamagedCheckpoint):  # as the store will find it
-            for file in manifest.parse(text, draft)["files"]:
-                self.files.get_file(f"{self.root}/{name}/{file}", str(draft / file))
 
     def _run_id(self) -> str:
         """Of the run whose checkpoints are there, "" where there are none."""
