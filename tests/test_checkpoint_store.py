@@ -308,6 +308,26 @@ def test_a_damaged_newest_is_set_aside_and_the_one_before_is_used(store, caplog,
     assert store.newest_good().step == 1 and not caplog.text
 
 
+def test_where_nothing_can_be_renamed_the_one_before_is_used_all_are_kept(
+    store, monkeypatch, caplog
+):
+    """As an evaluation finds it in a read-only folder."""
+    save(store, 1)
+    DAMAGES["truncated"](save(store, 2))
+
+    def refuse(name, operation, *arguments, **options):
+        if name == "rename":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return operation(*arguments, **options)
+
+    wrap_os(monkeypatch, refuse)
+    assert store.newest_good().step == 1
+    assert "step-00000002.corrupt: Read-only" in caplog.text
+    assert "state.ckpt has 1000 bytes" in caplog.text and "an older one is taken" in caplog.text
+    store.prune(1)
+    assert "step-00000001: cannot be renamed" in caplog.text and store.steps() == [1, 2]
+
+
 def test_a_network_file_system_that_is_away_is_an_error_and_no_damage(store, monkeypatch):
     save(store, 1)
 

@@ -198,9 +198,10 @@ class CheckpointStore:
         """Removes all but the newest `keep` checkpoints and the protected."""
         for step in self.steps()[:-keep]:
             path, trash = self.folder / folder_name(step), self._hidden("trash", step)
-            if path not in protect:
-                fileops.remove_tree(trash)  # of a start that was killed meanwhile
-                os.rename(path, trash)
+            if path in protect:
+                continue
+            shutil.rmtree(trash, ignore_errors=True)  # of a start that was killed meanwhile
+            if _rename(path, trash):
                 shutil.rmtree(trash, ignore_errors=True)  # what is left goes at the next `clean`
 
     def clean(self) -> None:
@@ -230,12 +231,20 @@ class CheckpointStore:
 
     def _set_aside(self, path: Path) -> str:
         """What became of a damaged checkpoint."""
-        if self.run_id is None:
-            return "an older one is taken"
         n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
         aside = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
-        os.rename(path, self.folder / aside)
-        return f"set aside as {aside}"
+        is_aside = self.run_id is not None and _rename(path, self.folder / aside)
+        return f"set aside as {aside}" if is_aside else "an older one is taken"
 
     def _hidden(self, kind: str, step: int) -> Path:
         return self.folder / f".{kind}-{folder_name(step)}"
+
+
+def _rename(path: Path, to: Path) -> bool:
+    """Whether it could be put away; no run ends because it could not, in a read-only folder say."""
+    try:
+        os.rename(path, to)
+    except OSError as error:
+        _log.warning("warning: %s: cannot be renamed to %s: %s", path, to.name, error.strerror)
+        return False
+    return True
