@@ -165,6 +165,18 @@ def test_a_disk_that_refuses_the_lock_is_one_line_with_its_code(
     assert str(refused.value) == f"error: run_dir={tmp_path}: {os.strerror(number)}"
 
 
+def test_ctrl_c_while_a_start_waits_leaves_nothing_open(tmp_path, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with RunLock(tmp_path):
+        is_open = os.listdir("/proc/self/fd")
+        monkeypatch.setattr(time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            RunLock(tmp_path, wait_s=60).acquire()
+        assert os.listdir("/proc/self/fd") == is_open
+
+
 def test_a_start_waits_as_long_as_it_may_for_another_to_leave(holder, tmp_path):
     timer = threading.Timer(1.5, holder.kill)
     timer.start()

@@ -62,8 +62,10 @@ class RunLock:
             self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
             self._lock()
             self.adopt(read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex)
-        except OSError as error:
+        except BaseException as error:  # of Ctrl-C while it waits, too
             self.release()
+            if not isinstance(error, OSError):
+                raise
             about = "run_dir", self.run_dir, error.strerror or str(error)
             raise ConfigError.of(*about, code=code_of(error)) from error
         return self
@@ -106,7 +108,6 @@ class RunLock:
                 return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end_s:
-                    self.release()
                     about = dict.fromkeys(("pid", "host", "started"), "unknown")
                     about |= read_holder(self.run_dir)
                     wrong = "held by process {pid} on {host} since {started}".format_map(about)
