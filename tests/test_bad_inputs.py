@@ -18,6 +18,7 @@ ONE_LINE = {
     "trainer.devices=0": ["trainer.devices=0", "at least 1"],
     "trainer.devices=two": ["trainer.devices=two", "not a number", '"auto"'],
     "strategy=ddpp": ["strategy=ddpp", 'did you mean "ddp"', "auto, ddp", "fsdp"],
+    "strategy=dp": ["strategy=dp", "DataParallel", "slower than ddp", "try: strategy=ddp"],
     "trainer.precision=fp12": ["trainer.precision=fp12", "32-true, bf16-mixed, 16-mixed"],
     "trainer.precision=16-mixed trainer.accelerator=cpu": ["16-mixed", "on CPU", "bf16-mixed"],
     "strategy=tensor_parallel trainer.devices=4 strategy.tensor_parallel_size=4 model.n_heads=6 "
@@ -56,7 +57,7 @@ ONE_LINE = {
     "model.name=gpt3": ["model=gpt2"],
     "trainer.logger=csv": ["logger=csv"],
     "data=text data.num_samples=64": ["data.num_samples=64: unknown key of this data", "val_frac"],
-    "data.val=null": ["data.val=null: not a group of keys"],
+    "data.val=null": ["data.val=null: not a group of keys", "trainer.limit_val_batches=0"],
     # Options that would be without effect, or that cannot be together.
     "strategy=fsdp strategy.comm_hook=fp16 trainer.devices=2": ["no effect under strategy=fsdp"],
     "strategy=ddp strategy.schedule=gpipe": ["strategy.schedule", "under strategy=pipeline"],
@@ -153,6 +154,18 @@ HABITS = {
     "test=False": "task=fit",
     "task_name=a": "name=a",
     "model.scheduler.warmup_steps=5": "scheduler.warmup_steps=5",
+    "model.compile=True": "model.compile=model",
+    "paths.data_dir=/x": "data.path=/x",
+    "paths.log_dir=/x": "output_dir=/x",
+    "bs=8": "data.batch_size=8",
+    "per_device_train_batch_size=8": "data.batch_size=8",
+    "model.context_length=64": "model.max_seq_len=64",
+    "num_attention_heads=4": "model.n_heads=4",
+    "warmup=10": "scheduler.warmup_steps=10",
+    "num_train_epochs=3": "trainer.max_epochs=3",
+    "steps=100": "trainer.max_steps=100",
+    "max_grad_norm=1": "trainer.gradient_clip_val=1",
+    "gradient_accumulation_steps=4": "trainer.accumulate_grad_batches=4",
 }
 
 
