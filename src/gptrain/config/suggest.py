@@ -9,9 +9,12 @@ from fnmatch import fnmatchcase
 # What is typed elsewhere -> what to type here, by the first that fits.
 HABITS = {
     # Arguments of Lightning's Trainer that other groups set.
+    "trainer.logger=*": "logger=csv",
+    "trainer.callbacks=*": "callbacks=default",
     "trainer.default_root_dir=*": "run_dir={value}",
     "trainer.enable_checkpointing=*": "checkpoint=none",
     "trainer.strategy=ddp*": "strategy=ddp",
+    "trainer.strategy=auto": "strategy=auto",
     "trainer.strategy=*": "strategy=fsdp",
     # lightning-hydra-template
     "trainer=ddp": "strategy=ddp trainer.devices=4",
@@ -39,9 +42,11 @@ HABITS = {
     "*train_batch_size=*": "data.batch_size={value}",
     "*block_size=*": "model.max_seq_len={value}",
     "*context_length=*": "model.max_seq_len={value}",
+    "*n_ctx=*": "model.max_seq_len={value}",
     "*n_embd=*": "model.d_model={value}",
     "*hidden_size=*": "model.d_model={value}",
     "*num_attention_heads=*": "model.n_heads={value}",
+    "*num_hidden_layers=*": "model.n_layers={value}",
     "*learning_rate=*": "optimizer.lr={value}",
     "warmup=*": "scheduler.warmup_steps={value}",
     "epochs=*": "trainer.max_epochs={value}",
