@@ -38,6 +38,7 @@ def underlined_from_windows(text: str) -> str:
 @pytest.mark.parametrize("name", GOLDEN)
 def test_a_matrix_is_read_however_it_was_copied(name):
     text = (FOLDER / f"{name}.txt").read_text()
+    assert read_topology(str(FOLDER / f"{name}.txt")) == parse_topology(text)
     for copied in (text, with_spaces_without_legend(text), underlined_from_windows(text)):
         topology = parse_topology(copied)
         found = topology.islands, topology.tensor_groups, topology.slowest_ring_link

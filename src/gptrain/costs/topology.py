@@ -71,13 +71,15 @@ def speed(link: str) -> int:
 def parse_topology(text: str) -> Topology:
     """The first matrix in what nvidia-smi printed, without NICs and the slices of MIG.
 
-    Raises: ValueError for half a matrix.
+    Raises: ValueError for half a matrix, and for none where nothing says that there is no GPU.
     """
     lines = [_COLOURS.sub("", line).split() for line in text.splitlines()]
     rows = {line[0]: line[1:] for line in reversed(lines) if "X" in line}
     heads = (line for line in lines if "X" not in line)
     columns = next((head for head in heads if any(map(_GPU, head))), [])
     gpus = sorted(int(word[3:]) for word in columns if _GPU(word))
+    if not gpus and text.strip() and not re.search(r"(?i)nvidia|nvml|no devices|\bX\b", text):
+        raise ValueError("no matrix as `nvidia-smi topo -m` prints it")
     pairs = permutations(gpus, 2)
     try:
         links = {(a, b): rows[f"GPU{a}"][columns.index(f"GPU{b}")] for a, b in pairs}
@@ -90,10 +92,7 @@ def read_topology(source: str | None) -> Topology:
     """From a file, a pipe ("-") or this machine (None). Raises: OSError, ValueError."""
     if source is None:
         return parse_topology(nvidia_smi("topo", "-m"))
-    found = parse_topology(sys.stdin.read() if source == "-" else Path(source).read_text())
-    if not found.gpus:
-        raise ValueError("no matrix of GPUs, as `nvidia-smi topo -m` prints it")
-    return found
+    return parse_topology(sys.stdin.read() if source == "-" else Path(source).read_text())
 
 
 def nvidia_smi(*arguments: str) -> str:

@@ -64,6 +64,7 @@ class Piece(NamedTuple):
     is_val: bool
     is_last: bool  # the next piece goes on elsewhere: with another document, or part of this one
     is_end: bool  # the document ends with it
+    n_read: int  # bytes of the source that were read for it
 
 
 class Content(NamedTuple):
@@ -201,7 +202,7 @@ def read_pieces(
     for source in sources:
         for part in by_source.get(source, ()):
             yield from _read_part(part, newline)
-        for text in read_records(source, text_key) if source.format != "text" else ():
+        for text, n_read in read_records(source, text_key) if source.format != "text" else ():
             # Multiples of 2^64 / the golden ratio are spread evenly modulo 2^64.
             is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1
@@ -210,7 +211,7 @@ def read_pieces(
                     raise text
                 bad_records.append(str(text))
             elif text:
-                yield from _cut_record(_with_newline(text) if newline else text, is_val)
+                yield from _cut_record(_with_newline(text) if newline else text, is_val, n_read)
 
 
 def cut_at(block: bytes) -> int:
@@ -231,20 +232,21 @@ def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
             rest += read
             if left and (cut := cut_at(rest)):
                 text = rest[:cut].decode(errors="replace").encode()
-                yield Piece(text, part.is_val, False, False)
+                yield Piece(text, part.is_val, False, False, cut)
                 rest = rest[cut:]
     is_end = part.stop == part.source.size_bytes
     text = rest.decode(errors="replace").encode()
-    yield Piece(_with_newline(text) if newline and is_end else text, part.is_val, True, is_end)
+    text = _with_newline(text) if newline and is_end else text
+    yield Piece(text, part.is_val, True, is_end, len(rest))
 
 
-def _cut_record(text: bytes, is_val: bool) -> Iterator[Piece]:
+def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
     """A record as it is; one that is no batch by itself in blocks."""
     while len(text) > 16 * BLOCK_BYTES:
         cut = cut_at(text[:BLOCK_BYTES])
-        yield Piece(text[:cut], is_val, False, False)
+        yield Piece(text[:cut], is_val, False, False, 0)
         text = text[cut:]
-    yield Piece(text, is_val, True, True)
+    yield Piece(text, is_val, True, True, n_read)
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:

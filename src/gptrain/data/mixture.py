@@ -17,7 +17,7 @@ from gptrain.data.order import SampleOrder
 from gptrain.data.samples import BatchDataset, PaddedDataset, len_of
 from gptrain.small_files import DataError
 
-_CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-16
+_CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
 
 
 class Mixture(BatchDataset):
@@ -114,8 +114,11 @@ class MixtureOrder:
         names = sorted(lengths).index  # the same order whatever stands first
         self._orders = [SampleOrder(n, seed + 1 + names(name)) for name, n in lengths.items()]
         self._firsts = np.cumsum([0, *lengths.values()])
-        bounds = np.cumsum([0, *(weights[name] for name in lengths)]) * _CYCLE
-        self._counts = np.diff(bounds.round().astype(np.int64))  # (parts,) of a cycle
+        exact = np.array([weights[name] for name in lengths]) * _CYCLE
+        self._counts = np.maximum(1, exact.astype(np.int64))  # (parts,) of a cycle
+        missing = _CYCLE - self._counts.sum()  # to those who lost most by rounding
+        self._counts[np.argsort(self._counts - exact)[: max(0, missing)]] += 1
+        self._counts[np.argmax(self._counts)] += min(0, missing)
         due = [(np.arange(n) + 0.5) / n for n in self._counts]
         owners = np.repeat(np.arange(len(due)), self._counts)
         places = np.argsort(np.concatenate(due), kind="stable")

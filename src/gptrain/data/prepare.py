@@ -71,7 +71,7 @@ def write_tokens(
         for batch in in_order(encode, batches(pieces)):
             for piece, tokens in batch:
                 write(tokens, piece.is_val, piece.is_last)
-                bar.update(len(piece.text))
+                bar.update(piece.n_read)
         for file in (*tokens_files, *ends_files):
             file.flush()
             os.fsync(file.fileno())  # before the folder gets its name

@@ -9,7 +9,6 @@ import json
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -30,44 +29,48 @@ def format_of(name: str) -> str:
     return next((FORMATS[suffix] for suffix in FORMATS if name.lower().endswith(suffix)), "text")
 
 
-def read_records(source: "Source", text_key: str) -> Iterator[Text]:
-    """The text of each record in UTF-8.
+def read_records(source: "Source", text_key: str) -> Iterator[tuple[Text, int]]:
+    """The text of each record in UTF-8, and how many bytes of the file were read for it.
 
     Raises: DataError for a damaged file or one without a record; ModuleNotFoundError with what to
         install.
     """
     is_empty = True
     read = read_parquet if source.format == "parquet" else read_json_lines
-    for number, record in read(source.path, text_key):
+    for number, record, n_read in read(source.path, text_key):
         is_empty = False
-        yield _text_of(record, text_key, f"{source.path}: record {number}")
+        yield _text_of(record, text_key, f"{source.path}: record {number}"), n_read
     if is_empty:
         raise DataError(f"{source.path}: no record")
 
 
-def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object]]:
-    """Line number, and the value or what is wrong with it; empty lines are left out."""
+def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
+    """Line number, the value or what is wrong with it, and bytes read; empty lines are left out."""
+    before = 0
     with open_regular(path) as file, _damage_named(path), _decompressed(path, file) as lines:
         for number, line in enumerate(lines, 1):
             if line.isspace():
                 continue
             try:
-                yield number, json.loads(line)
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield number, DataError(f"{path}: record {number}: broken JSON ({error})")
+                record = DataError(f"{path}: record {number}: broken JSON ({error})")
+            yield number, record, file.tell() - before
+            before = file.tell()
 
 
-def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object]]:
-    """Row number, and a record of the one column."""
+def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
+    """Row number, a record of the one column, and bytes read."""
     parquet = _library("pyarrow.parquet", "parquet")
     with open_regular(path) as raw, _damage_named(path):
-        file = parquet.ParquetFile(raw)
+        size_bytes, file = raw.seek(0, io.SEEK_END), parquet.ParquetFile(raw)
         if text_key not in (names := file.schema_arrow.names):
             raise DataError(f"{path}: no column {text_key!r}; there are: {', '.join(names)}")
-        batches = file.iter_batches(_ROWS, columns=[text_key], use_threads=False)
-        values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-        for number, value in enumerate(values, 1):
-            yield number, {text_key: value}
+        n_read, number = size_bytes // max(1, file.metadata.num_rows), 0
+        for batch in file.iter_batches(_ROWS, columns=[text_key], use_threads=False):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield number, {text_key: value}, n_read
 
 
 def _text_of(record: object, text_key: str, place: str) -> Text:

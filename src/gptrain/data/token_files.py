@@ -99,8 +99,8 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
         dtype, counted = read_megatron_index(path.with_suffix(".idx"))
     elif magic in _HEADERS:
         known, dtype = _HEADERS[magic]
-        if version != known:
-            raise DataError(f"{path}: header of version {version}, not {known}")
+        if version != known or size_bytes < HEADER_BYTES:
+            raise DataError(f"{path}: truncated header, or not of version {known}")
         counted, offset_bytes = count, HEADER_BYTES
     n_bytes = size_bytes - offset_bytes
     n_tokens, rest_bytes = divmod(n_bytes, np.dtype(dtype).itemsize)
@@ -108,6 +108,7 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
         wrong = f"its header counts {counted} tokens of {dtype}, {n_bytes} bytes follow"
     elif rest_bytes:
         wrong = f"{n_bytes} bytes are no integer number of {dtype} tokens"
+        wrong += "; truncated, or of another dtype"
     elif n_tokens == 0:
         wrong = "0 tokens; need at least seq_len+1"
     else:

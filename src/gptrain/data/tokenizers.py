@@ -103,7 +103,8 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text; what is no UTF-8 (yet) shows as U+FFFD, ids that are no token as nothing."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        ids = [i for i in map(int, ids) if i >= 0]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save(self, folder: Path) -> Path:
         """Writes the very file that was read, and its configuration; returns it."""

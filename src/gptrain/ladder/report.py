@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,11 @@ def plan_table(
 
 
 def duration(hours: float) -> str:
-    """Days and h:mm:ss; ? for nan."""
-    return "?" if math.isnan(hours) else str(timedelta(seconds=round(3600 * hours)))
+    """For people; ? for nan."""
+    for unit, size in (("d", 24.0), ("h", 1.0), ("min", 1 / 60)):
+        if hours >= 2 * size:
+            return f"{hours / size:,.1f} {unit}"
+    return "?" if math.isnan(hours) else f"{3600 * hours:.0f} s"
 
 
 def conclude(
