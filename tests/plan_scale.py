@@ -28,19 +28,24 @@ from gptrain.parallel.dims import ParallelDims
 T = 8192
 NAME = "fsdp_tensor_pipeline"  # no strategy of ours has all three axes
 SHAPES = {
+    "7B": llama_shape(32000, 4096, 32, 32, 32, 11008),
     "8B": llama_shape(128256, 4096, 32, 8, 32, 14336),
     "70B": llama_shape(128256, 8192, 64, 8, 80, 28672),
     "405B": llama_shape(128256, 16384, 128, 8, 126, 53248),
 }
 # Net, data x tensor x pipeline, sequences of a data rank, checkpointing, compile,
-# published tokens/s of a GPU, or MFU below 1, source.
+# published tokens/s of a GPU or MFU, source.
 ROWS = (
+    ("7B", 8, 1, 1, 2, "selective", "blocks", None, ""),
     ("8B", 8, 1, 1, 2, "selective", "none", 5762, "[2] table 1"),
     ("8B", 8, 1, 1, 2, "selective", "blocks", 6667, "[2] table 1"),
     ("8B", 8, 8, 1, 12, "selective", "blocks", 4378, "[3]"),
     ("8B", 128, 1, 1, 2, "selective", "none", 5605, "[2] table 3"),
     ("8B", 128, 1, 1, 2, "selective", "blocks", 6514, "[2] table 3"),
+    ("70B", 8, 8, 1, 4, "full", "blocks", None, ""),
     ("70B", 32, 8, 1, 16, "full", "blocks", 597.3, "[3]"),
+    ("70B", 512, 8, 1, 4, "full", "blocks", None, ""),
+    ("405B", 8, 8, 8, 32, "full", "blocks", None, ""),
     ("405B", 64, 8, 16, 32, "none", "blocks", 0.43, "[1]"),
     ("405B", 128, 8, 16, 16, "none", "blocks", 0.41, "[1]"),
 )
@@ -73,7 +78,7 @@ def mpt_errors() -> dict[str, list[tuple[float, bool]]]:
     return found
 
 
-def predict(row: tuple) -> tuple[float, float, float]:
+def predict(row: tuple) -> tuple[float, float | None, float]:
     """Predicted and published MFU, of 989 TFLOP/s, and the predicted bytes of a GPU."""
     net, data, tensor, pipeline, batch, mode, compiles, published, source = row
     shape, dims, device = SHAPES[net], ParallelDims(data, tensor, pipeline), DEVICES["h100_sxm"]
@@ -87,7 +92,7 @@ def predict(row: tuple) -> tuple[float, float, float]:
     found = estimate(Work(shape, NAME, dims, batch, T, **more, options=options), machine)
     flops = train_flops_per_token(shape.matrix_weights, shape.n_layers, shape.d_model, T)
     ours = found["tokens_per_s"] / dims.world_size * flops / 989e12
-    theirs = published * flops / 989e12 if published > 1 else published
+    theirs = published * flops / 989e12 if published and published > 1 else published
     return ours, theirs, found["bytes_per_device"]["total"]
 
 
@@ -105,10 +110,10 @@ def main() -> None:
     for row in ROWS:
         net, data, tensor, pipeline, _, mode, *_, source = row
         ours, theirs, n_bytes = predict(row)
+        said = f"{theirs:8.1%} {ours / theirs - 1:+7.0%}  {source}" if theirs else ""
         n_gpus = data * tensor * pipeline
         print(f"{net:>4} {n_gpus:6,} = {data:3} x {tensor} x {pipeline:2} {mode:>9}"
-              f" {n_bytes / 2**30:6.1f} GiB {ours:8.1%} {theirs:8.1%} {ours / theirs - 1:+7.0%}"
-              f"  {source}")  # fmt: skip
+              f" {n_bytes / 2**30:6.1f} GiB {ours:8.1%} {said}")  # fmt: skip
     print(__doc__.partition("\n\n")[2].strip())
 
 

@@ -128,6 +128,14 @@ def test_a_hundred_megabytes_take_what_the_textbooks_say():
         assert seconds / (seconds + 0.05) == pytest.approx(share, rel=0.02)
 
 
+def test_a_ring_sends_less_than_twice_the_tensor_and_the_naive_exchange_grows_with_the_square():
+    for n_ranks in (1, 2, 3, 8, 512):
+        ring = all_reduce_bytes(1e6, n_ranks)
+        assert ring == pytest.approx(2 * (n_ranks - 1) / n_ranks * 1e6)
+        naive = n_ranks * (n_ranks - 1) * 1e6  # over all ranks, each its whole tensor to each other
+        assert naive == pytest.approx(n_ranks / 2 * n_ranks * ring)
+
+
 def test_muon_counts_its_products():
     """Five steps of three products, counted by torch itself."""
     shape = llama_shape(61, 64, 4, 2, 2, 160)

@@ -40,14 +40,18 @@ FEW = [
 ]
 MORE = [
     ("single", 1, f"{GPT} {FULL} {ACCUMULATE}"),
+    ("single", 1, f"{GPT} {HALF}"),
     ("single", 1, f"{GPT} {WIDE}"),
     ("single", 1, f"{GPT} model.activation_checkpointing=selective"),
+    ("single", 1, LLAMA),
     ("single", 1, f"{LLAMA} {HALF}"),
     ("single", 1, f"{LLAMA} trainer.precision=bf16-true"),
     ("single", 1, f"{LLAMA} optimizer=muon"),
+    ("ddp", 8, GPT),
     ("ddp", 64, f"{LLAMA} {HALF}"),
     ("ddp", 4, f"{GPT} {ACCUMULATE}"),
     ("ddp", 8, f"{GPT} strategy=ddp strategy.comm_hook=bf16"),
+    ("fsdp", 8, f"{GPT} {FSDP}"),
     ("fsdp", 8, f"{GPT} {FSDP} strategy.reshard_after_forward=false"),
     ("fsdp", 16, f"{LLAMA} {FSDP} {HALF} {FULL}"),
     ("fsdp", 8, f"{LLAMA} {FSDP} {WIDE} optimizer=muon"),
@@ -57,8 +61,10 @@ MORE = [
     ("fsdp", 4, f"{GPT} {FSDP} {ACCUMULATE} strategy.accumulate_shards=true"),
     ("diloco", 8, f"{GPT} strategy=diloco strategy.replicas=2"),
     ("diloco", 4, f"{LLAMA} strategy=diloco strategy.outer_dtype=bf16"),
+    ("fsdp_tensor_parallel", 4, f"{GPT} strategy=fsdp_tensor_parallel"),
     ("fsdp_tensor_parallel", 8, f"{LLAMA} strategy=fsdp_tensor_parallel {HALF}"),
     ("tensor_parallel", 2, f"{LLAMA} strategy=tensor_parallel optimizer=muon"),
+    ("tensor_parallel", 4, f"{GPT} strategy=tensor_parallel {HALF}"),
 ]
 
 
