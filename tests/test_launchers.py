@@ -20,7 +20,13 @@ from tests.conftest import ROOT, TINY, Finished
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
 OPEN_MPI = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "2")
+# With --cpu it starts one process, whatever was asked for.
+ACCELERATE = (
+    sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
+    "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
+)  # fmt: skip
 STARTED = {
+    "accelerate": ACCELERATE,
     "openmpi, a shell around each": (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable),
     "mpich": ("mpiexec.mpich", "-n", "2", sys.executable),
 }
@@ -36,6 +42,7 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", STARTED)
+@pytest.mark.engine("accelerate")
 def test_a_launcher_gives_one_run_with_the_same_loss(how, train, tmp_path):
     command = STARTED[how]
     if not shutil.which(command[0]):
@@ -58,11 +65,8 @@ with open(f"rank{this_process().rank}", "w") as file:
 
 @pytest.mark.engine("accelerate")
 def test_accelerate_starts_ranks_as_torchrun_does(tmp_path):
-    """With --cpu it starts one process, whatever was asked for."""
     (tmp_path / "script.py").write_text(WHERE)
-    launch = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
-    launch += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "script.py")
-    subprocess.run([sys.executable, *launch], cwd=tmp_path, check=True)
+    subprocess.run([*ACCELERATE, "script.py"], cwd=tmp_path, check=True)
     said = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
     places = [Process("torchrun", rank, rank, world_size=2) for rank in (0, 1)]
     assert [place for place, *_ in said] == [*map(str, places)]

@@ -36,7 +36,7 @@ class Jobs:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=main")
-        sweep = ("-m", "optimizer.lr=1e-3,3e-4", f"run_dir={cluster.outputs}/sweep")
+        sweep = ("-m", "optimizer.lr=1e-3,3e-4,1e-4", f"run_dir={cluster.outputs}/sweep")
         self.sweep = cluster.start(sys.executable, "train.py", *RUN, *sweep, *launcher)
         self.array = cluster.submit(*TWO_NODES, "-m", "strategy=ddp,fsdp")
         self.cheap = cluster.submit(*TWO_NODES, *CAUGHT, "slurm.partition=cheap")
@@ -126,11 +126,11 @@ def test_two_nodes_train_as_one_machine_does(jobs, train, place, strategy):
     assert there.metrics["val/loss"] == pytest.approx(here.metrics["val/loss"], rel=1e-5)
 
 
-def test_a_sweep_of_two_runs_as_two_jobs(jobs):
+def test_a_sweep_of_three_runs_as_three_jobs(jobs):
     said, _ = jobs.sweep.communicate(timeout=120)
     assert jobs.sweep.returncode == 0, said
     found = (jobs.cluster.outputs / "sweep").glob("*/result.json")
-    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in found}) == 2
+    assert len({json.loads(path.read_text())["metrics"]["val/loss"] for path in found}) == 3
 
 
 def test_the_queue_is_empty_after_all_that(jobs):
