@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from gptrain.ladder.__main__ import main
+from gptrain.ladder.report import duration
 from gptrain.ladder.runs import check_same
 from gptrain.ladder.sizes import merged
 from gptrain.law import NAMES, best_for, count_parameters, enough, fit, fit_law, law_loss, left_out
@@ -81,6 +82,11 @@ def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
     n, d = best_for(law, 1e21, SIZES, 6 * SIZES)
     assert n == pytest.approx(best, rel=0.02)
     assert 6 * n * d == pytest.approx(1e21, rel=1e-6)
+
+
+def test_a_duration_is_told_however_long():
+    found = [duration(hours) for hours in (0.01, 0.5, 3.0, 96.0, 1.9e14 / 3600, float("nan"))]
+    assert found == ["36 s", "30.0 min", "3.0 h", "4.0 d", "2,199,074,074.1 d", "?"]
 
 
 def test_what_counts_as_a_parameter():

@@ -89,7 +89,7 @@ def test_half_a_character_decodes_to_a_mark(bpe):
     tokenizer = bpe.tokenizer
     for end in range(len(tokenizer.encode("値🙂"))):
         assert isinstance(tokenizer.decode(tokenizer.encode("値🙂")[:end]), str)
-    assert tokenizer.decode([10**9, tokenizer.encode("a")[0]]) == "a"
+    assert tokenizer.decode([10**9, -1, tokenizer.encode("a")[0]]) == "a"
 
 
 def test_special_tokens_in_a_text_are_text(tmp_path):
