@@ -202,7 +202,9 @@ def read_pieces(
     for source in sources:
         for part in by_source.get(source, ()):
             yield from _read_part(part, newline)
-        for text, n_read in read_records(source, text_key) if source.format != "text" else ():
+        if source.format == "text":
+            continue
+        for text, n_read in read_records(source.path, source.format, text_key):
             # Multiples of 2^64 / the golden ratio are spread evenly modulo 2^64.
             is_val = number * GOLDEN % 2**64 < val_fraction * 2**64
             number += 1

@@ -11,12 +11,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from gptrain.small_files import DataError, open_regular
-
-if TYPE_CHECKING:
-    from gptrain.data.corpus import Source
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
 _ROWS = 1024  # of a Parquet file, at once
@@ -29,19 +26,19 @@ def format_of(name: str) -> str:
     return next((FORMATS[suffix] for suffix in FORMATS if name.lower().endswith(suffix)), "text")
 
 
-def read_records(source: "Source", text_key: str) -> Iterator[tuple[Text, int]]:
+def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[Text, int]]:
     """The text of each record in UTF-8, and how many bytes of the file were read for it.
 
     Raises: DataError for a damaged file or one without a record; ModuleNotFoundError with what to
         install.
     """
     is_empty = True
-    read = read_parquet if source.format == "parquet" else read_json_lines
-    for number, record, n_read in read(source.path, text_key):
+    read = read_parquet if format == "parquet" else read_json_lines
+    for number, record, n_read in read(path, text_key):
         is_empty = False
-        yield _text_of(record, text_key, f"{source.path}: record {number}"), n_read
+        yield _text_of(record, text_key, f"{path}: record {number}"), n_read
     if is_empty:
-        raise DataError(f"{source.path}: no record")
+        raise DataError(f"{path}: no record")
 
 
 def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
