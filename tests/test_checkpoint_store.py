@@ -59,7 +59,9 @@ def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
     class Wrapped:
         def __getattr__(self, name):
             operation = getattr(os, name)
-            return partial(call, name, operation) if name in OPERATIONS else operation
+            found = partial(call, name, operation) if name in OPERATIONS else operation
+            setattr(self, name, found)  # shutil compares functions by identity (Python 3.13)
+            return found
 
     for module in (draft, fileops, store_module, shutil):
         patch.setattr(module, "os", Wrapped())

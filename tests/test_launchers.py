@@ -25,11 +25,12 @@ ACCELERATE = (
     sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
     "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
 )  # fmt: skip
-STARTED = {
-    "accelerate": ACCELERATE,
-    "openmpi, a shell around each": (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable),
-    "mpich": ("mpiexec.mpich", "-n", "2", sys.executable),
-}
+A_SHELL_AROUND_EACH = (*OPEN_MPI, "sh", "-c", '"$0" "$@"; exit $?', sys.executable)
+STARTED = [
+    pytest.param(ACCELERATE, id="accelerate", marks=pytest.mark.engine("accelerate")),
+    pytest.param(A_SHELL_AROUND_EACH, id="openmpi, a shell around each"),
+    pytest.param(("mpiexec.mpich", "-n", "2", sys.executable), id="mpich"),
+]
 
 
 def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
@@ -41,10 +42,8 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", STARTED)
-@pytest.mark.engine("accelerate")
-def test_a_launcher_gives_one_run_with_the_same_loss(how, train, tmp_path):
-    command = STARTED[how]
+@pytest.mark.parametrize("command", STARTED)
+def test_a_launcher_gives_one_run_with_the_same_loss(command, train, tmp_path):
     if not shutil.which(command[0]):
         pytest.skip(f"no {command[0]} on this machine")
     run = start(tmp_path, *command)
