@@ -59,6 +59,12 @@ def test_one_run_that_failed_moves_the_law_little():
     )
 
 
+def test_both_laws_have_the_values_worked_out_by_hand():
+    """1 + 8 / 16^(1/2) + 27 / 27^(1/3) = 1 + 2 + 9; and 6 / (16 * 4)^(1/2) = 6 / 8."""
+    assert law_loss([1, 8, 1 / 2, 27, 1 / 3], 16, 27) == pytest.approx(12)
+    assert law_loss([6, 1 / 2], 16, 4) == pytest.approx(0.75)
+
+
 def test_too_few_runs_give_a_straight_line():
     n, d, _ = runs_of(TRUTH, sizes=SIZES[:2])
     assert enough(n, d) == 2 and enough(*runs_of(TRUTH)[:2]) == 5

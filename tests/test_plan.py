@@ -10,7 +10,7 @@ from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.costs.hardware import DEVICES, Link
 from gptrain.costs.memory import estimate_memory, estimate_states
 from gptrain.costs.shape import gpt_shape, llama_shape
-from gptrain.costs.speed import find_way, machine_of
+from gptrain.costs.speed import Machine, estimate, find_way, machine_of
 from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
@@ -134,6 +134,47 @@ def test_a_ring_sends_less_than_twice_the_tensor_and_the_naive_exchange_grows_wi
         assert ring == pytest.approx(2 * (n_ranks - 1) / n_ranks * 1e6)
         naive = n_ranks * (n_ranks - 1) * 1e6  # over all ranks, each its whole tensor to each other
         assert naive == pytest.approx(n_ranks / 2 * n_ranks * ring)
+
+
+def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
+    """Every number is worked out from the sizes, with two key/value heads for four heads.
+
+    A block has 64 + 64 weights in q and out, 32 + 32 in k and v, 3 * 48 in the MLP: 336; and 16 in
+    its norms. Token table and head have 80 each, the last norm 8: 2 * 352 + 168 = 872 parameters.
+    """
+    shape = llama_shape(vocab_size=10, d_model=8, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=6)
+    options = {"bucket_cap_mb": 436 * 4 / 2**20}  # two buckets of 436 fp32 gradients
+    work = Work(shape, "ddp", ParallelDims(data=2), 3, 5, accumulate=2, options=options)
+    link = Link("", bytes_per_s=1e4, latency_s=1e-3)
+    speeds = ({"float32": 1e6}, 1e6, 1e-4, link, link)  # FLOP/s, bytes/s, seconds per call
+    found = estimate(work, Machine("", 2, 1e6, *speeds, source=""))
+    n_bytes = found["bytes_per_device"]
+    assert n_bytes["weights"] == n_bytes["gradients"] == 872 * 4
+    assert n_bytes["optimizer"] == 2 * 872 * 4
+    # Values of a token that a block keeps: the inputs of two norms and their outputs (4 * 8), q, k,
+    # v and the attention's output (8 + 4 + 4 + 8), four inside the MLP (4 * 6); 4 bytes each. The
+    # statistics of norms and softmax: 16 + 4 * 4 bytes. Two more rows at the net's end.
+    block = 4 * (4 * 8 + 24 + 4 * 6) + 16 + 4 * 4
+    assert n_bytes["activations"] == 15 * (2 * block + 2 * 8 * 4)
+    assert n_bytes["logits"] == 15 * 10 * 4
+    # A rank multiplies 2 * 3 * 5 = 30 tokens: 6 FLOPs per weight of a matrix, 12 per layer, width
+    # and position.
+    flops = 30 * (6 * (2 * 336 + 80) + 12 * 2 * 8 * 5)
+    assert found["flops"] == flops
+    # Each kept value is moved 7 times, each fp32 logit and each byte of the weights 10 times.
+    moved = 30 * (7 * 2 * block + 10 * 10 * 4) + 10 * 872 * 4
+    busy_s = flops / 1e6 + moved / 1e6  # the calls take less: 2 * (60 * 2 + 150) * 1e-4 s
+    # Two ranks send all gradients once: 2 * 1/2. Each bucket is sent in two messages. Two thirds
+    # of the last of two micro-steps are a backward pass, beside which it is sent.
+    sent_s = 2 * 2 * 1e-3 + 872 * 4 / 1e4
+    shown_s = sent_s - 2 / 3 / 2 * busy_s
+    assert shown_s > sent_s / 2  # the last bucket alone has nothing to hide behind
+    assert found["communication_s"] == pytest.approx(sent_s)
+    assert found["overlapped_s"] == pytest.approx(sent_s - shown_s)
+    assert found["step_s"] == pytest.approx(busy_s + shown_s)
+    assert found["tokens_per_s"] == pytest.approx(60 / (busy_s + shown_s))
+    assert found["mfu"] == pytest.approx(flops / 1e6 / (busy_s + shown_s))
+    assert found["scaling_efficiency"] == pytest.approx(busy_s / (busy_s + shown_s))
 
 
 def test_muon_counts_its_products():

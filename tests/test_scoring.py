@@ -40,6 +40,17 @@ def test_every_token_is_scored_after_all_that_the_net_can_see(net):
     assert score.bits_per_byte == pytest.approx(nats / math.log(2) / n, rel=1e-5)
 
 
+def test_a_score_has_the_values_worked_out_by_hand():
+    """Where b is one of two and c one of four, "abcb" has 1 + 2 + 1 bits after its first byte."""
+    probabilities = torch.full((256,), 1 / 4 / 254)
+    probabilities[list(b"bc")] = torch.tensor([1 / 2, 1 / 4])
+    net = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(probabilities.log().tile(256, 1)))
+    (score,) = gptrain.score(net, BYTES, ["abcb"])
+    assert score.nats == pytest.approx(4 * math.log(2))
+    assert score.bits_per_byte == pytest.approx(4 / 3)
+    assert score.perplexity == pytest.approx(2 ** (4 / 3))
+
+
 @pytest.mark.parametrize("context", [1, 3, None])
 def test_a_token_is_scored_once_in_windows_that_give_it_its_context(net, context):
     tokens, seen = torch.as_tensor(BYTES.encode(TEXT)), []
