@@ -94,6 +94,25 @@ def test_every_kind_of_file_gives_the_same_documents(suffix, tmp_path):
     assert max(np.diff(numbers)) < 20
 
 
+def test_the_share_of_validation_holds_over_many_files_of_few_records(tmp_path):
+    (tmp_path / "many").mkdir()
+    for number in range(20):
+        write_records(tmp_path / "many" / f"{number}.jsonl", TEXTS[2 * number : 2 * number + 2])
+    dataset = read(tmp_path / "many")
+    assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 40
+    assert 3 <= len(documents_of(dataset, "val")) <= 5  # a tenth of 40
+
+
+def test_another_text_key_of_the_same_file_gives_the_text_of_that_key(tmp_path):
+    path = tmp_path / "docs.jsonl"
+    records = [{"a": f"question {number}", "b": f"answer {number}"} for number in range(100)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for key in ("a", "b"):
+        dataset = read(path, text_key=key, seq_len=8)
+        texts = documents_of(dataset, "train") + documents_of(dataset, "val")
+        assert sorted(texts) == sorted(record[key] + "\n" for record in records)
+
+
 def test_the_suffix_is_not_needed_where_the_format_is_said(tmp_path):
     path = write_records(tmp_path / "docs.data", TEXTS)
     assert len(read(path, format="jsonl").ends) == 181
@@ -140,6 +159,8 @@ def test_a_record_without_text_is_named_or_left_out_and_counted(line, wrong, tmp
     with pytest.warns(UserWarning, match=rf"1 records left out: the first is .*{wrong}"):
         dataset = read(path, on_bad_record="skip")
     assert len(documents_of(dataset, "train") + documents_of(dataset, "val")) == 101
+    with pytest.raises(DataError, match=rf"docs\.jsonl: record 2: {wrong}"):
+        read(path)  # the tokens without the bad record are not an answer to on_bad_record=error
 
 
 @pytest.mark.parametrize(
@@ -183,6 +204,19 @@ def test_a_trained_bpe_ends_documents_with_its_token(bpe, jsonl):
     assert again.end_id == 399 and 399 not in again.encode("a <|endoftext|> b")
     without = read(jsonl, tokenizer="bpe", end_of_document=False)
     assert without.tokenizer.end_id is None and "nothing between them" in without.about()
+
+
+def test_a_long_text_that_is_split_into_sections_ends_once(tmp_path):
+    """A text above 16 KiB has sections in both splits. Only the end of the file is an end."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "texts").mkdir()
+    for name, n_lines in (("long.txt", 4000), ("short.txt", 9)):
+        lines = (f"{name} line {number} of a text\n" for number in range(n_lines))
+        (tmp_path / "texts" / name).write_text("".join(lines))
+    dataset = read(tmp_path / "texts", tokenizer="bpe")
+    ends = {split: (stream(dataset, split) == 399).sum() for split in ("train", "val")}
+    assert len(stream(dataset, "val")) > 1000
+    assert sum(ends.values()) == 2 + 2  # two documents, and the context token of each split
 
 
 def test_bytes_end_documents_where_asked(jsonl):

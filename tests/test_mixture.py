@@ -13,6 +13,7 @@ from gptrain.data import (
     EvalBatches,
     Mixture,
     SampleOrder,
+    TokenDataset,
     TrainBatches,
 )
 from gptrain.data.tokenizers import ByteTokenizer
@@ -104,6 +105,19 @@ def test_a_batch_that_is_evaluated_is_of_one_part_and_every_sample_is_read_once(
             place = batches.part_of(number)
             assert all(bounds[place] <= i < bounds[place + 1] for i in batch if i >= 0)
     assert sorted(i for own in read for batch in own for i in batch if i >= 0) == list(range(37))
+
+
+def test_a_mixture_with_other_tokens_in_one_part_has_another_fingerprint(tmp_path):
+    """The files are as long as before, so that the number of samples does not tell."""
+    fingerprints = set()
+    for number, last in enumerate((7, 7, 8)):
+        parts = {}
+        for name, tokens in (("a", [1] * 40), ("b", [2] * 39 + [last])):
+            path = tmp_path / f"{name}{number}.bin"
+            np.array(tokens, np.uint16).tofile(path)
+            parts[name] = TokenDataset(path, 4)
+        fingerprints.add(Mixture(parts, {"a": 1, "b": 2}).fingerprint)
+    assert len(fingerprints) == 2
 
 
 def test_parts_that_do_not_fit_are_named():

@@ -66,6 +66,8 @@ def test_a_net_sees_as_much_as_it_can_and_is_in_evaluation_mode():
     write(net, 6, prompt=(1, 2))
     assert net.seen == [[1, 2], [1, 2, 3], [1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7]]
     assert not any(net.modes) and net.training
+    write(net.eval(), 2)
+    assert not net.training  # the mode that the caller had chosen
 
 
 def test_a_seed_decides_what_is_drawn_and_the_runs_own_numbers_stay():
@@ -129,6 +131,13 @@ def test_a_limit_leaves_these_and_their_ratios(options, kept):
     expected = SHARES ** (1 / (options.get("temperature") or 1))
     ratios = (weights[0] / expected)[sorted(kept)]
     torch.testing.assert_close(ratios, ratios[:1].expand(len(kept)), rtol=1e-5, atol=0)
+
+
+def test_top_p_keeps_no_token_beyond_those_that_reach_it_exactly():
+    shares = torch.tensor([[0.25, 0.5, 0.25]])
+    assert Sampling(top_p=0.5).weights(shares.log()).tolist() == [[0, 0.5, 0]]
+    ties = torch.tensor([[0.25, 0.25, 0.25, 0.25]])
+    assert Sampling(top_p=0.5).weights(ties.log()).tolist() == [[0.25, 0.25, 0, 0]]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.data import ByteTokenizer
+from gptrain.data import ByteTokenizer, train_bpe
 from gptrain.models import SimpleGPT
 
 BYTES, LIMIT = ByteTokenizer(), 8
@@ -49,6 +49,21 @@ def test_a_score_has_the_values_worked_out_by_hand():
     assert score.nats == pytest.approx(4 * math.log(2))
     assert score.bits_per_byte == pytest.approx(4 / 3)
     assert score.perplexity == pytest.approx(2 ** (4 / 3))
+
+
+def test_bits_per_byte_count_the_bytes_of_the_scored_tokens_alone(tmp_path):
+    """The first token is not scored, so its bytes do not count, however many it has."""
+    pytest.importorskip("tokenizers")
+    tokenizer = train_bpe(["naïve naïve 數據 數據 and more " * 9], 280, tmp_path / "bpe.json")
+    text = "naïve 數據, and more"
+    tokens = torch.as_tensor(tokenizer.encode(text))
+    first_bytes = len(tokenizer.decode(tokens[:1].tolist()).encode())
+    assert first_bytes > 1 and len(tokens) > 4
+    net = SimpleGPT(280, d_model=16, n_heads=2, n_layers=1, max_seq_len=LIMIT)
+    nats = -sum(look(net, tokens, n) for n in range(1, len(tokens)))
+    (score,) = gptrain.score(net, tokenizer, [text], context=LIMIT)
+    bits = nats / math.log(2)
+    assert score.bits_per_byte * (len(text.encode()) - first_bytes) == pytest.approx(bits, rel=1e-5)
 
 
 @pytest.mark.parametrize("context", [1, 3, None])

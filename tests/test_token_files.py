@@ -224,10 +224,13 @@ def test_what_is_wrong_with_an_index_is_said_with_its_name(tmp_path, harm, messa
 
 
 def test_of_a_folder_of_shards_each_split_has_its_own(tmp_path):
-    for name in ("fineweb_val_000000", "fineweb_train_000002", "fineweb_train_000001"):
-        write_headed(tmp_path / f"{name}.bin", range(10))
-    names = [path.name[8:-4] for path in find_token_files(tmp_path, "train")]
-    assert names == ["train_000001", "train_000002"]
+    for name in ("val_000000", "train_000002", "train_000001", "test_000000"):
+        write_headed(tmp_path / f"fineweb_{name}.bin", range(10))
+    names = {
+        split: [path.name[8:-4] for path in find_token_files(tmp_path, split)]
+        for split in ("train", "val")
+    }
+    assert names == {"train": ["train_000001", "train_000002"], "val": ["val_000000"]}
     assert len(TokenDataset(tmp_path, 3, split="val", keep_tail=True)) == 3
 
 
