@@ -394,6 +394,15 @@ def test_the_best_is_the_whole_one_with_the_lowest_metric(store):
     assert store.best("other") is None
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_checkpoints_with_equal_metrics_the_earlier_is_the_best(store, mode):
+    others = {"min": 0.9, "max": 0.1}[mode]
+    for step, accuracy in ((1, others), (2, 0.5), (3, 0.5), (4, others)):
+        save(store, step, metrics={"val/accuracy": accuracy})
+    assert store.best("val/accuracy", mode).step == 2
+    assert [path.name[-1] for path in store.ranking("val/accuracy", mode)] == ["2", "3", "1", "4"]
+
+
 def test_prune_keeps_the_newest_and_the_protected(store):
     paths = [save(store, step) for step in range(1, 7)]
     store.prune(2, protect=[paths[0]])
@@ -421,3 +430,12 @@ def test_progress_is_told_while_bytes_are_written_and_read_back(tmp_path):
     beats = []
     save(CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1)), 1)
     assert len(beats) == 2 * len(FILES)
+
+
+def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):
+    """It would hide a training that hangs while the save is written."""
+    beats = []
+    store = CheckpointStore(tmp_path, RUN, progress=lambda: beats.append(1))
+    save(store, 1, in_background=True)
+    store.finish()
+    assert holds(store.newest_good().path, 1) and not beats

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from gptrain.config.cli import run_command
-from gptrain.data import ByteTokenizer
+from gptrain.data import ByteTokenizer, train_bpe
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 from gptrain.export.files import check_format, write_net, write_tensors, write_tokenizer
 from gptrain.problems import IO_ERROR, ConfigError, code_of
@@ -48,6 +48,10 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
         if form == "safetensors":  # the net's own names, a tied weight once
             assert state.keys() - stored.keys() == {"head.weight"}
             assert all(torch.equal(stored[name], state[name].bfloat16()) for name in stored)
+            code, theirs, said = export_run(words[0], "format=hf", "dtype=bf16", name="theirs")
+            assert code == 0, said
+            net = GPT2LMHeadModel.from_pretrained(theirs, dtype="auto")
+            assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
         begun = train(
             f"init_from={folder}", "optimizer.lr=1e-12", "optimizer.weight_decay=0",
             "trainer.max_steps=1", "logger=none", name=f"from_{form}",
@@ -86,6 +90,15 @@ def test_every_byte_is_its_own_token_in_the_exported_tokenizer(tmp_path):
     text = "".join(map(chr, range(0x250))) + "\U0001f600\r\n\tdef f(x): return x  # \x00\x7f"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_the_end_token_of_a_trained_bpe_is_that_of_the_exported_tokenizer(tmp_path):
+    trained = train_bpe(["some words of a text " * 9], 280, tmp_path / "bpe.json", has_end=True)
+    write_tokenizer(trained, tmp_path, "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.eos_token == trained.end_token == "<|endoftext|>"
+    assert tokenizer.eos_token_id == trained.end_id
+    assert tokenizer("some words")["input_ids"] == trained.encode("some words").tolist()
 
 
 def test_an_export_answers_wrong_commands_before_it_writes(export_run, tmp_path):

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from gptrain.assemble.parts import build_schedule, plan_lengths
+from gptrain.config.cli import compose_command
+
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
 
@@ -41,6 +44,23 @@ def test_the_learning_rate_grows_with_the_global_batch(train):
     )  # fmt: skip
     assert run.metrics["lr"] == pytest.approx(PEAK * math.sqrt(2))
     assert f"lr {PEAK * math.sqrt(2):g}" in run.out
+
+
+@pytest.mark.parametrize("warmup, steps", [("0.1", 30), ("null", 30), ("0.02", 6)])
+def test_a_warm_up_as_a_fraction_is_one_of_the_schedules_length(warmup, steps):
+    """The run is the first leg, of 50 steps, of a longer one of 300. A tenth is the default."""
+    schedule = (f"scheduler.warmup_steps={warmup}", "scheduler.total_steps=300")
+    words = (*schedule, "scheduler.start_factor=0", "trainer.max_steps=50", "optimizer.lr=1")
+    cfg = compose_command(words)
+    lengths = plan_lengths(cfg, n_samples=6400, sample_tokens=16, data_parallel_size=1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_schedule(cfg, lengths, optimizer)["scheduler"]
+    factors = []
+    for _ in range(steps + 1):
+        factors.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert factors == pytest.approx([step / steps for step in range(steps + 1)])
 
 
 @pytest.mark.parametrize("length, bends", [("null", True), ("8", False)])

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback
 import gptrain
 from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.ranks import supervisor
+from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.store import CheckpointStore
 
@@ -85,6 +86,9 @@ def test_the_mirror_holds_what_the_run_folder_holds_and_is_refused_to_another_ru
     assert run.code == 0, run.err
     checkpoints = run.folder / "checkpoints"
     assert names(mirror) == names(checkpoints) and len(names(mirror)) <= 3
+    saved = {step: read_manifest(checkpoints / f"step-{step:08d}") for step in (5, 6)}
+    assert saved[5]["metrics"] == {}  # validated are steps 2, 4 and 6
+    assert saved[6]["metrics"]["val/loss"] > 0
     for path in checkpoints.glob("*/*"):
         assert (mirror / path.relative_to(checkpoints)).read_bytes() == path.read_bytes()
     before = {path: path.stat().st_mtime_ns for path in mirror.rglob("*")}
@@ -124,6 +128,41 @@ def test_a_step_that_is_saved_again_while_it_is_copied_is_copied_again(pair, tmp
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
     assert (again.newest_good().path / "state.ckpt").read_bytes() == b"second"
+
+
+def test_a_copy_cut_off_while_a_step_is_copied_again_counts_as_unfinished(
+    pair, tmp_path, monkeypatch
+):
+    """The manifest of the first copy goes before the first file of the second one arrives."""
+    store, mirror = pair
+    save(store, b"first")
+    copy(store, mirror)
+    save(store, b"second")
+
+    def lose_the_connection(*_):
+        raise OSError("the network is away")
+
+    monkeypatch.setattr(mirror.files, "put_file", lose_the_connection)
+    copy(store, mirror)
+    assert names(tmp_path / "mirror" / "step-00000001") == {"state.ckpt"}
+    again = CheckpointStore(tmp_path / "again", "a")
+    mirror.restore(again)  # a damaged copy would be an error here
+    assert again.steps() == []
+
+
+def test_of_a_backlog_the_newest_checkpoint_is_copied_first(pair, monkeypatch):
+    store, mirror = pair
+    for step in (1, 2, 10):
+        save(store, b"state", step)
+    copied, put_file = [], mirror.files.put_file
+
+    def put_file_noted(source, target):
+        copied.append(Path(source).parent.name)
+        put_file(source, target)
+
+    monkeypatch.setattr(mirror.files, "put_file", put_file_noted)
+    copy(store, mirror)
+    assert copied == ["step-00000010", "step-00000002", "step-00000001"]
 
 
 def test_of_a_strangers_store_only_files_that_a_manifest_names_are_taken(tmp_path):

@@ -143,6 +143,10 @@ def test_runs_too_short_for_their_shape_have_one(schedule):
     assert schedule(101, **only_warmup) == pytest.approx(0.2)
     one_step = {**RUN, "warmup_steps": 0, "total_steps": 1}
     assert schedule(0, **one_step) == pytest.approx(0.2)
+    # A warm-up and a decay that overlap meet at the peak.
+    overlapping = {**RUN, "warmup_steps": 60, "decay_steps": 80}
+    factors = [warmup_stable_decay(step, **overlapping) for step in (59, 60, 80, 100)]
+    assert factors == pytest.approx([0.1 + 0.9 * 59 / 60, 1.0, 0.6, 0.2])
     # A decay of no step, as a fifth of a run of two steps, is at the last one.
     two = {**no_warmup, "total_steps": 2, "decay_steps": 0}
     assert [warmup_stable_decay(step, **two) for step in (0, 1)] == [1.0, pytest.approx(0.2)]

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
@@ -126,6 +127,31 @@ def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(
     for cfg, folder in ((here, "/a"), (there, "/b")):
         OmegaConf.update(cfg, "data.test", {"cache_dir": folder}, force_add=True)
     assert not differences(there, identity(here, 32), 32)
+
+
+def test_a_checkpoint_made_before_a_key_existed_goes_on_unless_the_key_is_typed(monkeypatch):
+    """A newer library has more keys. Their defaults do what the older library did."""
+    cfg = compose_command(["model=gpt_nano", "trainer=cpu"])
+    saved = identity(cfg, 32)
+    younger = "scheduler.min_factor"
+    del saved[younger]
+    assert differences(cfg, saved, 32) == []
+    hydra = OmegaConf.create({"overrides": {"task": [f"{younger}={cfg.scheduler.min_factor}"]}})
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
+    assert [problem.key for problem in differences(cfg, saved, 32)] == [younger]
+
+
+def test_a_resume_removes_what_killed_saves_left_and_brings_a_replaced_checkpoint_back(compose):
+    store = save(compose(), 5)
+    save(compose(), 6)
+    for name in (".draft-step-00000007", ".trash-step-00000002"):
+        (store.folder / name).mkdir()
+        (store.folder / name / "state.ckpt").write_bytes(b"half")
+    (store.folder / "step-00000006").rename(store.folder / ".old-step-00000006")
+    assert find_checkpoint(compose("ckpt_path=last"), LOCK, 1).name == "step-00000006"
+    names = sorted(path.name for path in store.folder.iterdir())
+    assert names == ["step-00000005", "step-00000006"]
 
 
 def test_last_in_a_fresh_folder_starts_from_the_beginning_and_says_so(compose, caplog):

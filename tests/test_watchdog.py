@@ -1,5 +1,7 @@
 """No rank waits for ever, and none is ended that only takes its time."""
 
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -12,11 +14,13 @@ import pytest
 from omegaconf import OmegaConf
 from processes import is_alive, wait_until
 
+from gptrain.problems import JobFailed
 from gptrain.ranks import supervisor
 from gptrain.resilience.signals import StopFlag
 from gptrain.resilience.status import read_status, write_status
 from gptrain.resilience.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives
 
+FORK = multiprocessing.get_context("fork")
 # A rank that does what it is told. One that shall hang may do so early; one that shall go on must
 # not be taken for hung where the machine keeps it waiting.
 HANG_S, RUN_S = 0.6, 3.0
@@ -196,6 +200,55 @@ def test_the_rank_furthest_behind_comes_first(tmp_path):
     watch.stalled()
     time.sleep(0.01)
     assert [stall.rank for stall in watch.stalled()] == [1, 0, 2]
+
+
+def test_of_ranks_at_one_step_the_one_that_was_silent_longest_comes_first(tmp_path):
+    waiting, stuck = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
+    waiting.beat(5)
+    stuck.beat(5)
+    watch = StallWatch(tmp_path, timeout_s=0.0, stopped_s=0.001)
+    watch.stalled()
+    time.sleep(0.02)
+    waiting.beat(5)
+    watch.stalled()
+    time.sleep(0.02)
+    assert [stall.rank for stall in watch.stalled()] == [1, 0]
+
+
+def sleep_until_terminated() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(60)
+
+
+def test_a_rank_that_was_asked_alone_to_stop_lets_the_others_be_asked_at_once(tmp_path):
+    cfg = OmegaConf.create({"launcher": {"timeout_s": 60.0}, "run_dir": str(tmp_path)})
+    write_status(tmp_path, cause="preempted", exit_code=75, rank=0)
+    targets = {os._exit: (75,), sleep_until_terminated: ()}
+    ranks = [FORK.Process(target=target, args=given) for target, given in targets.items()]
+    for rank in ranks:
+        rank.start()
+    try:
+        supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
+        assert [rank.exitcode for rank in ranks] == [75, -signal.SIGTERM]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+@pytest.mark.parametrize("is_asked_to_stop, n_starts", [(False, 3), (True, 1)])
+def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
+    tmp_path, monkeypatch, is_asked_to_stop, n_starts
+):
+    starts, stop = [], StopFlag()
+    if is_asked_to_stop:
+        stop.set("a person")
+    monkeypatch.setattr(supervisor, "run_once", lambda *_: starts.append(1) or 70)
+    values = {"launcher": {"max_restarts": 2}, "task": "fit", "ckpt_path": None}
+    cfg = OmegaConf.create({**values, "run_dir": str(tmp_path)})
+    with pytest.raises(JobFailed) as failed:
+        supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: None, stop)
+    assert (failed.value.code, len(starts)) == (70, n_starts)
 
 
 def test_a_stopped_rank_is_named_though_another_beat_for_the_last_time_before_it(tmp_path):
