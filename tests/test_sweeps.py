@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import weakref
+from importlib.metadata import version
 
 import pytest
 from omegaconf import OmegaConf
@@ -143,6 +144,48 @@ def test_optuna_gets_the_objective_and_repeats_itself(train):
     first, norms = search("first")
     assert len(set(norms)) == 3 and first.best_value == max(norms)
     assert first == search("second")[0]
+
+
+@pytest.fixture
+def search(train, tmp_path):
+    """Run a search of two trials whose study is kept in an sqlite file."""
+    words = ("hydra.sweeper.n_trials=2", "trainer.max_steps=2", "trainer.limit_val_batches=0",
+             "objective=train/loss", "checkpoint=none", "hydra.sweeper.study_name=s",
+             f"hydra.sweeper.storage='sqlite:///{tmp_path}/study.db'")  # fmt: skip
+    return lambda *more: train("-m", "hparams_search=optuna", *words, *more, name="search")
+
+
+@pytest.mark.engine("optuna")
+def test_an_interrupted_search_continues_from_its_sqlite_file_with_new_points(search, monkeypatch):
+    if int(version("sqlalchemy").partition(".")[0]) > 1:
+        refused = search()
+        assert refused.code == 2 and "cannot keep a study; try: pip install" in refused.err
+        pytest.skip("needs sqlalchemy<2: pip install -e '.[engines]' -c .ci/constraints.txt")
+    starts, make = [], build.build
+
+    def interrupted(cfg, guard):
+        starts.append(cfg.optimizer.lr)
+        if len(starts) == 2:
+            raise KeyboardInterrupt
+        return make(cfg, guard)
+
+    monkeypatch.setattr(build, "build", interrupted)
+    assert search().code == 130
+    again = search()
+    assert again.code == 0, again.err
+    assert "study     s: continues after 2 trials" in again.out
+    assert len(starts) == len(set(starts)) == 4
+    assert (again.folder / "results.csv").read_text().count("steps done") == 3
+
+
+@pytest.mark.engine("optuna")
+def test_an_error_of_the_sweeper_has_a_traceback_where_debug_was_typed(train):
+    backwards = "hydra.sweeper.params={optimizer.lr: 'interval(5.0, 1.0)'}"
+    words = ("-m", "hparams_search=optuna", backwards, "checkpoint=none")
+    plain, debug = train(*words), train(*words, "debug=true")
+    assert plain.code == debug.code == 70
+    assert "Traceback" not in plain.err and plain.err.endswith("; try: debug=true\n")
+    assert "Traceback" in debug.err and "try: debug=true" not in debug.err
 
 
 @pytest.mark.slow

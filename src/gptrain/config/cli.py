@@ -28,6 +28,7 @@ from gptrain.config.compose import compose_and_explain, line_of, open_hydra, par
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
+from gptrain.config.study import continue_study
 from gptrain.config.sweep import find_repeated, job_options, keep_typed, repeat, report_sweep
 from gptrain.problems import ConfigError, JobFailed, Parser, Problem, ending_of, first_line, quoted
 from gptrain.ranks.process import calm_threads, take_gpus, this_process
@@ -99,9 +100,9 @@ def run_command(
         if args.multirun:
             parsed, first = check_sweep(overrides)
             sweep = Path(first.hydra.sweep.dir)
-            overrides += job_options(parsed, first)
+            overrides += [*job_options(parsed, first), *continue_study(first)]
         else:
-            cfg, found = compose_and_explain(overrides)
+            cfg, found = first, _ = compose_and_explain(overrides)
             if cfg.hydra.mode == RunMode.MULTIRUN:
                 found.append(Problem("hydra.mode", "MULTIRUN", "no sweep", attempt="-m"))
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
@@ -112,12 +113,19 @@ def run_command(
                 return problems.DONE
         if _rank() > 0:
             overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
-        code = _run(job, overrides, schema, sweep)
+        code = _run(job, overrides, schema, sweep, debug=bool(first.get("debug")))
         if sweep:
             report_sweep(sweep)
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return _end(error, "debug=true" in argv)[0]
+        return _end(error, asks_for_tracebacks(argv))[0]
+
+
+def asks_for_tracebacks(words: Iterable[str]) -> bool:
+    """Return whether the last `debug=...` among the words of a command line is true."""
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    values = [value.lower() for key, _, value in pairs if key == "debug"]
+    return values[-1:] == ["true"]
 
 
 def check(
@@ -216,8 +224,15 @@ def help_text(usage: str | None) -> str:
                    type, are in conf/ and config/schema.py of {home.LIBRARY}"""
 
 
-def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) -> int:
-    """Lets Hydra run the job, or the jobs of the sweep of this folder; the first code but 0."""
+def _run(
+    job: Job, overrides: list[str], schema: type[Run], sweep: Path | None, *, debug: bool
+) -> int:
+    """Let Hydra run the job, or the jobs of a sweep, and return the first exit code that is not 0.
+
+    Args:
+        sweep: Folder of the sweep. None for a single run.
+        debug: Whether to print the traceback of an error outside a job (of a sweeper or launcher).
+    """
     codes: list[int] = []
 
     def attempt(cfg: DictConfig) -> float | None:
@@ -255,7 +270,7 @@ def _run(job: Job, overrides: list[str], schema: type[Run], sweep: Path | None) 
             (hydra.multirun if sweep else hydra.run)("train", attempt, overrides)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if not any(codes):
-            codes.append(_end(error)[0])
+            codes.append(_end(error, debug)[0])
             if isinstance(error, JobFailed):  # it was told in another process
                 _print([first_line(error)])
     return next(filter(None, codes), problems.DONE)
