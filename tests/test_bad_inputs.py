@@ -94,7 +94,7 @@ ONE_LINE = {
     "data.train.seed=${nope}": ["data.train.seed", "nope"],
     "data.seq_len=${data.seq_len}": ["data.seq_len"],
     "~nothing": ["unknown key"],
-    "experiment=quickstart callbacks=none": ["callbacks.sample._target_", "try: ~callbacks.sample"],
+    "experiment=quickstart callbacks=none": ["callbacks.sample._target_", "'~callbacks.sample'"],
     "--foo": [" --help"],
     "--config-dir=/nope": ["no such folder"],
     "hydra.mode=x": ["hydra.mode=x: Invalid value 'x'"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shlex
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from gptrain import shell
 from gptrain.config.cli import run_command
 from gptrain.data import ByteTokenizer, train_bpe
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
@@ -31,7 +33,8 @@ def export_run(capfd, tmp_path):
 
     def run(*overrides: str, name: str = "export") -> tuple:
         folder = tmp_path / name
-        code = run_command(export, [f"run_dir={folder}", *overrides], ExportRun, DEFAULTS)
+        words = [shell.override("run_dir", folder), *overrides]
+        code = run_command(export, words, ExportRun, DEFAULTS)
         out, err = capfd.readouterr()
         return code, folder, out + err
 
@@ -42,9 +45,11 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
     for form, dtype, mode, step in (("safetensors", "bf16", "min", 2), ("hf", "fp32", "max", 4)):
         state = saved_twice.state(step)["state_dict"]
         words = (f"from_run={saved_twice.folder}", f"format={form}", f"dtype={dtype}")
-        _, folder, said = export_run(*words, f"checkpoint.mode={mode}")
+        name = f"of {form}, é=1"
+        _, folder, said = export_run(*words, f"checkpoint.mode={mode}", name=name)
         stored = load_file(folder / "model.safetensors")
-        assert f"init_from={folder}" in said
+        python, script, *pasted = shlex.split(said.rpartition("next ")[2])  # its last line
+        assert python == "python" and Path(script).name == "train.py"
         if form == "safetensors":  # the net's own names, a tied weight once
             assert state.keys() - stored.keys() == {"head.weight"}
             assert all(torch.equal(stored[name], state[name].bfloat16()) for name in stored)
@@ -53,7 +58,7 @@ def test_both_formats_start_another_run_with_the_very_weights(train, saved_twice
             net = GPT2LMHeadModel.from_pretrained(theirs, dtype="auto")
             assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
         begun = train(
-            f"init_from={folder}", "optimizer.lr=1e-12", "optimizer.weight_decay=0",
+            *pasted, "optimizer.lr=1e-12", "optimizer.weight_decay=0",
             "trainer.max_steps=1", "logger=none", name=f"from_{form}",
         )  # fmt: skip
         assert begun.code == 0, begun.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 import weakref
 from importlib.metadata import version
 
@@ -72,10 +73,23 @@ def test_a_point_is_trained_once_and_its_repeat_reads_the_result(train):
     (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
     best = min((first, other), key=lambda job: result(job)["metrics"]["val/loss"])
     assert f"from_run={best} run_dir={best} ckpt_path=last" in line
-    words = line.partition("train.py ")[2].replace("<more>", "3").split()
-    more = train(*words, tiny=False)
+    more = train(*shlex.split(line.partition("train.py ")[2]), tiny=False)
     assert more.code == 0, more.err
-    assert result(best)["steps"] == 3
+    assert result(best)["steps"] == 4
+    # Typed again, the sweep finds all of its jobs done, also the one that is longer since.
+    seconds = [result(job)["seconds"] for job in (first, other, again)]
+    repeated = train("-m", "optimizer.lr=1e-3,3e-4,1e-3", "trainer.max_steps=2")
+    assert (repeated.code, repeated.err) == (0, "")
+    done = [line.split()[1] for line in repeated.out.splitlines() if line.startswith("done ")]
+    assert done == [f"{job.name}:" for job in (first, other, again)]
+    assert [result(job)["seconds"] for job in (first, other, again)] == seconds
+    rows = repeated.out.partition("\n\n")[2].splitlines()
+    (marked,) = [row for row in rows if "4 *" in row]
+    assert marked.startswith(best.name) and "* another number of steps than most" in repeated.out
+    # One that is to be longer than it was is no job that is done.
+    longer = train("-m", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=3")
+    assert longer.code == 73 and longer.err.count("already holds a finished run") == 1
+    assert f"done      {best.name}" in longer.out
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,19 @@ def default_output_dir() -> str:
     """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever in it the command is typed."""
     project = find_project() or Path.cwd()
     return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(project / "outputs")
+
+
+def train_script() -> str:
+    """Return the path of the script that trains, as one types it in the current folder.
+
+    It is the script that was typed. A command of the library, or a job that submitit starts, has
+    none: there it is the project's train.py.
+    """
+    typed, project = Path(sys.argv[0]), find_project()
+    is_own = typed.suffix == ".py" and typed.name != "__main__.py"
+    if is_own and not {"site-packages", "dist-packages"} & set(typed.parts):
+        return sys.argv[0]
+    if project is None or not (project / "train.py").is_file():
+        return "train.py"
+    script = project / "train.py"
+    return min(os.path.relpath(script), str(script), key=len)

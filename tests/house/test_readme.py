@@ -127,6 +127,7 @@ def test_rooms_stand_in_the_order_in_which_they_import():
     }
     beside = {
         "__init__", "command", "problems", "progress", "small_files", "home", "conf", "streams",
+        "shell",
     }  # fmt: skip
     assert {room(path) for path in modules()} - beside == place.keys() - {"train"}
     for one, others in MAY_IMPORT.items():

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "law": {"small_files"},
     "texts": {"data", "sampling", "problems"},
     "scoring": {"data", "loss"},
+    "shell": {"home", "problems"},
     "fitting": {"home", "nets", "data", *FOLDER},
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},
@@ -40,11 +41,11 @@ MAY_IMPORT = {
     "runs": COMMAND,
     # Over a sharded vocabulary it is made of the same parts; the table says who needs what.
     "parallel": {"loss"},
-    "ranks": {"parallel", "costs", *COMMAND},
-    "lit": (LEAVES - {"models"}) | {"ranks", "measure", "problems"},
+    "ranks": {"parallel", "costs", "shell", *COMMAND},
+    "lit": (LEAVES - {"models"}) | {"ranks", "measure", "problems", "shell"},
     "nets": {"config", "data", "parallel", *FOLDER},
-    "config": {"ranks", "lengths", "costs", "parallel", "data", "runs", *COMMAND},
-    "assemble": (LEAVES - {"models"}) | {"lit", "ranks", "config", "nets", "problems"},
+    "config": {"ranks", "shell", "lengths", "costs", "parallel", "data", "runs", *COMMAND},
+    "assemble": (LEAVES - {"models"}) | {"lit", "ranks", "config", "nets", "problems", "shell"},
 }
 # May import anything but each other (the ladder asks for the plan's machine), as do __main__.py and
 # command.py of a room with a command.

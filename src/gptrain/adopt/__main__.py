@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import adopt as package
+from gptrain import shell
 from gptrain.adopt.library import IN_PROJECT, VENDORED, package_in, put, require, requirement
 from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.config.check import check_config
@@ -71,7 +71,7 @@ def adopt(name: str, to: Path | None, library: str) -> int:
     print(f"copied    {len(copied)} files to {to}; the library: {needed or IN_PROJECT}")
     for path in left_behind(source, copied, needed is None):
         print(f"left      {path}")
-    print(f"next      cd {shlex.quote(str(to))} && git init && .ci/run")
+    print(f"next      {enter_folder(to)} && git init && .ci/run")
     return DONE
 
 
@@ -79,7 +79,8 @@ def upgrade(project: Path, library: str) -> int:
     """Another library in a project; what in conf/ it refuses is said."""
     if not (project / IN_PROJECT).is_dir():
         require(project, needed := requirement(library))
-        print(f"required  {needed}\nnext      pip install -e . && python {' '.join(CHECK)}")
+        check_it = f"pip install -e . && {shell.command('python', *CHECK)}"
+        print(f"required  {needed}\nnext      {enter_folder(project)} && {check_it}")
         return DONE
     with tempfile.TemporaryDirectory() as temporary:
         put(package_in(library, Path(temporary)), project)
@@ -87,6 +88,11 @@ def upgrade(project: Path, library: str) -> int:
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     environment["PYTHONPATH"] = str((project / IN_PROJECT).parent.resolve())
     return subprocess.run([sys.executable, *CHECK], cwd=project, env=environment).returncode
+
+
+def enter_folder(folder: Path) -> str:
+    """Return the command that makes this the working folder."""
+    return shell.command("cd", shell.folder_argument(folder))
 
 
 def check(conf: Path) -> int:

@@ -21,6 +21,7 @@ from gptrain.resilience.manifest import Checkpoint, read_manifest
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
+from gptrain.shell import command, option
 from gptrain.small_files import flatten
 
 log = logging.getLogger(__name__)
@@ -64,14 +65,16 @@ def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | N
         found = _find_start(cfg, store, lock)
     else:
         if store.folder.is_dir():
-            wrong, attempt = "holds a trained run", f"from_run={cfg.run_dir} in another run_dir"
+            wrong = "holds a trained run"
+            attempt = f"{option('from_run', cfg.run_dir)} in another run_dir"
             about = "run_dir", cfg.run_dir, wrong
             raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
         found = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if found is None:
         return None
     if isinstance(found, Path):
-        wrong, attempt = "a file of weights: no run can go on exactly", f"init_from={cfg.ckpt_path}"
+        wrong = "a file of weights: no run can go on exactly"
+        attempt = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
     saved, size = found.manifest["config"], batch.global_batch_size
@@ -209,7 +212,7 @@ def covers(names: Iterable[str], key: str) -> bool:
 
 
 def _changed(key: str, saved: object, now: object) -> Problem:
-    attempt = f"that value, or allow_changes=[{key}]"
+    attempt = f"that value, or {command(f'allow_changes=[{key}]')}"
     return Problem(key, now, f"the checkpoint was made with {saved}", attempt=attempt)
 
 

@@ -25,8 +25,7 @@ from torch.utils.data import Dataset
 
 from gptrain.assemble.parts import as_config_errors, options_of, peak_lr, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
-from gptrain.config.compose import line_of, parse
-from gptrain.config.from_run import NOT_TAKEN, named_outside
+from gptrain.config.from_run import NOT_TAKEN, typed_again
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
 from gptrain.law import count_parameters
@@ -228,8 +227,10 @@ def build_report(
         except ValueError:
             pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
-    overrides = named_outside(parse(facts["overrides"])[0], cfg.run_dir)
-    outside = [line_of(one) for one in overrides]
+    outside = []
+    if trainer.is_global_zero and HydraConfig.initialized():  # not in a process of the bench
+        typed = HydraConfig.get().overrides
+        outside = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
     return Report(lines, options, facts, planned, outside)
 
 

@@ -29,7 +29,15 @@ from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.schema import Run
 from gptrain.config.study import continue_study
-from gptrain.config.sweep import find_repeated, job_options, keep_typed, repeat, report_sweep
+from gptrain.config.sweep import (
+    find_finished,
+    find_repeated,
+    job_options,
+    keep_typed,
+    repeat,
+    report_finished,
+    report_sweep,
+)
 from gptrain.problems import ConfigError, JobFailed, Parser, Problem, ending_of, first_line, quoted
 from gptrain.ranks.process import calm_threads, take_gpus, this_process
 from gptrain.resilience.status import write_status
@@ -96,10 +104,11 @@ def run_command(
             with open_hydra() as hydra:
                 hydra.show_cfg("train", overrides, args.cfg, package=None)
             return problems.DONE
-        sweep = None
+        sweep, searched = None, []
         if args.multirun:
             parsed, first = check_sweep(overrides)
             sweep = Path(first.hydra.sweep.dir)
+            searched = [word for word in overrides if word.startswith("hydra.searchpath=")]
             overrides += [*job_options(parsed, first), *continue_study(first)]
         else:
             cfg, found = first, _ = compose_and_explain(overrides)
@@ -115,7 +124,7 @@ def run_command(
             overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
         code = _run(job, overrides, schema, sweep, debug=bool(first.get("debug")))
         if sweep:
-            report_sweep(sweep)
+            report_sweep(sweep, searched)
         return code
     except (Exception, KeyboardInterrupt) as error:
         return _end(error, asks_for_tracebacks(argv))[0]
@@ -243,6 +252,9 @@ def _run(
                 gc.collect()  # the net of the job before, in cycles that no small collection finds
                 home.enter()  # it may be a process of another machine
                 print(f"{f'job {node.job.num}':9} {node.job.override_dirname}", flush=True)
+                if finished := find_finished(node):
+                    codes.append(problems.DONE)
+                    return report_finished(finished, cfg.objective)
                 take_gpus(cfg.trainer.devices)
                 _print(check(cfg, schema, folder=node.runtime.output_dir))
             earlier = find_repeated(sweep, node) if sweep else None

@@ -24,6 +24,7 @@ from gptrain import home
 from gptrain.config.values import unknown_choice, unknown_key, walk
 from gptrain.problems import Problem, first_line, quoted
 from gptrain.ranks.process import run_stamp
+from gptrain.shell import command
 
 LONGEST_NAME = 80  # of a job's folder
 # What Hydra raises on words that it cannot use; not all of it is wrapped.
@@ -81,7 +82,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
                 parsed.append(one)
                 continue
         if equals and key.strip("+~ "):
-            attempt = f'"{key}={quoted(value)}"'
+            attempt = command(f"{key}={quoted(value)}")
             problems.append(Problem(key.lstrip("+~"), value, "cannot be read", attempt=attempt))
         else:
             problems.append(Problem("", None, f"{line}: not key=value", attempt="--help"))
@@ -148,7 +149,7 @@ def _explain(
     """Why an override does not fit: no such choice, no such key."""
     key, value = one.key_or_group, line_of(one).partition("=")[2] or None
     if one.is_sweep_override():
-        attempt = f"-m for a sweep, or '{key}=[{value}]' for a list"
+        attempt = f"-m for a sweep, or {command(f'{key}=[{value}]')} for a list"
         return Problem(key, value, "several values, and this is no sweep", attempt=attempt)
     group = key.removesuffix(".name")  # of a choice, as elsewhere
     if names := choices(group):

@@ -26,6 +26,7 @@ from gptrain import home
 from gptrain.config.compose import compose_and_explain, line_of, parse
 from gptrain.config.values import walk
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem, show
+from gptrain.shell import command
 from gptrain.small_files import UnreadableFile, read_yaml
 
 # Where the old run lay and wrote, how it went on there, and what it was allowed.
@@ -74,7 +75,7 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     typed_keys = {one.key_or_group for one in now}
     if "ckpt_path" in typed_keys:
         typed_keys.add("init_from")  # it goes on, past its beginning
-    saved = [one for one in read_overrides(folder) if not _is_left_out(one)]
+    saved = [one for one in read_overrides(folder) if not is_left_out(one)]
     kept = [one for one in saved if one.key_or_group not in typed_keys]
     if problems := list(_find_refused(kept, now, folder, reads_data)):
         raise ConfigError(problems)
@@ -82,6 +83,18 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     added = {one.key_or_group for one in saved if not one.is_delete()}
     obeyed = {line_of(one) for one in now if one.is_delete() and one.key_or_group in added}
     return [*(line_of(one) for one in kept), *(line for line in typed if line not in obeyed)]
+
+
+def typed_again(words: Sequence[str], run_dir: str | Path) -> list[str]:
+    """Return those of a run's overrides that a command with `from_run=run_dir` has to repeat.
+
+    The run's folder alone does not bring them: folders in which choices are looked up, packages
+    whose classes are allowed, and files outside of the project.
+    """
+    typed, _ = parse(list(words))
+    again = [one for one in typed if one.key_or_group in TYPED]
+    again += named_outside((one for one in typed if not is_left_out(one)), run_dir)
+    return list(dict.fromkeys(map(line_of, again)))
 
 
 def read_overrides(run_dir: str) -> list[Override]:
@@ -122,7 +135,8 @@ def check_values(
         if key == "_target_":
             if not _is_taken(place, value, allowed, named):
                 package = show(value).split(".")[0]
-                attempt = f"allowed_targets=[{package}], if you trust its code"
+                allowed_targets = command(f"allowed_targets=[{package}]")
+                attempt = f"{allowed_targets}, if you trust its code"
                 wrong = "somebody else's run may not name it"
                 yield Problem(place, show(value), wrong, attempt=attempt)
         elif key.startswith("_"):
@@ -174,7 +188,8 @@ def _is_taken(place: str, target: Any, allowed: Sequence[str], named: set[tuple[
     )
 
 
-def _is_left_out(one: Override) -> bool:
+def is_left_out(one: Override) -> bool:
+    """Return whether an override says where a run lies, writes or starts from, not what it is."""
     names = (one.key_or_group, one.package or "")
     parts = [name.replace("/", ".").split(".") for name in names]
     return any(part[0] in NOT_TAKEN or part[-1] in WRITTEN for part in parts)
@@ -202,10 +217,10 @@ def _find_refused(
         for one in named_outside(kept, run_dir):
             key, given = one.key_or_group, line_of(one).partition("=")[2]
             if reads_data or not key.startswith("data."):
-                found.append(Problem(key, given, wrong, attempt=line_of(one)))
+                found.append(Problem(key, given, wrong, attempt=command(line_of(one))))
     for one in found:
         wrong = f"was started with {one.key}={one.value}: {one.wrong}"
-        yield Problem("from_run", run_dir, wrong, attempt=one.attempt or f"'~{one.key}'")
+        yield Problem("from_run", run_dir, wrong, attempt=one.attempt or command(f"~{one.key}"))
 
 
 def named_outside(typed: Iterable[Override], run_dir: str | Path) -> Iterator[Override]:

@@ -6,20 +6,24 @@ All that a job says is in its train.log; warnings and errors are shown in full.
 from __future__ import annotations
 
 import csv
-import shlex
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.config.compose import line_of, parse
+from gptrain.config.from_run import is_left_out, typed_again
 from gptrain.problems import DONE
 from gptrain.resilience import fileops
 from gptrain.resilience.status import RESULT_NAME, to_json, write_status
-from gptrain.runs.folder import OVERRIDES, RunRecord, read_runs
-from gptrain.runs.table import ranked, table, text_table
+from gptrain.runs.folder import OVERRIDES, WRONG, RunRecord, read_run, read_runs
+from gptrain.runs.table import ranked, same, table, text_table
+from gptrain.shell import override, train_command
 from gptrain.small_files import read_json
 
+LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "max_tokens")
 LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
 
 
@@ -58,8 +62,53 @@ def keep_typed(node: DictConfig) -> Path:
     return folder
 
 
-def report_sweep(folder: Path) -> None:
-    """Prints the table of all jobs, the best first, and writes results.csv. Raises: OSError."""
+def find_finished(node: DictConfig) -> RunRecord | None:
+    """Return the run in a job's own folder, if it is done and reached what this job asks for.
+
+    A sweep that is typed again in its folder asks for jobs that have run. One that was continued
+    since is longer than it is asked to be, and done. One that is to be longer is not done.
+    """
+    try:
+        run = read_run(Path(node.runtime.output_dir))
+    except WRONG:  # no run is there, or its files cannot be read: the checks of the job report it
+        return None
+    then, now = _identity(run.overrides), _identity(node.overrides.task)
+    is_same = all(
+        same(then.get(key), now.get(key)) or (key in LENGTHS and _reaches(then[key], now[key]))
+        for key in then.keys() | now.keys()
+    )
+    return run if run.is_done and is_same else None
+
+
+def _identity(words: Sequence[str]) -> dict[str, str]:
+    """Key -> value of the overrides that say which run it is: not where it lies or starts from."""
+    pairs = (line_of(one).partition("=") for one in parse(list(words))[0] if not is_left_out(one))
+    return {key.lstrip("+"): value for key, _, value in pairs}
+
+
+def _reaches(then: str | None, now: str | None) -> bool:
+    """Whether a run of one length is at least as long as another, both as typed."""
+    try:
+        return float(then or "") >= float(now or "") > 0
+    except ValueError:
+        return False
+
+
+def report_finished(run: RunRecord, objective: str) -> float | None:
+    """Print that a job of this sweep was finished before, and return its objective."""
+    print(f"{'done':9} {run.path.name}: finished before, its result is read", flush=True)
+    return run.metrics.get(objective)
+
+
+def report_sweep(folder: Path, searched: Sequence[str] = ()) -> None:
+    """Print the table of all jobs, the best first, and write results.csv.
+
+    Args:
+        searched: Overrides that name where choices are looked up; `next` has to repeat them.
+
+    Raises:
+        OSError: If results.csv cannot be written.
+    """
     if runs := read_runs([folder]):
         metric, runs = ranked(runs)
         print(f"\n{text_table(runs, metric)}")
@@ -68,6 +117,16 @@ def report_sweep(folder: Path) -> None:
             csv.writer(file).writerows(table(runs, every))
         print(f"{'results':9} {folder / 'results.csv'}", flush=True)
         if metric in runs[0].metrics:
-            best = shlex.quote(str(runs[0].path))
-            more = f"python train.py from_run={best} run_dir={best} ckpt_path=last"
-            print(f"{'next':9} the best goes on: {more} trainer.max_steps=<more>", flush=True)
+            best = runs[0]
+            words = [override(key, best.path) for key in ("from_run", "run_dir")]
+            words += ["ckpt_path=last", twice_as_long(best)]
+            words += typed_again([*searched, *best.overrides], best.path)
+            print(f"{'next':9} the best goes on: {train_command(*words)}", flush=True)
+
+
+def twice_as_long(run: RunRecord) -> str:
+    """Return the override that doubles a run's length, by the limit that ended the run."""
+    limit = re.fullmatch(r"(trainer\.max_steps|trainer\.max_epochs|max_tokens)=(.+)", run.detail)
+    if run.ended.endswith(" done") and limit:
+        return f"{limit[1]}={2 * float(limit[2]):.15g}"
+    return f"trainer.max_steps={2 * int(run.steps or 1)}"

@@ -14,6 +14,7 @@ from gptrain.config.kinds import Closed
 from gptrain.config.schema import KNOWN, STRATEGIES, Run
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.problems import Problem, show
+from gptrain.shell import command
 
 OF_HYDRA = {"_args_", "_recursive_", "_convert_", "_partial_"}  # in any node with a _target_
 CLASS = r"[^\W\d]\w*(\.\w+)+"
@@ -114,7 +115,7 @@ def _judge(
             yield unknown_key(key, given, values)
         elif kind == "missing":
             entry, _, leaf = key.rpartition(".")  # of callbacks, that an experiment adds to, say
-            attempt = f"~{entry}" if leaf == "_target_" and "." in entry else ""
+            attempt = command(f"~{entry}") if leaf == "_target_" and "." in entry else ""
             yield Problem(key, None, "missing, the run needs it", attempt=attempt)
         elif kind == "literal_error" and len(errors) == 1:
             names = re.findall(r"'([^']*)'", errors[0]["ctx"]["expected"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,9 +72,9 @@ def estimates(
     return rows
 
 
-def command_line(typed: Sequence[str], changes: Mapping[str, Any]) -> str:
-    """What to type for these changes of what was typed; options of another strategy go."""
+def changed_overrides(typed: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
+    """Return the typed overrides with these changes, without the options of another strategy."""
     kept = [word for word in typed if word.partition("=")[0].lstrip("+") not in changes]
     if f"strategy={changes['strategy']}" not in typed:
         kept = [word for word in kept if not word.startswith("strategy.")]
-    return shlex.join(["python", "train.py", *kept, *(f"{k}={v}" for k, v in changes.items())])
+    return [*kept, *(f"{key}={value}" for key, value in changes.items())]

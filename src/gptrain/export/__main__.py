@@ -6,10 +6,12 @@ import logging
 from pathlib import Path
 from typing import Literal
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain import config
+from gptrain import config, shell
 from gptrain import export as package
+from gptrain.config.from_run import typed_again
 from gptrain.config.kinds import LocalPath
 from gptrain.config.schema import Run
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
@@ -67,7 +69,10 @@ def export(cfg: DictConfig) -> None:
     fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
     log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)
-    log.info("%-9s python train.py init_from=%s", "next", folder)
+    words = [shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))]
+    typed = HydraConfig.get().overrides
+    words += typed_again([*typed.hydra, *typed.task], cfg.from_run)
+    log.info("%-9s %s", "next", shell.train_command(*words))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ again, it goes on with the runs that are missing.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Annotated, Literal
 from omegaconf import DictConfig
 from pydantic import Field, PositiveFloat
 
-from gptrain import config, home
+from gptrain import config, home, shell
 from gptrain.config.kinds import SEED_MAX, Closed, Count, Name, between
 from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
 from gptrain.plan.__main__ import PlanRun, spelt_out
@@ -105,9 +104,9 @@ def ladder(cfg: DictConfig, typed: list[str], only_plan: bool) -> None:
         for point in runs.climb(folder, script, typed, cfg.objective, size, parts, seed, counts)
     ]
     more = ["scheduler=warmup_stable_decay", f"max_tokens={tokens:.0f}", "trainer.max_steps=-1"]
-    words = merged(typed, [*target.words, *more, f"law={folder}"])
+    words = merged(typed, [*target.words, *more, shell.override("law", folder)])
     facts = report.conclude(options, points, sizes, target, tokens)
-    facts["target"] |= {"place": place, "command": shlex.join(["python", "train.py", *words])}
+    facts["target"] |= {"place": place, "command": shell.train_command(*words)}
     report.write(folder, facts)
 
 

@@ -18,6 +18,7 @@ from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.runs.folder import OVERRIDES, read_run
 from gptrain.runs.table import same
+from gptrain.shell import override
 
 # With other values of these it is the same run: where and how it runs, what it keeps.
 INDIFFERENT = (
@@ -63,7 +64,8 @@ def climb(
             check_same(folder, run_dir, words)
         if not (run_dir / OVERRIDES).exists() or not read_run(run_dir).is_done:
             begun = is_longest or CheckpointStore(run_dir / CHECKPOINTS_NAME).steps()
-            words += ["ckpt_path=last" if begun else f"ckpt_path='{start}'", f"run_dir='{run_dir}'"]
+            words.append(override("ckpt_path", "last" if begun else start))
+            words.append(override("run_dir", run_dir))
             words += [] if is_longest else ["allow_changes=[scheduler]"]
             print(f"{'run':9} {run_dir}", flush=True)
             if code := train(script, words):

@@ -21,7 +21,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from typing import Annotated, Any
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
-from gptrain import config
+from gptrain import config, shell
 from gptrain.config.compose import line_of, parse
 from gptrain.config.kinds import Closed, Count, LocalPath, between
 from gptrain.config.schema import Run
@@ -127,11 +126,11 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
     """The text that sbatch takes; several jobs make an array."""
     if (project := find_project()) is None:
         raise ConfigError.of("", None, "no project here, a folder with train.py and conf/")
-    command = shlex.join([sys.executable, str(project / "train.py"), *words])
+    command = shell.command(sys.executable, str(project / "train.py"), *words)
     task, cases = "$SLURM_JOB_ID", None
     if jobs != [[]]:
         task = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
-        lines = [f"  {n}) job=({shlex.join(job)}) ;;" for n, job in enumerate(jobs)]
+        lines = [f"  {n}) job=({shell.command(*job)}) ;;" for n, job in enumerate(jobs)]
         cases = "\n".join(["", "case $SLURM_ARRAY_TASK_ID in", *lines, "esac"])
         command += ' "${job[@]}"'
     is_typed = run_stamp() not in cfg.run_dir
@@ -173,7 +172,7 @@ def train_job(cfg: DictConfig, words: list[str]) -> str:
         wrong = "not in output_dir, which is the claim there"
         raise ConfigError.of("run_dir", cfg.run_dir, wrong)
     words = [word for word in words if not word.startswith("output_dir=")]
-    words.append(f"run_dir=/outputs/{folder}")
+    words.append(shell.override("run_dir", f"/outputs/{folder}"))
     if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):
         words.append("ckpt_path=last")  # a first start that finds none begins anew
     image = [f"# {line}\n" for line in (HERE / "Dockerfile").read_text().splitlines()]

@@ -1,7 +1,6 @@
 """What a run tells a person: five lines at the start, a few at the end; and result.json."""
 
 import logging
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import OmegaConf
 
+from gptrain import shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.steps import STEP, Steps
 from gptrain.lit.lightning import connected, data_of
@@ -107,9 +107,9 @@ class Report:
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
         if connected(trainer).fast_dev_run:
             return "every part works; run it without trainer.fast_dev_run"
-        test = ["python", "train.py", f"from_run={self.run_dir}", "task=test", *self.outside]
-        shown = f"tensorboard --logdir {shlex.quote(str(self.run_dir))}"
-        return f"{shlex.join(test)} · {shown}" if best else shown
+        words = [shell.override("from_run", self.run_dir), "task=test", *self.outside]
+        shown = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))
+        return f"{shell.train_command(*words)} · {shown}" if best else shown
 
 
 def find_callback(trainer: pl.Trainer, kind: type[pl.Callback]) -> Any:

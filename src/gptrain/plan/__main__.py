@@ -28,14 +28,14 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig
 
-from gptrain import config
+from gptrain import config, shell
 from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
 from gptrain.collectives.__main__ import CollectivesRun, default_devices
 from gptrain.config.compose import plain
 from gptrain.config.data_schema import sample_tokens
 from gptrain.config.kinds import Closed
 from gptrain.config.schema import Run
-from gptrain.costs.choice import command_line, compare
+from gptrain.costs.choice import changed_overrides, compare
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.speed import DamagedMeasurement, Machine, machine_of, this_machine, unit_of
 from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
@@ -104,7 +104,8 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
         found, lines_of = traced(cfg, machine), traced_lines
     else:
         typed = [word for word in words if not word.startswith(("hardware", "topology"))]
-        found["command"] = found["changes"] and command_line(typed, found["changes"])
+        changes = found["changes"]
+        found["command"] = changes and shell.train_command(*changed_overrides(typed, changes))
         if topology:
             islands, slowest = topology.islands, topology.slowest_ring_link
             found["topology"] = {"islands": islands, "slowest_ring_link": slowest}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from hydra.core.hydra_config import HydraConfig
 
+from gptrain import shell
 from gptrain.home import LIBRARY, find_project
 from gptrain.ranks.devices import Machine
 
@@ -29,7 +29,7 @@ def describe_run(machine: Machine) -> dict[str, object]:
     if machine.accelerator == "cuda":
         device = torch.cuda.get_device_name()
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shell.command("python", *sys.argv),
         "overrides": list(HydraConfig.get().overrides.task) if is_typed else [],
         "git": read_git(find_project() or LIBRARY),
         "versions": {

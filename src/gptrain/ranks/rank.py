@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging.handlers
 import os
-import re
 import runpy
-import shlex
 import sys
 import time
 import warnings
@@ -21,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain import problems
+from gptrain import problems, shell
 from gptrain.problems import Ending, JobFailed, ending_of
 from gptrain.ranks.process import attempt_folder, set_rendezvous, this_process
 from gptrain.resilience.fileops import remove_tree
@@ -176,9 +174,9 @@ def way_on(cfg: DictConfig) -> dict[str, object]:
 
 
 def resume_command(cfg: DictConfig) -> str:
-    """What to type to go on with this run from its newest checkpoint; without one, from its start.
+    """Return the command that continues this run from its newest checkpoint, else from its start.
 
-    Of `from_run` all that counts has been typed by now, and is the checkpoint of an evaluation.
+    `from_run` is left out: by now its overrides are among those of this run.
     """
     typed = HydraConfig.get().overrides
     own = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
@@ -187,12 +185,9 @@ def resume_command(cfg: DictConfig) -> str:
         own["ckpt_path"] = "last"
         mine.append("init_from=")
     words = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
-    words += [word for word in typed.task if not word.startswith(tuple(mine))]
-    for key, value in own.items():
-        if value is not None:
-            is_plain = re.fullmatch(r"[A-Za-z0-9/_.:-]+", value)
-            words.append(f"{key}={value if is_plain else problems.quoted(value)}")
-    return shlex.join(["python", sys.argv[0], *words])
+    words += [word for word in typed.task if not word.lstrip("+").startswith(tuple(mine))]
+    words += [shell.override(key, value) for key, value in own.items() if value is not None]
+    return shell.train_command(*words)
 
 
 def ways_to_save_memory(cfg: DictConfig) -> str:

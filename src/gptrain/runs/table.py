@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from gptrain.runs.folder import RunRecord
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # beside the objective
 PLACES = ("_dir", "dirpath", "from_run", "ckpt_path", "checkpoint")  # keys of where, not of what
 CELL = 32  # characters of a value; an ending has all it needs
+MARK = " *"  # behind the steps of a run
+MARKED = (
+    "another number of steps than most of these runs: the metrics do not compare like with like"
+)
 SPELT = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -58,10 +63,21 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
 
 
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
-    """For a terminal."""
+    """Return the table for a terminal, with a mark at runs of another length than most of them."""
     shown = [one for one in dict.fromkeys((metric, *SHOWN)) if any(one in r.metrics for r in runs)]
-    rows = ([printable(name), *map(cell, row), end] for name, *row, end in table(runs, shown))
-    return aligned([*rows])
+    head, *rows = table(runs, shown)
+    place = head.index("steps")
+    is_marked = [steps_differ(run, runs, metric) for run in runs]
+    cells = [[printable(name), *map(cell, row), end] for name, *row, end in (head, *rows)]
+    for row, marked in zip(cells[1:], is_marked, strict=True):
+        row[place] += MARK if marked else ""
+    return aligned(cells) + (f"\n{MARK.strip()} {MARKED}" if any(is_marked) else "")
+
+
+def steps_differ(run: RunRecord, runs: Sequence[RunRecord], metric: str) -> bool:
+    """Return whether a run has another number of steps than most of the runs it is ranked with."""
+    lengths = Counter(sorted(one.steps for one in runs if metric in one.metrics and one.steps))
+    return metric in run.metrics and bool(lengths) and run.steps != lengths.most_common(1)[0][0]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

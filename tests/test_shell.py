@@ -1,0 +1,102 @@
+"""Commands that are printed can be pasted: a real shell and Hydra's parser read what was meant."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gptrain import home, shell
+from gptrain.config.compose import compose_and_explain
+from gptrain.resilience.status import read_status
+from tests.conftest import ROOT, TINY
+
+ODD = [
+    "lr=1e-3", "run #2", "été", "model (v2)", "a,b", "it's", 'say "x"', "$HOME and `id`", "[1] {2}",
+    "-x", "~x", "!!", "back\\slash'", "a;b&c|d", "*?", "null", "0x1", "新加卷", "100%", "${a}",
+]  # fmt: skip
+
+
+def read_by_a_shell(line: str) -> list[str]:
+    """Return the words that bash makes of a pasted line, without running the program."""
+    print_words = f"{sys.executable} -c 'import sys; print(*sys.argv[1:], sep=chr(0), end=\"\")' "
+    done = subprocess.run(
+        ["bash", "-c", print_words + line], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split("\0")
+
+
+def value_of(word: str) -> object:
+    """Return the value of an override, as Hydra composes it."""
+    cfg, problems = compose_and_explain([f"++pasted.{word}"])
+    assert not problems, word
+    (value,) = cfg.pasted.values()
+    return value
+
+
+@pytest.mark.parametrize("name", [*ODD, "two\nlines", "tab\there"])
+def test_a_shell_and_hydra_read_any_text_as_it_is(name):
+    for text in (name, f"out/{name}", f"/tmp/{name}/x"):
+        line = shell.command("python", "train.py", shell.override("key", text))
+        assert line.isprintable()
+        words = read_by_a_shell(line)
+        assert words[:2] == ["python", "train.py"] and len(words) == 3
+        assert value_of(words[2]) == text
+        if text.isprintable():
+            assert shlex.split(line) == words
+
+
+def test_other_values_keep_their_types():
+    for value in (3, 1e-4, True, None, [1, 2]):
+        assert value_of(shell.override("key", value)) == value
+
+
+def test_what_needs_no_quotes_has_none():
+    words = [shell.override("run_dir", "outputs/train/2026-11-25_10:00"), "ckpt_path=last"]
+    assert shell.command(*words) == "run_dir=outputs/train/2026-11-25_10:00 ckpt_path=last"
+    assert shell.option("from_run", "a b") == "\"from_run='a b'\""
+
+
+@pytest.mark.parametrize("name", ["-x", "~x", "a b"])
+def test_a_folder_is_no_option_and_nobodys_home(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(tmp_path, name).mkdir()
+    line = f"{shell.command('cd', shell.folder_argument(name))} && pwd"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / name)
+
+
+def test_the_script_is_found_from_the_current_folder(tmp_path, monkeypatch):
+    for name in ("conf", "inner"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "train.py").touch()
+    monkeypatch.delenv(home.VARIABLE)
+    monkeypatch.chdir(tmp_path / "inner")
+    for typed in ("/x/site-packages/submitit/core/_submit.py", "gptrain/export/__main__.py"):
+        monkeypatch.setattr(sys, "argv", [typed])
+        assert home.train_script() == "../train.py"
+    monkeypatch.setattr(sys, "argv", ["../mine.py"])
+    assert home.train_script() == "../mine.py"
+
+
+@pytest.mark.parametrize("name", ["lr=1e-3", "#2 été, (v2)", "-it's $HOME ~[x]"])
+def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
+    name, train, tmp_path
+):
+    folder = tmp_path / name
+    words = (*TINY, "logger=none", "callbacks=none", "trainer.max_steps=1")
+    run = train(*words, shell.override("run_dir", folder), tiny=False)
+    assert run.code == 0, run.err
+    (line,) = [line for line in run.out.splitlines() if line.startswith("next ")]
+    test, board = line.removeprefix("next").split(" · ")
+    assert read_by_a_shell(board) == ["tensorboard", "--logdir", str(folder)]
+    python, script, *pasted = read_by_a_shell(test)
+    assert (python, script) == ("python", str(ROOT / "train.py"))
+    tested = train(*pasted, tiny=False, name="tested")
+    assert tested.code == 0 and "test/loss" in tested.metrics, tested.err
+    resume = read_by_a_shell(read_status(folder)["resume"])[2:]
+    more = train(*resume, "trainer.max_steps=2", tiny=False, name="unused")
+    assert more.code == 0 and "from step 1 to 2" in more.out, more.err
