@@ -97,6 +97,46 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(net(tokens), net(tokens))
 
 
+@torch.no_grad()
+def test_half_of_the_embedding_is_dropped_and_the_rest_doubled():
+    net, tokens = small_gpt(dropout=0.5), random_tokens()
+    embedded, full = net.embed(tokens), net.eval().embed(tokens)
+    check_half_is_dropped(embedded, full)
+
+
+@pytest.mark.parametrize("silent", ["mlp.down_proj", "attention.out_proj"])
+@torch.no_grad()
+def test_half_of_each_residual_branch_is_dropped_and_the_rest_doubled(silent):
+    """The other branch adds nothing, and the attention weights are kept."""
+    block, x = small_gpt(dropout=0.5).blocks[0], torch.randn(3, 16, 32)
+    nn.init.zeros_(block.get_submodule(silent).weight)
+    branch, norm = {
+        "mlp.down_proj": (block.attention.eval(), block.norm_1),
+        "attention.out_proj": (block.mlp, block.norm_2),
+    }[silent]
+    check_half_is_dropped(block(x) - x, branch(norm(x)))
+
+
+@torch.no_grad()
+def test_half_of_the_attention_weights_are_dropped_and_the_rest_doubled():
+    """Values of 1 make the output the sum of the weights: of the first position its own weight."""
+    attention = small_gpt(dropout=0.5).blocks[0].attention
+    nn.init.zeros_(attention.v_proj.weight)
+    nn.init.ones_(attention.v_proj.bias)
+    nn.init.eye_(attention.out_proj.weight)
+    x = torch.randn(64, 16, 32)
+    first = attention(x)[:, 0]  # (B, D)
+    assert set(first.unique().tolist()) == {0.0, 2.0}
+    assert 0.35 < first.mean() / 2 < 0.65  # 256 heads: 5 standard deviations
+    torch.testing.assert_close(attention.eval()(x), torch.ones(64, 16, 32))
+
+
+def check_half_is_dropped(dropped: torch.Tensor, full: torch.Tensor) -> None:
+    kept = dropped != 0
+    assert 0.4 < kept.float().mean() < 0.6  # of 1536 elements: 8 standard deviations
+    torch.testing.assert_close(dropped[kept], 2 * full[kept], rtol=1e-3, atol=1e-6)
+
+
 def test_sizes_that_cannot_be_built_are_refused():
     for make, sizes, said in (
         (small_gpt, {"n_heads": 5}, r"n_heads=5.*d_model=32"),

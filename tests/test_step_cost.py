@@ -96,13 +96,15 @@ def test_a_step_takes_the_time_of_training_alone(train, monkeypatch):
     )  # fmt: skip
     done = train(*words, "trainer.max_steps=5")
     again = train(*words, f"trainer.max_steps={N_STEPS}", "ckpt_path=last")
-    assert done.code == again.code == 0, done.err + again.err
-    with open(done.folder / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["perf/step_s"]]
-    assert {4, 5, 8, 9} <= {int(row["step"]) for row in rows}
-    assert {float(row["perf/step_s"]) for row in rows} == {2.0}
-    tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
-    assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
+    unsaved = train(*words, "trainer.max_steps=5", "checkpoint=none", name="unsaved")
+    assert done.code == again.code == unsaved.code == 0, done.err + again.err + unsaved.err
+    for run, logged in ((again, {4, 5, 8, 9}), (unsaved, {4, 5})):
+        with open(run.folder / "metrics.csv", newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["perf/step_s"]]
+        assert logged <= {int(row["step"]) for row in rows}
+        assert {float(row["perf/step_s"]) for row in rows} == {2.0}
+        tokens_per_s = 4 * ACCUMULATED * 16 / 2.0  # of TINY's sequences and positions
+        assert {float(row["perf/tokens_per_s"]) for row in rows} == {tokens_per_s}
 
 
 @pytest.mark.parametrize("profiler", ["simple", "torch"])

@@ -338,12 +338,16 @@ def test_a_sample_begins_a_line_of_its_own_below_the_bar(train, tmp_path, monkey
     run = train(
         "trainer.enable_progress_bar=true", "data=text", f"data.path={tmp_path}/text",
         "callbacks.sample.n_tokens=4", "model.max_seq_len=32", "data.seq_len=16",
-        "trainer.max_steps=2",
+        "trainer.max_steps=2", "trainer.num_sanity_val_steps=1",
     )  # fmt: skip
     lines = run.out.splitlines()
     shown = next(i for i, line in enumerate(lines) if line.startswith("sample "))
     assert any("Epoch 0:" in line for line in lines[:shown])
     assert not any("Epoch 0:" in line for line in lines[shown:])
+    noted = EventAccumulator(str(run.folder))
+    noted.Reload()
+    samples = noted.Tensors("run/sample/text_summary")
+    assert [sample.step for sample in samples] == [2]  # not in the sanity check, at step 0
 
 
 def test_without_a_terminal_progress_is_a_line_at_a_time(train):

@@ -10,6 +10,12 @@ from gptrain.loss import PLAIN
 from gptrain.parallel.fit import Unfit
 
 
+def loss_of_one_process(tokens, targets):
+    """Return the sum of the losses of a batch by a net that is not split."""
+    logits = OneProcess().net(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum").detach()
+
+
 @on_ranks(2)
 def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
     """Without gradients, and in one type whatever torch's default is.
@@ -17,8 +23,7 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
     Which within a step of trainer.precision=bf16-true or 64-true is theirs.
     """
     tokens, targets = (part[:6] for part in make_batch(0, 0))
-    logits = OneProcess().net(tokens).flatten(0, 1)
-    expected = F.cross_entropy(logits, targets.flatten(), reduction="sum").detach()
+    expected = loss_of_one_process(tokens, targets)
     for schedule in ("1f1b", "interleaved_1f1b"):
         kind = Parallel("pipeline", schedule=schedule)
         for dtype in (torch.bfloat16, torch.float64, torch.float32):
@@ -29,6 +34,10 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
                 torch.set_default_dtype(torch.float32)
             close(loss, expected, LOSS_RTOL)
             assert loss.dtype == torch.float32
+        for n_positions in (11, 15, 4):  # as many sequences, of another length
+            batch = tokens[:, :n_positions], targets[:, :n_positions]
+            loss = kind.parallel.loss_sum(kind.net, *batch, PLAIN)
+            close(loss, loss_of_one_process(*batch), LOSS_RTOL)
         assert all(p.grad is None for p in kind.net.parameters())
 
 

@@ -105,6 +105,30 @@ def test_a_run_stopped_between_meetings_goes_on_bit_for_bit(runs):
     check_same_replicas(resumed, whole)
 
 
+# A validation in the middle of a round. Record acts on validations, so that no stop comes there.
+ROUNDS = (
+    *TWO, *SHORT, "strategy.sync_every=4", "trainer.val_check_interval=2", "~callbacks.record",
+)  # fmt: skip
+
+
+def test_what_is_validated_in_the_middle_of_a_round_is_the_common_net(runs):
+    run = runs(*ROUNDS)
+    for step in (2, 4, 6):
+        second = torch.load(run.checkpoint(step) / "replica-0001.ckpt", weights_only=True)
+        first = run.state(step)["state_dict"]
+        assert first.keys() == second["state_dict"].keys()
+        assert not claims.differences(first, second["state_dict"]), step
+
+
+def test_a_run_stopped_within_a_validation_of_a_round_goes_on_bit_for_bit(runs):
+    """The validation is repeated. The replicas have synchronized for it, and do not do so twice."""
+    begun = runs(*ROUNDS, *STOP, "+callbacks.stop.step=2", code=75)
+    assert begun.n_steps == 2 and not begun.column("val/loss")
+    resumed, whole = runs(*ROUNDS, "ckpt_path=last", begun=begun), runs(*ROUNDS)
+    claims.check_same_bits(resumed, whole)
+    check_same_replicas(resumed, whole)
+
+
 def test_another_number_of_replicas_goes_on_with_the_first_ones_state(runs):
     words, begun = (*TWO, *SHORT, "ckpt_path=last"), stopped(runs)
     resumed = runs(*words, "trainer.devices=1", begun=begun)

@@ -46,6 +46,18 @@ def test_where_no_target_is_missing_it_is_a_micro_batchs_own_mean_to_the_bit():
     assert mean.correction() == 1.0
 
 
+def test_each_step_is_corrected_by_its_own_targets_alone():
+    mean = begun(8, 2)
+    for _ in range(2):
+        mean.divisor_of(torch.tensor([1, -100, -100, -100]))
+    assert mean.correction() == 8 / 2
+    mean.announce(12, 2)
+    mean.begin()
+    for _ in range(2):
+        mean.divisor_of(torch.tensor([1, 2, 3, -100]))
+    assert mean.correction() == 12 / 6
+
+
 def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
     mean = begun(0, 2)
     for _ in range(2):
@@ -67,6 +79,22 @@ def test_gradients_are_measured_and_clipped_after_the_correction():
     assert parameter.grad._version == written
     assert clip_grad_norm([parameter], 0.25) == pytest.approx(2.5)
     torch.testing.assert_close(parameter.grad, torch.tensor([0.15, 0.2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bit_are_measured_in_fp32(dtype):
+    """The squares of fp16 overflow at a norm of 256. bf16 has 8 bits of mantissa."""
+    values = [torch.randn(50, 40), torch.randn(2000)]
+    gradients = [(50 * value).to(dtype) for value in values]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
+    assert expected > 2000
+    assert clip_grad_norm(parameters, 1000.0).item() == pytest.approx(expected, rel=1e-6)
+    clipped = torch.cat([parameter.grad.double().flatten() for parameter in parameters]).norm()
+    # An element is rounded to half of the last of 8 or of 11 bits.
+    assert clipped.item() == pytest.approx(1000.0, rel=2**-8)
 
 
 @on_ranks(2)

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kinds import (
+    CONF,
+    CPU,
     GRADIENT_RTOL,
     NOISE,
     OneProcess,
@@ -13,12 +15,15 @@ from kinds import (
     check_equals_one_process,
     close,
     make_batch,
+    make_net,
 )
+from omegaconf import OmegaConf
 from ranks import on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from gptrain.lit.strategies import build_strategy
 from gptrain.loss import logits_in_chunks, next_token_loss
-from gptrain.parallel.dims import ParallelDims
+from gptrain.parallel.dims import ParallelDims, parallel_dims
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import whole_of
 from gptrain.parallel.tensor import vocab_parallel_loss
@@ -47,6 +52,25 @@ def test_forward_and_head_give_whole_logits_with_the_gradients_of_plain_cross_en
     counts = targets != -100
     close(torch.cat([some for some, _ in chunks]), expected[counts], GRADIENT_RTOL)
     assert torch.equal(torch.cat([kept for _, kept in chunks]), targets[counts])
+
+
+def make_half_frozen_net():
+    net = make_net()
+    for part in (net.blocks[0], net.position_embedding, net.blocks[1].attention):
+        part.requires_grad_(False)
+    return net
+
+
+@on_ranks(2)
+def test_frozen_parameters_of_every_role_stay_frozen_when_they_are_split():
+    options = OmegaConf.load(CONF / "tensor_parallel.yaml")
+    dims = parallel_dims(options, dist.get_world_size())
+    net, _ = build_strategy(make_half_frozen_net, options, dims, CPU)
+    frozen, expected = (
+        {name for name, parameter in one.named_parameters() if not parameter.requires_grad}
+        for one in (net, make_half_frozen_net())
+    )
+    assert frozen == expected and len(expected) > 20
 
 
 def _head(v=61, d=8):
