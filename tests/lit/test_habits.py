@@ -259,23 +259,6 @@ def test_the_learning_rate_monitor_goes_on_at_the_steps_of_a_run_that_was_not_st
     resumes(f"+callbacks.theirs={{_target_: {LIGHTNING}.LearningRateMonitor}}", stops=(3, 4))
 
 
-@pytest.mark.parametrize(
-    "callback, words, hint",
-    [
-        ("GradientAccumulationScheduler, scheduling: {4: 2}", "", "accumulate_grad_batches"),
-        ("StochasticWeightAveraging, swa_lrs: 0.05", "", "WeightAveraging, or callbacks=ema"),
-        *(("EMAWeightAveraging", f"strategy={one} trainer.devices=2 model.n_layers=2",
-           f"under strategy={one}; strategies that work: single, ddp")
-          for one in ("fsdp", "tensor_parallel", "pipeline")),
-    ],
-)  # fmt: skip
-def test_callbacks_that_a_run_cannot_have_are_refused(fit, callback, words, hint):
-    mine = f"+callbacks.mine={{_target_: {LIGHTNING}.{callback}}}"
-    run = fit(mine, *words.split(), code=2)
-    assert callback.partition(",")[0] in run.errors[0] and hint in run.errors[0]
-    assert not run.folder.exists()
-
-
 def test_callbacks_keep_their_state(resumes):
     early = f"{{_target_: {LIGHTNING}.EarlyStopping, monitor: val/loss, min_delta: 9.0}}"
     mine = f"+callbacks.mine._target_={CALLBACKS}.Stateful"

@@ -39,7 +39,7 @@ from gptrain.data.tokenizers import Tokenizer
 from gptrain.lengths import BatchPlan
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks.vote import gather
-from gptrain.lit.lightning import quiet, refusals_in_one_line
+from gptrain.lit.lightning import quiet, refusals_in_one_line, use_checkpoint
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.nets.around import keep_around
@@ -77,7 +77,8 @@ class Run:
     def go(self) -> dict[str, float]:
         """Fits, validates or tests, and returns the final metrics.   Raises: ConfigError."""
         cfg, trainer = self.cfg, self.trainer
-        parts: dict[str, Any] = {"datamodule": self.datamodule, "ckpt_path": self.checkpoint}
+        parts: dict[str, Any] = {"datamodule": self.datamodule}
+        use_checkpoint(trainer, self.checkpoint)
         self.report.start(trainer)
         with as_config_errors(cfg), refusals_in_one_line():
             if cfg.task == "fit":

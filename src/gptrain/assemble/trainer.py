@@ -12,13 +12,9 @@ import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_method
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
@@ -33,8 +29,14 @@ from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.law import LawWatch
 from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
 from gptrain.lit.callbacks.steps import Steps
-from gptrain.lit.lightning import RankEnvironment, leave_signals_to_us, strategy_of
+from gptrain.lit.lightning import (
+    RankEnvironment,
+    refusals_in_one_line,
+    start_as_asked,
+    strategy_of,
+)
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
 from gptrain.nets.load import build_net, build_target
@@ -49,24 +51,6 @@ from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.resilience.watchdog import Guard
 
-# Callbacks of Lightning's that a run cannot have: class -> strategies that can, and why not.
-REFUSED = {
-    GradientAccumulationScheduler: (
-        (),
-        "changes the steps of a run while it goes on, which are counted before it starts; "
-        "try: trainer.accumulate_grad_batches, or data.global_batch_size",
-    ),
-    StochasticWeightAveraging: (
-        (),
-        "takes the schedule over at an epoch's start, which no resume within an epoch repeats; "
-        "try: lightning.pytorch.callbacks.WeightAveraging, or callbacks=ema",
-    ),
-    WeightAveraging: (
-        ("single", "ddp"),
-        "averages the one whole net of each step, which no rank has under strategy={}; strategies "
-        "that work: single, ddp",
-    ),
-}
 FP32_BYTES = 4
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start
 
@@ -81,7 +65,7 @@ def build_trainer(
 ) -> pl.Trainer:
     """Lightning's Trainer over the run's steps, in epochs of whole steps."""
     options = options_of(cfg.trainer)
-    make, fast = get_method(options.pop("_target_")), bool(cfg.trainer.fast_dev_run)
+    make = get_method(options.pop("_target_"))
     callbacks = build_callbacks(cfg, lengths, guard, train)
     options |= {
         "accelerator": machine.accelerator,
@@ -100,12 +84,23 @@ def build_trainer(
         "check_val_every_n_epoch": None,
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
-        "logger": [] if fast else [build_target(node) for node in cfg.logger.values()],
+        "logger": build_loggers(cfg),
         "profiler": build_target(cfg.profiler) if cfg.profiler else None,
         "use_distributed_sampler": False,
         "default_root_dir": cfg.run_dir,
     }
-    return leave_signals_to_us(make(**options))
+    with refusals_in_one_line("callbacks"):
+        return start_as_asked(make(**options))
+
+
+def build_loggers(cfg: DictConfig) -> list[Logger]:
+    """Return the loggers of a run; under fast_dev_run one that keeps nothing stands for them all.
+
+    Callbacks that log, such as LearningRateMonitor, would refuse a Trainer without a logger.
+    """
+    if cfg.trainer.fast_dev_run:
+        return [DummyLogger()] if cfg.logger else []
+    return [build_target(node) for node in cfg.logger.values()]
 
 
 def assign_devices(strategy: Strategy, machine: Machine) -> int:
@@ -159,13 +154,23 @@ def build_callbacks(
 
 
 def check_callbacks(cfg: DictConfig, strategy: str) -> None:
-    """Raises: Unfit for a callback that a run, or its strategy, cannot have."""
-    for name, node in cfg.callbacks.items():
-        made = get_method(node._target_) if node else None
-        for refused, (works, wrong) in REFUSED.items():
-            # A function that makes a callback is not looked into.
-            if inspect.isclass(made) and issubclass(made, refused) and strategy not in works:
-                raise Unfit(f"callbacks.{name}._target_", wrong.format(strategy))
+    """Check that the run can have the callbacks of its config; none is built.
+
+    Classes are judged here, before any process starts. What a function makes, and what a module
+    returns from configure_callbacks, is judged by `Steps` when the run begins.
+
+    Raises:
+        Unfit: For a callback that a run with this strategy, loggers and progress bar cannot have.
+    """
+    nodes = ((name, node) for name, node in cfg.callbacks.items() if node)
+    made = {f"callbacks.{name}._target_": get_method(node._target_) for name, node in nodes}
+    kinds = {key: kind for key, kind in made.items() if inspect.isclass(kind)}
+    for key, kind in kinds.items():
+        has_bar = cfg.trainer.enable_progress_bar is not False
+        if reason := refusal(kind, strategy, bool(cfg.logger), has_bar):
+            raise Unfit(key, reason)
+    if second := second_of_a_kind(kinds.items()):
+        raise Unfit(*second)
 
 
 def build_checkpoints(

@@ -1,7 +1,8 @@
 """Where we touch Lightning itself: every private name of it that we rely on stands in this file.
 
-Three places, each for correctness, each as of Lightning 2.6.6 and with a test that the name exists:
-its signal handlers, its broadcast of a stop, and the state of its loops in a checkpoint.
+Four places, each for correctness, each as of Lightning 2.6.6 and with a test that the name exists:
+its signal handlers, its broadcast of a stop, its search for a checkpoint that nobody named, and the
+state of its loops in a checkpoint.
 """
 
 import logging
@@ -9,6 +10,7 @@ import re
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,16 +77,26 @@ def strategy_of(trainer: pl.Trainer) -> NetStrategy:
     return connected(trainer).strategy
 
 
-def leave_signals_to_us(trainer: pl.Trainer) -> pl.Trainer:
-    """Switches off Lightning's signal handlers and its broadcast before every micro-batch.
+def start_as_asked(trainer: pl.Trainer) -> pl.Trainer:
+    """Make the Trainer obey the run alone: no signal handler, no checkpoint of its own choice.
 
-    Its SIGTERM handler calls a collective inside the signal handler, exits with code 0 and saves
-    nothing; to stop the ranks it then broadcasts, and waits for, one number per micro-batch.
-    `callbacks.steps` does this work.
+    - Lightning's SIGTERM handler calls a collective inside the signal handler, exits with code 0
+      and saves nothing. To stop the ranks Lightning then broadcasts, and waits for, one number per
+      micro-batch. `callbacks.steps` does this work.
+    - `fit(ckpt_path=None)` looks for files that another run may have left: `hpc_ckpt_<n>.ckpt` in
+      default_root_dir under SLURM, and the file of an OnExceptionCheckpoint. A path that counts as
+      set by the user ends the search; `use_checkpoint` sets it, also to None.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    use_checkpoint(trainer, None)
     return trainer
+
+
+def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
+    """Set the one checkpoint from which fit, validate and test start; None for initial weights."""
+    trainer.ckpt_path = path
+    trainer._checkpoint_connector._user_managed = True
 
 
 def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
@@ -169,19 +181,25 @@ def start_epoch_anew(trainer: pl.Trainer) -> None:
         trainer.fit_loop.epoch_loop.restarting = False
 
 
-@contextmanager
-def refusals_in_one_line() -> Generator[None, None, None]:
-    """What Lightning refuses as misconfigured is a ConfigError here: one line, exit code 2.
+# RuntimeErrors by which Lightning refuses a configuration: EarlyStopping waits for a metric that is
+# never logged, or the states of two callbacks would overwrite each other in a checkpoint.
+REFUSALS = ("Early stopping conditioned", "Found more than one stateful callback")
 
-    A metric that EarlyStopping waits for and nobody logs is a RuntimeError of Lightning's.
+
+@contextmanager
+def refusals_in_one_line(key: str = "trainer") -> Generator[None, None, None]:
+    """Turn what Lightning refuses as misconfigured into a ConfigError: one line, exit code 2.
+
+    Args:
+        key: Option that the line names.
     """
     try:
         yield
     except (MisconfigurationException, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        if isinstance(error, RuntimeError) and not said.startswith("Early stopping conditioned"):
+        message = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and not message.startswith(REFUSALS):
             raise
-        raise ConfigError.of("trainer", None, said) from error
+        raise ConfigError.of(key, None, message) from error
 
 
 def quiet() -> None:

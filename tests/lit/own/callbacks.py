@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder
 
 SEEN = "seen.jsonl"
 
@@ -104,3 +105,19 @@ class Signals(Callback):
         if trainer.global_step == self.step and not self.sent:
             self.sent = True
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fails(Callback):
+    """Raises an exception at step 3."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            raise RuntimeError("step 3")
+
+
+class MyFinder(BatchSizeFinder):
+    """A subclass of a callback that a run cannot have."""
+
+
+def make_finder():
+    return BatchSizeFinder(max_trials=2)

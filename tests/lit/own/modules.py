@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
@@ -46,6 +47,13 @@ class Returns(LanguageModel):
         return None if once or self.kind == "none" else loss
 
     skipped = False
+
+
+class BringsFinder(LanguageModel):
+    """Brings a callback of its own."""
+
+    def configure_callbacks(self):
+        return [BatchSizeFinder(max_trials=2)]
 
 
 class WithPenalty(LanguageModel):

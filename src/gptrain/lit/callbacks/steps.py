@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.refused import refusal
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.shell import check_optimization
+from gptrain.parallel.fit import Unfit
 from gptrain.problems import first_line
 from gptrain.resilience.status import NonFinite, Preempted, shorten
 from gptrain.resilience.watchdog import Guard
@@ -80,7 +82,13 @@ class Steps(Callback):
         self.evaluated_step = 0  # of the checkpoint that is evaluated
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        strategy_of(trainer).check_finite = self.check_finite
+        """Refuse what only shows in a built run: callbacks that a function or the module made."""
+        strategy = strategy_of(trainer)
+        strategy.check_finite = self.check_finite
+        for callback in connected(trainer).callbacks:
+            kind = type(callback)
+            if reason := refusal(kind, strategy.info.name, bool(trainer.loggers), has_bar=True):
+                raise Unfit("callbacks", f"{kind.__name__}: {reason}")
 
     # A training's steps
 

@@ -1,0 +1,142 @@
+"""Each of Lightning's callbacks works in a run and in a resumed one, or is refused in one line."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+from lightning.pytorch import callbacks as of_lightning
+
+from tests.lit.conftest import OWN, differences
+
+LIGHTNING, CALLBACKS = "lightning.pytorch.callbacks", f"{OWN}.callbacks"
+BAR = "trainer.enable_progress_bar=true"
+TWO = ("trainer.devices=2", "strategy.timeout_s=60")
+FUNCTION = "{_target_: hydra.utils.get_method, path: %s}"
+# Name -> its options, and more words of the command.
+WORKS = {
+    "Callback": ("", ()),
+    "Checkpoint": ("", ()),
+    "DeviceStatsMonitor": ("cpu_stats: true", ()),
+    "EMAWeightAveraging": ("decay: 0.5", TWO),
+    "EarlyStopping": ("monitor: val/loss, patience: 99", TWO),
+    "LambdaCallback": (f"on_train_end: {FUNCTION % 'builtins.print'}", ()),
+    "LearningRateMonitor": ("", ()),
+    "ModelCheckpoint": ("monitor: val/loss, save_last: true", TWO),
+    "ModelSummary": ("max_depth: 2", ()),
+    "OnExceptionCheckpoint": ("dirpath: ${run_dir}/exception", ()),
+    "ProgressBar": ("", (BAR,)),
+    "RichModelSummary": ("", ()),
+    "RichProgressBar": ("", (BAR,)),
+    "TQDMProgressBar": ("refresh_rate: 2", (BAR,)),
+    "ThroughputMonitor": (f"batch_size_fn: {FUNCTION % 'builtins.len'}, window_size: 2", ()),
+    "Timer": ("duration: '00:01:00:00'", ()),
+    "WeightAveraging": ("", ()),
+}
+# Name -> its options, more words of the command, and what the line says to type instead.
+REFUSED = {
+    "BackboneFinetuning": ("", (), "a BaseFinetuning: .* requires_grad_"),
+    "BaseFinetuning": ("", (), "requires_grad_"),
+    "BasePredictionWriter": ("", (), "python -m gptrain.generate"),
+    "BatchSizeFinder": ("max_trials: 3", (), "data.batch_size=<n>"),
+    "GradientAccumulationScheduler": ("scheduling: {4: 2}", (), "accumulate_grad_batches"),
+    "LearningRateFinder": ("", (), "train.py -m optimizer.lr="),
+    "ModelPruning": ("pruning_fn: l1_unstructured", (), "torch.nn.utils.prune"),
+    "SpikeDetection": ("", (), "on_nonfinite=stop"),
+    "StochasticWeightAveraging": ("swa_lrs: 0.05", (), "WeightAveraging, or callbacks=ema"),
+}
+NOT_UNDER = {  # what works, but not with these words
+    "EMAWeightAveraging": [
+        (f"strategy={one} trainer.devices=2 model.n_layers=2",
+         f"under strategy={one}; strategies that work: single, ddp")
+        for one in ("fsdp", "tensor_parallel", "pipeline")
+    ],
+    "OnExceptionCheckpoint": [("trainer.devices=2", "checkpoint.every_n_steps")],
+    "LearningRateMonitor": [("logger=none", "try: logger=csv")],
+    "RichProgressBar": [
+        ("trainer.enable_progress_bar=false", "enable_progress_bar=true"),
+        (f"+callbacks.two._target_={LIGHTNING}.TQDMProgressBar {BAR}", "a second progress bar"),
+    ],
+}  # fmt: skip
+
+
+def named(name: str, options: str = "", key: str = "mine") -> str:
+    target = name if "." in name else f"{LIGHTNING}.{name}"
+    options = f", {options}" if options else ""
+    return f"+callbacks.{key}={{_target_: {target}{options}}}"
+
+
+def test_every_callback_of_lightning_is_known_to_work_or_to_be_refused():
+    assert {*WORKS} | {*REFUSED} == {*of_lightning.__all__}
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_it_works_in_a_run_and_in_a_resumed_one(fit, name):
+    pytest.importorskip("rich" if "Rich" in name else "psutil")
+    options, more = WORKS[name]
+    words = (named(name, options), *more, "trainer.val_check_interval=1", "checkpoint.keep=9")
+    assert fit(*words, "trainer.max_steps=2").steps() == [1, 2]
+    resumed = fit(*words, "trainer.max_steps=3", "ckpt_path=last")
+    assert resumed.steps() == [1, 2, 3] and len(resumed.rows) >= 3
+    assert "fit(ckpt_path=" not in resumed.out  # no checkpoint of Lightning's own choice
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_one_line_with_what_to_type_instead(fit, name):
+    options, words, hint = REFUSED[name]
+    run = fit(named(name, options), *words, code=2)
+    assert f"callbacks.mine._target_={LIGHTNING}.{name}: " in run.errors[0]
+    assert len(run.errors) == 1 and not run.folder.exists()
+    assert re.search(hint, run.errors[0]), run.errors
+
+
+@pytest.mark.parametrize(
+    "name, words, hint", [(name, *case) for name, cases in NOT_UNDER.items() for case in cases]
+)
+def test_it_is_refused_where_the_rest_of_the_run_does_not_allow_it(fit, name, words, hint):
+    run = fit(named(name, *WORKS[name][:1]), *words.split(), code=2)
+    assert hint in run.errors[0] and not run.folder.exists()
+
+
+def test_two_callbacks_of_one_state_are_refused_in_one_line(fit):
+    early = [named("EarlyStopping", "monitor: val/loss", key) for key in ("a", "b")]
+    assert "more than one stateful callback" in fit(*early, code=2).errors[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [named(f"{CALLBACKS}.MyFinder")],
+        [named(f"{CALLBACKS}.make_finder")],
+        [f"module._target_={OWN}.modules.BringsFinder"],
+    ],
+)
+def test_a_refused_callback_is_found_in_a_subclass_a_function_and_a_module(fit, words):
+    run = fit(*words, code=2)
+    assert "BatchSizeFinder: " in run.errors[0] and "data.batch_size=<n>" in run.errors[0]
+
+
+def test_fast_dev_run_takes_callbacks_that_log(fit):
+    fit(named("LearningRateMonitor"), "trainer.fast_dev_run=true")
+
+
+def test_a_run_starts_from_no_file_that_it_was_not_told_of(fit, tmp_path, monkeypatch):
+    """Another run's file in an OnExceptionCheckpoint's folder, and one of SLURM's name."""
+    left = tmp_path / "left"
+    words = (named("OnExceptionCheckpoint", f"dirpath: {left}"), "scheduler=constant")
+    fit(*words, f"+callbacks.fails._target_={CALLBACKS}.Fails", code=70)
+    assert torch.load(left / "on_exception.ckpt", weights_only=True)["global_step"] == 3
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # by which Lightning knows SLURM
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    new = ("optimizer.lr=1e-2", "seed=7")
+    folder = tmp_path / "new"
+    folder.mkdir()
+    shutil.copy(left / "on_exception.ckpt", folder / "hpc_ckpt_3.ckpt")
+    run, alone = fit(*words, *new, name="new"), fit("scheduler=constant", *new, name="alone")
+    assert len(run.rows) == 6 and run.column("lr") == [1e-2] * 6
+    assert not differences(run.state(6)["state_dict"], alone.state(6)["state_dict"])
+    for task in ("validate", "test"):
+        tested = fit(*words, *new, f"task={task}", name=task)
+        assert f"{task} done" in tested.out and "the weights that it began with" in tested.out
