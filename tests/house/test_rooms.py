@@ -172,8 +172,20 @@ def test_nothing_but_the_house_shows_at_the_top():
     assert shown == files | {"conf", "src", "tests", "outputs"}
 
 
+def count_code_lines(path: Path) -> int:
+    """Count the lines of a file that are neither docstring nor comment nor blank."""
+    text = path.read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            docstrings |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    lines = (line.strip() for n, line in enumerate(text.splitlines(), 1) if n not in docstrings)
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
 def test_the_house_fits_in_the_head():
-    lines = sum(len(path.read_text().splitlines()) for path in modules())
-    assert lines <= 19_470, f"src/gptrain has {lines} lines"  # may fall; 14,500 is the goal
+    lines = sum(map(count_code_lines, modules()))
+    assert lines <= 13_800, f"src/gptrain has {lines} lines of code"  # may fall
     long = [path for path in modules() if len(path.read_text().splitlines()) > 350]
     assert not long, long
