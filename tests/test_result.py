@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import socket
 import subprocess
@@ -44,6 +46,52 @@ def test_a_run_says_why_it_ended(train, words, reason, detail):
     assert re.fullmatch(detail, ended["detail"])
     (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
     assert line.endswith(f" · {reason}, {ended['detail']}")
+
+
+HELD = 300_000_000
+SLOW_YAML = f"""
+batch_size: 4
+global_batch_size: null
+seq_len: 17
+num_workers: 0
+train: {{_target_: slow_data.Slow, hold_bytes: {HELD}}}
+val: {{_target_: slow_data.Slow}}
+"""
+SLOW = """
+import time
+import torch
+
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, hold_bytes=0):
+        self.held = torch.ones(hold_bytes, dtype=torch.uint8)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.full((16,), index), torch.full((16,), index)
+"""
+
+
+def test_a_run_that_waits_for_its_data_says_so_and_what_it_held(train, tmp_path, monkeypatch):
+    """Four samples take 0.2 s, a step of this net some milliseconds."""
+    (tmp_path / "slow_data.py").write_text(SLOW)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "slow.yaml").write_text(SLOW_YAML)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = train("--config-dir", str(tmp_path), "data=slow", "logger=none")
+    made = result(run)
+    (line,) = (line for line in run.out.splitlines() if line.startswith("result "))
+    (share,) = re.findall(r" · (\d+) % of the time waited for data; try data.num_workers=2 ·", line)
+    assert 50 < int(share) <= 100
+    assert made["peak_memory_bytes"] > HELD
+    assert f" · peak memory {made['peak_memory_bytes'] / 2**30:.2f} GiB · " in line
+    if os.access("/proc/self/clear_refs", os.W_OK):  # the next run in this process begins anew
+        gc.collect()
+        after = result(train("logger=none", name="fast"))["peak_memory_bytes"]
+        assert after < made["peak_memory_bytes"] - HELD / 2
 
 
 def test_an_evaluation_says_of_which_checkpoint_it_is(train):

@@ -112,6 +112,8 @@ def test_a_profile_of_every_rank_lies_in_the_run_folder(train, profiler):
     words = ("trainer.max_steps=6", "trainer.devices=2", "trainer.limit_val_batches=0")
     run = train(f"profiler={profiler}", *words)
     assert run.code == 0, run.err
+    (line,) = [line for line in run.out.splitlines() if line.startswith("result ")]
+    assert f" · profile {run.folder}/fit-profile-0.txt" in line and " a rank" in line
     for rank in (0, 1):
         (table,) = run.folder.glob(f"fit-profile-{rank}.txt")
         assert "training_step" in table.read_text() and "backward" in table.read_text()

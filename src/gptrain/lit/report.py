@@ -1,6 +1,8 @@
 """What a run tells a person: five lines at the start, a few at the end; and result.json."""
 
+import glob
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +16,14 @@ from omegaconf import OmegaConf
 from gptrain import shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.steps import STEP, Steps
-from gptrain.lit.lightning import connected, data_of
+from gptrain.lit.callbacks.vote import gather
+from gptrain.lit.lightning import connected, data_of, strategy_of
+from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
 from gptrain.resilience import fileops
 from gptrain.resilience.status import RESULT_NAME, to_json, write_result
 
 log = logging.getLogger(__name__)
+LONGEST_WAIT = 0.1  # of the time of training, for data: above it is named as the cause of slowness
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Report:
     planned: dict[str, Any] | None
     outside: Sequence[str]
     start_s: float = 0.0
+    start_time_s: float = 0.0
 
     @property
     def run_dir(self) -> Path:
@@ -48,6 +54,8 @@ class Report:
     def start(self, trainer: pl.Trainer) -> None:
         """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
         self.start_s = time.perf_counter()
+        self.start_time_s = time.time()
+        reset_peak_memory(strategy_of(trainer).root_device)
         if trainer.is_global_zero:
             if self.hyper_parameters["print_config"]:
                 config = {k: v for k, v in self.hyper_parameters.items() if k != "typed"}
@@ -63,6 +71,7 @@ class Report:
         """Prints the result and what to type next, and writes result.json; returns the metrics."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics.pop(STEP, None)
+        peak_bytes = max(gather(peak_memory_bytes(strategy_of(trainer).root_device)))
         if not trainer.is_global_zero:
             return metrics
         seconds = time.perf_counter() - self.start_s
@@ -85,6 +94,7 @@ class Report:
                 seconds=seconds,
                 checkpoint=best,
                 ended=ended,
+                peak_memory_bytes=peak_bytes,
                 **self.facts,
             )
         parts = []
@@ -99,6 +109,13 @@ class Report:
             parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         if "perf/mfu" in metrics:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps.speed.peak}")
+        if first is not None and (slow := waiting_line(trainer, steps.speed)):
+            parts.append(slow)
+        each = " a rank" if trainer.world_size > 1 else ""
+        parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{each}")
+        if files := profile_files(trainer, self.start_time_s):
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            parts.append(f"profile {files[0]}{more}")
         parts.append(", ".join(ended.values()))
         log.info("%-9s %s", "result", " · ".join(parts))
         log.info("%-9s %s", "next", self._next(trainer, best))
@@ -110,6 +127,33 @@ class Report:
         words = [shell.override("from_run", self.run_dir), "task=test", *self.outside]
         shown = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))
         return f"{shell.train_command(*words)} · {shown}" if best else shown
+
+
+def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
+    """Return what to try where training waited for data too long, else an empty text."""
+    waited = speed.waited_s / speed.trained_s if speed.trained_s else 0.0
+    if waited <= LONGEST_WAIT:
+        return ""
+    n_workers, n_cpus = connected(trainer).train_dataloader.num_workers, os.cpu_count() or 1
+    line = f"{100 * waited:.0f} % of the time waited for data"
+    if n_workers >= n_cpus:
+        return f"{line} of data.num_workers={n_workers}, on {n_cpus} CPUs"
+    return f"{line}; try data.num_workers={2 * n_workers or 2}"
+
+
+def profile_files(trainer: pl.Trainer, since_s: float) -> list[Path]:
+    """Return the files that the run's profiler has written, its report before its traces.
+
+    Args:
+        since_s: Time at which the run started: older files are of another run.
+    """
+    profiler = connected(trainer).profiler
+    folder, name = getattr(profiler, "dirpath", None), getattr(profiler, "filename", None)
+    if not folder or not name:
+        return []
+    found = Path(folder).glob(f"*{glob.escape(name)}*")
+    new = [path for path in found if path.stat().st_mtime >= since_s]
+    return sorted(new, key=lambda path: (path.suffix != ".txt", path.name))
 
 
 def find_callback(trainer: pl.Trainer, kind: type[pl.Callback]) -> Any:

@@ -15,16 +15,20 @@ LINES_IN_A_FILE = 20  # of an epoch, where the output is no terminal
 
 
 class ProgressBar(TQDMProgressBar):
-    """Redrawn at every micro-batch in a terminal; elsewhere no bar, but twenty lines an epoch.
+    """A bar that is redrawn at every micro-batch in a terminal; elsewhere lines.
+
+    Of an epoch at most twenty lines are printed, and only where a value was logged since the last.
 
     Attributes:
         logged: name -> what is shown of the last step that was logged; a loss that is still a
             tensor is read from its device once.
+        printed: Values of the last line in a file.
     """
 
     def __init__(self):
         self.in_terminal = sys.stdout.isatty()
         self.logged: dict[str, Any] = {}
+        self.printed: dict[str, Any] = {}
         super().__init__(refresh_rate=1)
         if not self.in_terminal:
             self.disable()
@@ -51,8 +55,11 @@ class ProgressBar(TQDMProgressBar):
             return
         n_done, total = batch_idx + 1, self.total_train_batches
         if n_done == total or n_done % max(1, total // LINES_IN_A_FILE) == 0:
-            shown = self.get_metrics(trainer, pl_module).items()
-            words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown)]
+            shown = self.get_metrics(trainer, pl_module)
+            if shown == self.printed:  # nothing was logged since: the line would say nothing new
+                return
+            self.printed = shown
+            words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown.items())]
             log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
 
     def end_line(self) -> None:
