@@ -1,0 +1,58 @@
+"""The mutation campaign finds what the tests of a small package do not notice."""
+
+from tests.mutants.__main__ import Records, record, try_mutant
+from tests.mutants.plant import find_mutants
+
+MODULE = """
+def is_adult(age):
+    return age >= 18
+
+
+def double(number):
+    return 2 * number
+
+
+def never_run():
+    return 1
+"""
+TESTS = """
+import multiprocessing
+
+from gptrain.small import double, is_adult
+
+
+def test_the_boundary_itself_is_not_looked_at():
+    assert is_adult(30) and not is_adult(17)
+
+
+def check():
+    assert double(3) == 6
+
+
+def test_a_line_that_only_a_forked_process_runs():
+    process = multiprocessing.get_context("fork").Process(target=check)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
+
+
+def test_mutants_are_caught_by_tests_of_their_line_or_survive(tmp_path):
+    checkout, path = tmp_path / "checkout", "src/gptrain/small.py"
+    for folder in ("src/gptrain", "tests"):
+        (checkout / folder).mkdir(parents=True)
+    (checkout / "src/gptrain/__init__.py").touch()
+    (checkout / path).write_text(MODULE)
+    (checkout / "tests/test_small.py").write_text(TESTS)
+    record("tests/test_small.py", checkout, tmp_path / "records")
+    records = Records(tmp_path / "records")
+    verdicts = {
+        mutant.plant(checkout)[1].partition("\n")[2]: try_mutant(mutant, checkout, records)
+        for mutant in find_mutants(checkout, path)
+    }
+    caught = {planted for planted, verdict in verdicts.items() if verdict.startswith("caught")}
+    assert caught == {"+    return 3 * number"}
+    assert "forked" in verdicts["+    return 3 * number"]
+    survivors = {"+    return age > 18", "+    return age >= 19", "+    return 2"}
+    assert verdicts.keys() - caught == survivors
+    assert (checkout / path).read_text() == MODULE
