@@ -31,6 +31,7 @@ from gptrain.assemble.parts import (
     first_batches,
     module_class,
     plan_lengths,
+    tokens_to_compare,
 )
 from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
@@ -134,7 +135,8 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
     checkpoint = None if start is None else Path(start)
-    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), dims.data)
+    sample = train[0]
+    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
     check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
     if checkpoint is not None and cfg.task == "fit":
         lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])
@@ -149,6 +151,9 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=resolve_precision(cfg, machine),
             n_nodes=machine.n_nodes,
+            sample=tokens_to_compare(
+                cfg, strategy_name(cfg.strategy.name, dims.world_size), sample
+            ),
         )
     if checkpoint is None and cfg.init_from is not None:
         start_from(cfg, net, strategy.parallel.stages)

@@ -85,8 +85,7 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     Raises: ConfigError where it has tokens that the net has no embedding for. On a GPU the first
         step would end in an assertion of the device that names nothing.
     """
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    sequences = [one for one in tensors if one.ndim and not one.is_floating_point()]
+    sequences = integer_tensors(sample)
     if not sequences:
         return 1
     vocab_size, highest = cfg.model.get("vocab_size"), int(max(one.max() for one in sequences))
@@ -95,6 +94,23 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
         attempt = f"model.vocab_size={highest + 1} or above"
         raise ConfigError.of("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)
     return len(sequences[0])
+
+
+def integer_tensors(sample: Any) -> list[Tensor]:
+    """Return the tensors of a sample that may hold tokens, in their order."""
+    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
+    return [one for one in tensors if one.ndim and not one.is_floating_point()]
+
+
+def tokens_to_compare(cfg: DictConfig, strategy: str, sample: Any) -> Tensor | None:
+    """Return the tokens (T,) on which a net is compared with its plain form, see build_strategy.
+
+    Returns:
+        None for a module that computes its loss itself, or a sample that has no sequence of tokens.
+    """
+    sequences = [one for one in integer_tensors(sample) if one.ndim == 1 and len(one)]
+    is_ours = issubclass(module_class(cfg, strategy), LanguageModel)
+    return sequences[0] if is_ours and sequences else None
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:

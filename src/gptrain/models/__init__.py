@@ -14,7 +14,8 @@ more, and what a net lacks is named in the error of the strategy that needs it:
 `embed(tokens) -> (B, T, D)` and `norm`, with `forward == head(norm(blocks(embed)))`
     pipeline parallelism
 `tensor_plan: ClassVar[dict[str, str]]`, pattern of a submodule's name -> role, and `n_heads`
-    tensor parallelism
+    tensor parallelism. q, k and v are layers of their own, and attention reads the number of heads
+    off their width: `q(x).unflatten(-1, (-1, d_head))`. A rank has only some of the heads.
 `init_parameter(name, tensor)`
     construction on the meta device, one parameter at a time
 `to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`
@@ -23,6 +24,10 @@ more, and what a net lacks is named in the error of the strategy that needs it:
     generation that computes each position once; with a cache, tokens are the new positions only
 `vocab_size`, `max_seq_len`
     a check against the data before anything starts
+
+A net of another class than those below, a subclass of one included, is compared at the start of a
+run with the same net on one device: logits and gradients of a small batch (parallel/comparison.py).
+A difference ends the run with one line that names the module that differs first.
 
 Roles of `tensor_plan` (names match by `fnmatch`):
 `colwise` splits a linear layer's outputs, `rowwise` its inputs and sums the partial results,

@@ -11,6 +11,7 @@ order in which they are applied, inside `slices.make_net_on`:
 dims        the table of strategies, and how many ranks each axis takes; no torch
 mesh        ranks: process group, axes       fit         what an option needs of a net
 whole, ddp, diloco, sharded (fsdp, tensor), pipeline    the strategies
+comparison  a user's net as a strategy runs it, against the plain one
 activation  what is kept for the backward pass, and compile
 gradients   sums over ranks, clipping        slices      whole tensors and their slices
 state       checkpoints from and into any strategy

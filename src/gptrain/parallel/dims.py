@@ -19,6 +19,7 @@ class Strategy:
         made: `module:class` of the object that partitions and trains the net (`whole.Whole`).
         check: `module:function` that raises Unfit for (net, options, dims) that do not go together.
         is_exact: it trains what one process trains, to rounding.
+        contract: What it asks of the code of a net, for the message where a net breaks it.
     """
 
     axes: tuple[str, ...]
@@ -26,11 +27,23 @@ class Strategy:
     made: str
     check: str = ""
     is_exact: bool = True
+    contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
 
 
 _HERE = "gptrain.parallel"
-_PIPELINE = f"{_HERE}.pipeline:Pipeline", f"{_HERE}.pipeline:check_pipeline"
-_TENSOR = f"{_HERE}.sharded:TensorParallel", f"{_HERE}.tensor:check_tensor_parallel"
+_PIPELINE: dict[str, Any] = {
+    "made": f"{_HERE}.pipeline:Pipeline",
+    "check": f"{_HERE}.pipeline:check_pipeline",
+    "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
+    "called with the activations alone",
+}
+_TENSOR: dict[str, Any] = {
+    "made": f"{_HERE}.sharded:TensorParallel",
+    "check": f"{_HERE}.tensor:check_tensor_parallel",
+    "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
+    "each a layer of its own, in tensor_plan every parameter that works on a slice of the "
+    "sequence, and forward(tokens) == head(hidden(tokens))",
+}
 _STAGES = ("embed", "blocks", "norm", "head")
 _HEADS = ("tensor_plan", "n_heads", "head")
 # To remove a strategy: its row here, its conf/strategy/*.yaml, its class.
@@ -38,10 +51,10 @@ STRATEGIES = {
     "single": Strategy((), (), f"{_HERE}.whole:Whole"),
     "ddp": Strategy((DATA,), (), f"{_HERE}.ddp:Replicated"),
     "fsdp": Strategy((DATA,), ("blocks",), f"{_HERE}.sharded:Sharded"),
-    "tensor_parallel": Strategy((TENSOR,), _HEADS, *_TENSOR),
-    "fsdp_tensor_parallel": Strategy((DATA, TENSOR), ("blocks", *_HEADS), *_TENSOR),
-    "pipeline": Strategy((PIPELINE,), _STAGES, *_PIPELINE),
-    "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, *_PIPELINE),
+    "tensor_parallel": Strategy((TENSOR,), _HEADS, **_TENSOR),
+    "fsdp_tensor_parallel": Strategy((DATA, TENSOR), ("blocks", *_HEADS), **_TENSOR),
+    "pipeline": Strategy((PIPELINE,), _STAGES, **_PIPELINE),
+    "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, **_PIPELINE),
     "diloco": Strategy((DATA,), (), f"{_HERE}.diloco:DiLoCo", is_exact=False),
 }
 ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)

@@ -54,19 +54,19 @@ class Pipeline(Whole):
         self.rank, self.last = axis.get_local_rank(), axis.size() - 1
         self.microbatches = count_microbatches(self.options.microbatches, axis.size())
         self.replicas = mesh["data"] if self.dims.data > 1 else None
-        self.ends = mesh.mesh[[0, -1], :, 0].T.tolist()  # ranks, of every pipeline
-        self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
+        self.n_stages = axis.size() * STAGES_PER_RANK[self.schedule]
+        self.indices = range(self.rank, self.n_stages, axis.size())
+        if self.last:  # all ranks make the groups of all pipelines
+            ends = mesh.mesh[[0, -1], :, 0].T.tolist()
+            self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
         self._loss: Loss  # of the pass that is run
         self._checks_scale = True
 
     def split(self, net: Net) -> None:
         """Leaves in net what this rank's stages hold."""
-        self.net, n_ranks = net, self.last + 1
-        self.n_blocks, self.n_stages = len(net.blocks), n_ranks * STAGES_PER_RANK[self.schedule]
-        self.indices = range(self.rank, self.n_stages, n_ranks)
+        self.net, self.n_blocks = net, len(net.blocks)
+        self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
-        if self.stages.aliases:  # all ranks make all groups
-            self.ends_group, _ = dist.new_subgroups_by_enumeration(self.ends)
         keep_stages(net, self.indices, self.n_stages)
         net.forward = net.hidden = _refuse
 

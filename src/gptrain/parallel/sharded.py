@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -98,6 +99,10 @@ class TensorParallel(Sharded):
 
     chunked_loss = staticmethod(vocab_parallel_loss)  # alike on the ranks of a tensor group
 
+    @property
+    def slice_group(self) -> dist.ProcessGroup:
+        return self.mesh["tensor"].get_group()
+
     def split(self, net: Net) -> None:
         apply_tensor_parallel(net, self.mesh)
 
@@ -108,7 +113,7 @@ class TensorParallel(Sharded):
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
-        sum_gradients(self.partial, self.mesh["tensor"].get_group())
+        sum_gradients(self.partial, self.slice_group)
 
 
 def _axis_free_of_tensor(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:

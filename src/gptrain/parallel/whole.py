@@ -53,6 +53,8 @@ class Whole:
         partitions: ranks hold different parts of the net, so that its saves may be sharded.
         by_stages: a schedule runs the stages of a pipeline: no rank can run the net, not even with
             the others' help, and `mean_loss` forms the gradients too.
+        n_stages: Number of stages of a pipeline.
+        microbatches: Number of equal parts into which a training batch is divided.
         stages: what a state must know of a pipeline.
     """
 
@@ -72,12 +74,18 @@ class Whole:
     elsewhere: Set[nn.Parameter] = frozenset()
 
     partitions = by_stages = False
+    n_stages = microbatches = 1
     stages = state.WHOLE
     # Of hidden states (B, T, D) under a head's weight (V, D).
     chunked_loss = staticmethod(chunked_next_token_loss)
 
     def __post_init__(self) -> None:
         """Makes the groups of ranks; here there are none."""
+
+    @property
+    def slice_group(self) -> dist.ProcessGroup | None:
+        """Ranks of which each holds a slice of a module's output; None if each has all of it."""
+        return None
 
     # Partitioning, while the net is made
 

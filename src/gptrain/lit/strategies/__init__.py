@@ -1,11 +1,12 @@
 """Lightning's side of the strategies, one shell; the work itself is done by gptrain.parallel."""
 
 from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gptrain.lit.perf import count_matrix_weights
@@ -18,9 +19,11 @@ from gptrain.lit.strategies.shell import (
     StrategyInfo,
 )
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
+from gptrain.parallel.comparison import Comparison, needs_comparison
 from gptrain.parallel.dims import STRATEGIES, ParallelDims, strategy_name
 from gptrain.parallel.slices import make_net_on, make_to_look_at
 from gptrain.parallel.whole import Whole
+from gptrain.resilience import rng
 
 __all__ = ["NetStrategy", "build_strategy"]
 
@@ -35,6 +38,7 @@ def build_strategy(
     activation_checkpointing: str = "none",
     precision: str = "32-true",
     n_nodes: int = 1,
+    sample: Tensor | None = None,
 ) -> tuple[nn.Module, NetStrategy]:
     """The net as this rank holds it, with the weights of a single process, and its strategy.
 
@@ -44,6 +48,11 @@ def build_strategy(
         make_net: draws the net's seed from torch's CPU generator.
         options: the `strategy` group.
         precision: Lightning's name.
+        sample: Tokens (T,) on which a net that is not the library's own is compared with its plain
+            form, before it is made. None compares nothing.
+
+    Raises:
+        Unfit: If the strategy would train another function than the net's.
     """
     name = strategy_name(options.name, dims.world_size)
     with torch.random.fork_rng(devices=[]):
@@ -53,13 +62,25 @@ def build_strategy(
         parallel = made(options, dims, device, precision, n_nodes)
 
     @unset_fake_temporarily()
-    def partition(net: Any) -> None:
+    def partition(net: Any, parallel: Whole = parallel, compile: str = compile) -> None:
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
         parallel.shard(net)
 
     place = "cpu" if options.get("cpu_offload") else device
+    if sample is not None and needs_comparison(whole, parallel, activation_checkpointing):
+        before = rng.capture()
+
+        def make_again() -> nn.Module:
+            rng.restore(before)
+            return make_net()
+
+        try:
+            eager = partial(partition, compile="none")
+            Comparison(make_again, eager, parallel, place, *contract_of(name, whole)).check(sample)
+        finally:
+            rng.restore(before)
     net = make_net_on(place, make_net, partition)
     if name == "single":
         strategy: NetStrategy = SingleDevice(parallel, device)
@@ -71,3 +92,17 @@ def build_strategy(
     n_matrix_weights = count_matrix_weights(whole)
     strategy.info = StrategyInfo(name, type(whole).__name__, n_parameters, n_matrix_weights)
     return net, strategy
+
+
+def contract_of(name: str, net: nn.Module) -> tuple[str, str]:
+    """Return the key and the end of the message for a net that breaks a strategy's contract."""
+    row = STRATEGIES[name]
+    contract = f"{row.contract} (see gptrain.models)"
+    if not row.check:  # it runs any net; the net contradicts itself
+        return "model._target_", contract
+    others = [
+        other
+        for other, it in STRATEGIES.items()
+        if not it.check and all(hasattr(net, need) for need in it.needs)
+    ]
+    return "strategy.name", f"{contract}; strategies that work without: {', '.join(others)}"

@@ -1,0 +1,228 @@
+"""Nets of a user's own with the whole contract, and nets that break it in one place each."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gptrain.models import SimpleGPT
+
+
+class Attention(nn.Module):
+    """Causal attention that reads the number of heads off the width of q, k and v."""
+
+    def __init__(self, width, n_heads):
+        super().__init__()
+        self.n_heads, self.head_width = n_heads, width // n_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x, mask=None):
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head_width)) for part in (self.q, self.k, self.v)
+        )
+        return self.out(attend(q, k, v, mask))
+
+
+class CountedHeads(Attention):
+    """The usual code: the number of heads is kept on the module."""
+
+    def forward(self, x, mask=None):
+        B, T, _ = x.shape
+        q, k, v = (part(x).view(B, T, self.n_heads, -1) for part in (self.q, self.k, self.v))
+        return self.out(attend(q, k, v, mask))
+
+
+class CountedWidth(Attention):
+    """Another usual code, in which a number of heads does not fit the shape of a shard."""
+
+    def forward(self, x, mask=None):
+        B, T, _ = x.shape
+        shape = (B, T, self.n_heads, self.head_width)
+        q, k, v = (part(x).view(shape) for part in (self.q, self.k, self.v))
+        return self.out(attend(q, k, v, mask))
+
+
+class FusedProjection(Attention):
+    """q, k and v are one layer."""
+
+    def __init__(self, width, n_heads):
+        super().__init__(width, n_heads)
+        del self.q, self.k, self.v
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x, mask=None):
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in parts)
+        return self.out(attend(q, k, v, mask))
+
+
+def attend(q, k, v, mask):
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, K)
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    return y.transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, width, n_heads, attention, dropout):
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = attention(width, n_heads)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x, mask=None):
+        x = x + self.drop(self.attention(self.norm_1(x), mask))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)))))
+
+
+class OnlyChain(nn.Module):
+    """A net that keeps every rule and has no `hidden`; its head starts with zeros."""
+
+    attention: ClassVar[type] = Attention
+    tensor_plan: ClassVar[dict] = {
+        "embedding": "vocab_embedding",
+        "blocks.*.norm_[12]": "sequence",
+        "blocks.*.attention.[qkv]": "colwise",
+        "blocks.*.attention.qkv": "colwise",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "norm": "sequence",
+        "head": "vocab_head",
+    }
+
+    def __init__(self, vocab_size=61, width=32, n_heads=4, n_layers=2, dropout=0.1):
+        super().__init__()
+        self.n_heads = n_heads
+        self.embedding = nn.Embedding(vocab_size, width)
+        layers = (Block(width, n_heads, self.attention, dropout) for _ in range(n_layers))
+        self.blocks, self.norm = nn.ModuleList(layers), nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.register_buffer("scale", torch.tensor(2.0))
+        nn.init.zeros_(self.head.weight)
+
+    def embed(self, tokens):
+        return self.embedding(tokens)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class OwnNet(OnlyChain):
+    """The loss is taken from `hidden` and the head."""
+
+    def hidden(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+class CountsHeads(OwnNet):
+    attention = CountedHeads
+
+
+class CountsWidth(OwnNet):
+    attention = CountedWidth
+
+
+class Fused(OwnNet):
+    attention = FusedProjection
+
+
+class HalfLogits(OwnNet):
+    def forward(self, tokens):
+        return 0.5 * super().forward(tokens)
+
+
+class SoftCapped(OnlyChain):
+    def forward(self, tokens):
+        return 3 * torch.tanh(super().forward(tokens) / 3)
+
+
+class ScaledEmbedding(OnlyChain):
+    def forward(self, tokens):
+        x = self.scale * self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class ResidualOfEmbedding(OnlyChain):
+    def forward(self, tokens):
+        first = x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + first))
+
+
+class ExtraBias(OnlyChain):
+    def __init__(self, vocab_size=61, **sizes):
+        super().__init__(vocab_size, **sizes)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.bias
+
+
+class MaskOfTokens(OnlyChain):
+    """Positions of one token are hidden from the others."""
+
+    def forward(self, tokens):
+        n_tokens = tokens.shape[1]
+        mask = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=tokens.device).tril()
+        is_seen = (tokens % 5 > 0)[:, None, None] | torch.eye(n_tokens, dtype=torch.bool)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask & is_seen)
+        return self.head(self.norm(x))
+
+
+class ScaledBlock(Block):
+    """Its scale works on a slice of the sequence, so its gradient is a part of the sum."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, mask=None):
+        gain = getattr(self.gain, "to_local", lambda: self.gain)()
+        return gain * super().forward(x, mask)
+
+
+class UnplannedScale(OwnNet):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        width = self.norm.normalized_shape[0]
+        self.blocks[1] = ScaledBlock(width, self.n_heads, Attention, 0.1)
+
+
+class StrictBlock(Block):
+    def forward(self, x, mask):
+        return super().forward(x, mask)
+
+
+class NeedsMask(OnlyChain):
+    """Its blocks cannot be called with the activations alone."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        width = self.norm.normalized_shape[0]
+        self.blocks[1] = StrictBlock(width, self.n_heads, Attention, 0.1)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, None)
+        return self.head(self.norm(x))
+
+
+class CappedGPT(SimpleGPT):
+    """A subclass of a net of ours with a forward of its own."""
+
+    def forward(self, tokens, cache=None):
+        return 2 * torch.tanh(super().forward(tokens, cache) / 2)

@@ -1,0 +1,181 @@
+"""A net that is not the library's own is compared with its plain form before the first step."""
+
+import random
+
+import numpy
+import own_nets
+import pytest
+import runs as claims
+import torch
+import torch.distributed as dist
+from kinds import CONF
+from omegaconf import OmegaConf
+from ranks import on_ranks
+
+from gptrain.lit.strategies import build_strategy
+from gptrain.models import SimpleGPT
+from gptrain.parallel.comparison import is_of_library
+from gptrain.parallel.dims import parallel_dims
+from gptrain.parallel.fit import Unfit
+
+CPU = torch.device("cpu")
+SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
+
+
+def build(name, net_class, sample=SAMPLE, **modes):
+    """Build the strategy and the net of one rank as a run does."""
+    options = OmegaConf.load(CONF / f"{name}.yaml")
+    dims = parallel_dims(options, dist.get_world_size() if dist.is_initialized() else 1)
+    torch.manual_seed(0)
+    return build_strategy(net_class, options, dims, CPU, sample=sample, **modes)
+
+
+def check_refused(name, cases):
+    """Each net is refused with a line that holds the expected piece."""
+    for net_class, piece in cases.items():
+        with pytest.raises(Unfit) as error:
+            build(name, net_class)
+        assert piece in str(error.value), (net_class.__name__, str(error.value))
+        assert "\n" not in str(error.value) and "gptrain.models" in str(error.value)
+
+
+ATTENTION = "is the first module that differs, in what it gives blocks.0.attention.out"
+OF_FORWARD = {
+    own_nets.SoftCapped: "all modules agree, and SoftCapped.forward does not",
+    own_nets.ExtraBias: "all modules agree, and ExtraBias.forward does not",
+}
+
+
+@on_ranks(2)
+def test_tensor_parallelism_takes_nets_that_keep_the_contract_and_refuses_the_others():
+    for net_class in (own_nets.OwnNet, own_nets.OnlyChain):
+        build("tensor_parallel", net_class)
+    check_refused(
+        "tensor_parallel",
+        {
+            own_nets.CountsHeads: f"blocks.0.attention (CountedHeads) {ATTENTION}",
+            own_nets.Fused: f"blocks.0.attention (FusedProjection) {ATTENTION}",
+            own_nets.CountsWidth: "cannot run this net in blocks.0.attention: RuntimeError: shape",
+            own_nets.UnplannedScale: "not the gradient of blocks.1.gain",
+            own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
+        },
+    )
+
+
+@on_ranks(2)
+def test_a_pipeline_takes_nets_that_are_the_chain_of_their_parts_and_refuses_the_others():
+    for net_class in (own_nets.OwnNet, own_nets.OnlyChain, own_nets.CountsHeads, own_nets.Fused):
+        build("pipeline", net_class)
+    check_refused(
+        "pipeline",
+        OF_FORWARD
+        | {
+            own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
+            own_nets.ScaledEmbedding: "ScaledEmbedding.forward is the first module that differs, "
+            "in what it gives blocks.0",
+            own_nets.MaskOfTokens: "MaskOfTokens.forward is the first module that differs, "
+            "in what it gives blocks.0",
+            own_nets.ResidualOfEmbedding: "ResidualOfEmbedding.forward is the first module that "
+            "differs, in what it gives norm",
+        },
+    )
+
+
+@on_ranks(2)
+def test_fsdp_and_recomputed_blocks_take_any_forward():
+    for net_class in (own_nets.OwnNet, own_nets.MaskOfTokens, own_nets.SoftCapped):
+        build("fsdp", net_class, activation_checkpointing="full", precision="bf16-mixed")
+
+
+@on_ranks(4)
+def test_strategies_of_two_axes_compare_as_well():
+    for name in ("fsdp_tensor_parallel", "ddp_pipeline"):
+        build(name, own_nets.OwnNet)
+    check_refused(
+        "fsdp_tensor_parallel",
+        {own_nets.Fused: f"blocks.0.attention (FusedProjection) {ATTENTION}"},
+    )
+    check_refused("ddp_pipeline", OF_FORWARD)
+
+
+def words_of(net_class):
+    """The words of a run that trains a net of `own_nets`."""
+    return (
+        "model=gpt_nano", f"model._target_=own_nets.{net_class.__name__}", "model.vocab_size=61",
+        "+model.width=32", "model.n_heads=4", "model.n_layers=2", "~model.d_model",
+        "~model.max_seq_len", "model.dropout=0.0", "~model.activation", "trainer.max_steps=2",
+        "trainer.val_check_interval=2", "allowed_targets=[own_nets]",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "net_class", "piece"),
+    [
+        ("tensor_parallel", own_nets.CountsHeads, "blocks.0.attention (CountedHeads) is the first"),
+        ("pipeline", own_nets.HalfLogits, "HalfLogits.forward does not; a pipeline needs forward"),
+        ("pipeline", own_nets.NeedsMask, "in blocks.1: TypeError: StrictBlock.forward() missing"),
+    ],
+)
+def test_a_run_that_would_train_another_function_ends_with_one_line(name, net_class, piece, runs):
+    """One rank alone may see the difference."""
+    run = runs(*claims.PLACES[name], model=words_of(net_class), code=2)
+    (line,) = (line for line in run.said.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: strategy.name={name}: ") and piece in line
+    assert "Traceback" not in run.said
+    assert not list((run.folder / "checkpoints").glob("step-*"))
+
+
+def test_a_net_of_ones_own_is_compared_and_trains_as_on_one_device(runs):
+    model = words_of(own_nets.OnlyChain)
+    truth, run = (runs(*claims.PLACES[name], model=model) for name in ("single", "pipeline"))
+    claims.check_losses(run, truth)
+    assert "warning" not in run.said
+
+
+def small_capped_gpt():
+    return own_nets.CappedGPT(61, 32, 4, 2, 64)
+
+
+def test_one_device_refuses_a_net_whose_loss_would_not_be_that_of_its_forward():
+    """The loss is taken from `hidden` and `head`; also for a subclass of a net of ours."""
+    build("single", own_nets.OwnNet)
+    build("single", own_nets.SoftCapped)
+    for net_class in (own_nets.HalfLogits, small_capped_gpt):
+        with pytest.raises(Unfit, match=r"all modules agree, and \w+.forward does not") as error:
+            build("single", net_class)
+        assert error.value.key == "model._target_"
+
+
+def test_the_comparison_leaves_weights_and_random_generators_as_they_were():
+    def make():
+        net = own_nets.OwnNet()
+        torch.nn.init.constant_(net.embedding.weight, random.random() + numpy.random.rand())
+        return net
+
+    found = []
+    for sample in (None, SAMPLE):
+        random.seed(3)
+        numpy.random.seed(4)
+        net, _ = build("single", make, sample)
+        numbers = torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
+        found.append(net.state_dict() | {"numbers": numbers})
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
+    assert net.training
+
+
+def test_only_nets_made_of_the_librarys_own_classes_are_not_compared():
+    sizes = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 16}
+    assert is_of_library(SimpleGPT(**sizes))
+    assert not is_of_library(own_nets.CappedGPT(**sizes))
+    changed = SimpleGPT(**sizes)
+    changed.blocks[1].mlp = torch.nn.Identity()
+    assert is_of_library(changed)
+    changed.blocks[1].mlp = own_nets.Attention(32, 4)
+    assert not is_of_library(changed)
+    hooked = SimpleGPT(**sizes)
+    hooked.norm.register_forward_hook(lambda *_: None)
+    assert not is_of_library(hooked)
+    replaced = SimpleGPT(**sizes)
+    replaced.forward = lambda tokens: 0.5 * replaced.head(replaced.hidden(tokens))
+    assert not is_of_library(replaced)
