@@ -87,6 +87,51 @@ def test_every_choice_fits_and_its_commands_find_it(project):
     assert "my_project.net.MyLSTM" in done.stdout, done.stderr
 
 
+def test_values_to_be_typed_and_choices_for_ones_own_data_are_right(project, run):
+    """`???` is left to the command line; a net may be made for one dataset, a callback for both."""
+    digits = (project / "conf" / "data" / "my_digits.yaml").read_text()
+    own = {
+        "data/typed.yaml": f"{digits}\npath: ???\nn_words: ???\nsame: ${{data.path}}\n",
+        "data/words.yaml": f"{digits}\nn_classes: 10\n",
+        "model/cnn.yaml": "_target_: my_project.net.MyLSTM\nvocab_size: ${data.n_classes}\n"
+        "d_model: 8\n",
+        "callbacks/shown.yaml": "shown: {_target_: my_project.callback.MyCallback,"
+        " every_n_steps: '${data.n_classes}', of: '${model.d_model}'}\n",
+        "data/wrong.yaml": digits.replace("batch_size: null", "batch_size: -1") + "path: ???\n",
+        "model/wrong.yaml": "_target_: my_project.net.MyLSTM\nvocab_size: ${data.nothing}\n",
+    }
+    for name, text in own.items():
+        (project / "conf" / name).write_text(text)
+    done = inside(project, sys.executable, "-m", "gptrain.adopt", "--check")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2 and len(lines) == 2, done.stdout
+    assert lines[0].startswith("conf/data/wrong.yaml: error: data.global_batch_size=-1")
+    assert lines[1].startswith("conf/model/wrong.yaml: error: ") and "data.nothing" in lines[1]
+
+
+def test_ones_own_dependencies_have_a_place_and_come_along(project, run, tmp_path):
+    pytest.importorskip("setuptools")
+    from setuptools.config.pyprojecttoml import read_configuration
+
+    (project / "requirements.txt").open("a").write("peft>=0.10\n")
+    assert run("other", "--to", f"{tmp_path}/other", cwd=project)[0] == 0
+    for folder in (project, tmp_path / "other"):
+        needed = read_configuration(folder / "pyproject.toml")["project"]["dependencies"]
+        assert "peft>=0.10" in needed and any(one.startswith("torch>=") for one in needed)
+
+
+def test_the_readme_of_a_project_names_its_own_files_and_no_command_without_them(
+    project, run, tmp_path
+):
+    mine = project / "src" / "my_project"
+    (mine / "net.py").rename(mine / "lora.py")
+    (project / "conf" / "model" / "my_lstm.yaml").rename(project / "conf" / "model" / "lora.yaml")
+    assert run("other", "--to", f"{tmp_path}/other", cwd=project)[0] == 0
+    readme = (tmp_path / "other" / "README.md").read_text()
+    assert "`lora.py`" in readme and "`net.py`" not in readme and "`conf/model`" in readme
+    assert "model=my_lstm" not in readme and "python train.py --cfg job" in readme
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_command_of_its_readme_works(project):

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from omegaconf import OmegaConf
 
 from gptrain import adopt as package
 from gptrain import shell
 from gptrain.adopt.library import IN_PROJECT, VENDORED, package_in, put, require, requirement
 from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.config.check import check_config
-from gptrain.config.compose import compose_and_explain
+from gptrain.config.compose import compose_and_explain, plain
+from gptrain.config.values import walk
 from gptrain.home import LIBRARY, VARIABLE, enter, find_project
 from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
 
 CHECK = ("-m", "gptrain.adopt", "--check")
+MISSING = "???"  # of Hydra: a value that has to be typed
+TO_BE_TYPED = "<to be typed>"  # stands for it, where the rest of a config is judged
 UNCHECKED = {"hydra", "hparams_search", "local"}  # Hydra's own keys, and this machine's
 
 
@@ -99,19 +106,61 @@ def check(conf: Path) -> int:
     """Prints what this library refuses of a project's conf/, with the file that brings it."""
     enter(conf)
     found: dict[str, str] = {}
+    general: set[str] = set()
     files = [conf / "train.yaml", *sorted(conf.glob("*/*.yaml"))]
     for file in (file for file in files if file.parent.name not in UNCHECKED):
         words = [] if file.parent == conf else [f"{file.parent.name}={file.stem}"]
-        try:
-            cfg, problems = compose_and_explain(words)
-            problems = problems or check_config(cfg).errors
-        except Exception as error:  # of train.yaml itself; whatever it is, it is a line
-            problems = [Problem("", None, " ".join(str(error).split()))]
+        problems = find_problems(words, general)
+        if not words:
+            general = {problem.line for problem in problems}  # of every choice
+        if problems and words and fits_with_another(conf, words, problems, general):
+            continue
         for problem in problems:
             found.setdefault(problem.line, f"conf/{file.relative_to(conf)}")
     lines = [f"{file}: {line}" for line, file in found.items()]
     print("\n".join(lines) or "conf/     every choice fits the library")
     return BAD_CONFIG if lines else DONE
+
+
+def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[Problem]:
+    """Return what the library refuses of the config that these words compose.
+
+    A value that conf/ leaves to the command line, `???`, is not judged.
+
+    Args:
+        general: Lines about train.yaml itself, which are left out.
+    """
+    try:
+        cfg, problems = compose_and_explain(list(words))
+        for key in [place for place, value in walk(plain(cfg)) if value == MISSING]:
+            OmegaConf.update(cfg, key, TO_BE_TYPED)
+        problems = problems or check_config(cfg).errors
+    except Exception as error:  # of train.yaml itself; whatever it is, it is a line
+        problems = [Problem("", None, " ".join(str(error).split()))]
+    is_judged = (problem for problem in problems if TO_BE_TYPED not in str(problem))
+    return [problem for problem in is_judged if problem.line not in general]
+
+
+def fits_with_another(
+    conf: Path, words: Sequence[str], problems: Sequence[Problem], general: Collection[str]
+) -> bool:
+    """Return whether these words fit together with others of the project's own choices.
+
+    A net may be made for one dataset of the project, and not for the default one. What is tried are
+    choices of the groups that the problems name.
+
+    Args:
+        problems: What is wrong with the words alone.
+    """
+    taken = {word.partition("=")[0] for word in words} | UNCHECKED | {"experiment"}
+    named = {group for one in problems for group in re.findall(r"\b(\w+)\.\w", one.line)}
+    for group in sorted(named - taken):
+        for file in sorted((conf / group).glob("*.yaml")):
+            more = [*words, f"{group}={file.stem}"]
+            rest = find_problems(more, general)
+            if not rest or fits_with_another(conf, more, rest, general):
+                return True
+    return False
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ WRITTEN = {  # file of a project -> its text in files/
     ".ci/run": "run",
     ".gitignore": "gitignore",
 }
+REQUIREMENTS = "requirements.txt"  # one's own, in a project that holds the library
+BLOCK = r"(?s)(?<=```bash\n).*?(?=```)"
+PRIVATE = {"__init__.py", "__pycache__"}
 NAME = "my_project"  # in those texts
 TEST = "tests/test_project.py"
 
@@ -46,10 +49,16 @@ def make(source: Path, to: Path, name: str, needed: str | None) -> list[Path]:
         shutil.copy2(source / path, target)
         if path.suffix in (".py", ".yaml"):
             target.write_text(renamed(target.read_text(), old, name))
-    for file, text in WRITTEN.items():
+    files = WRITTEN if needed else WRITTEN | {REQUIREMENTS: REQUIREMENTS}
+    for file, text in files.items():
         target = to / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(written((LIBRARY / "adopt" / "files" / text).read_text(), name, needed))
+    readme = to / "README.md"
+    readme.write_text(named_there(readme.read_text(), to, name))
+    if not needed and (source / REQUIREMENTS).is_file():
+        shutil.copy2(source / REQUIREMENTS, to / REQUIREMENTS)
+        copied.append(Path(REQUIREMENTS))
     (to / ".ci" / "run").chmod(0o755)
     return copied
 
@@ -91,6 +100,33 @@ def written(text: str, name: str, needed: str | None) -> str:
     text = re.sub(rf"(?m)^.*<{gone}>.*\n", "", text)
     text = re.sub(rf"(?m) *(#|<!--)? *<{kept}>( *-->)?$", "", text)
     return text.replace("<needed>", needed or "").replace(NAME, name)
+
+
+def named_there(readme: str, project: Path, name: str) -> str:
+    """Return the README with the files that the project has, and only commands that find theirs."""
+    package, conf = project / "src" / name, project / "conf"
+    parts = [path for path in sorted(package.iterdir()) if path.name not in PRIVATE]
+    folders = sorted({path.parent for path in conf.glob("*/*.yaml")})
+    shown = {
+        "<modules>": ", ".join(f"`{path.name}{'/' * path.is_dir()}`" for path in parts),
+        "<choices>": ", ".join(f"`conf/{path.name}`" for path in folders),
+    }
+    for mark, names in shown.items():
+        readme = readme.replace(mark, names)
+    return re.sub(BLOCK, lambda block: _found_commands(block[0], conf), readme)
+
+
+def _found_commands(block: str, conf: Path) -> str:
+    """Return the lines of a block of commands whose choices are in conf/ or in the library's."""
+    groups = {path.name for path in (LIBRARY / "conf").iterdir() if path.is_dir()}
+    groups |= {path.name for path in conf.iterdir() if path.is_dir()}
+    kept = []
+    for line in block.splitlines(keepends=True):
+        words = [word.partition("=") for word in line.partition("  #")[0].split()]
+        named = [Path(group, f"{choice}.yaml") for group, _, choice in words if group in groups]
+        if all((conf / path).is_file() or (LIBRARY / "conf" / path).is_file() for path in named):
+            kept.append(line)
+    return "".join(kept)
 
 
 def left_behind(source: Path, copied: Iterable[Path], is_vendored: bool) -> list[str]:
