@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 
 from tests.mutants.plant import Mutant, find_mutants
@@ -142,6 +142,8 @@ def main() -> None:
     paths = sorted(str(Path(one).resolve().relative_to(ROOT)) for one in asked.files or library)
     mutants = [mutant for path in paths for mutant in find_mutants(checkout, path)]
     random.Random(asked.seed).shuffle(mutants)
+    number = defaultdict(count)
+    mutants.sort(key=lambda one: next(number[one.path]))  # one of every file, then a second one
     mutants = mutants[: asked.n]
     verdicts = json.loads(results.read_text()) if results.exists() else {}
     for mutant in mutants:

@@ -12,6 +12,7 @@ FLIPPED = {
 }  # fmt: skip
 # A statement of these types can be removed, and no name is missing then.
 REMOVED = (ast.Raise, ast.Delete, ast.AugAssign, ast.Continue, ast.Break)
+SHOWN = 120  # characters of a line in a diff
 
 
 class Mutant(NamedTuple):
@@ -30,7 +31,7 @@ class Mutant(NamedTuple):
     line: int
 
     def plant(self, root: Path) -> tuple[str, str]:
-        """Return the file's code with the change in it, and the lines that differ as a diff.
+        """Return the file's code with the change in it, and the difference in two lines.
 
         The code is written anew by `ast.unparse`, so that comments are gone and lines move.
         """
@@ -39,8 +40,11 @@ class Mutant(NamedTuple):
         _, _, node, field, value = list(_changes(tree))[self.number]
         setattr(node, field, value)
         after = ast.unparse(tree)
-        lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0))
-        return after, "\n".join(line for line in lines[2:] if not line.startswith("@@"))
+        lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0))[3:]
+        pairs = enumerate(zip(lines[0], lines[-1], strict=False))
+        start = next(place for place, (old, new) in pairs if place and old != new)
+        start = max(1, start - SHOWN // 2)
+        return after, "\n".join(line[0] + line[start : start + SHOWN] for line in lines)
 
 
 def find_mutants(root: Path, path: str) -> list[Mutant]:
