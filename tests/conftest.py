@@ -188,10 +188,9 @@ class Finished:
 
     def state(self, step: int) -> dict:
         """The checkpoint of one step."""
-        import torch
+        from gptrain.resilience.amendment import load_state
 
-        path = self.folder / "checkpoints" / f"step-{step:08d}" / "state.ckpt"
-        return torch.load(path, weights_only=True)
+        return load_state(self.folder / "checkpoints" / f"step-{step:08d}")
 
     def cut_back(self, step: int) -> None:
         """Makes it a run that was killed some time after the checkpoint of this step."""

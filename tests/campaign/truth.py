@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from gptrain.resilience.amendment import load_state
+
 
 def record(run_dir: Path) -> dict[str, Any]:
     """Parts of the last checkpoint (weights, optimizer, schedule, random numbers of all ranks,
@@ -19,7 +21,7 @@ def record(run_dir: Path) -> dict[str, Any]:
     Raises: AssertionError if a micro-step that was done twice was not done alike.
     """
     newest = max((run_dir / "checkpoints").glob("step-????????"))
-    state = torch.load(newest / "state.ckpt", weights_only=True)
+    state = load_state(newest)
     if (newest / ".metadata").exists():
         dcp_to_torch_save(newest, run_dir / "shards.pt")
         state["shards"] = torch.load(run_dir / "shards.pt", weights_only=True)

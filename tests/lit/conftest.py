@@ -46,6 +46,11 @@ class Ended(Finished):
             return list(csv.DictReader(file))
 
     @property
+    def status(self) -> dict[str, Any]:
+        """Of status.json."""
+        return json.loads((self.folder / "status.json").read_text())
+
+    @property
     def seen(self) -> list[dict[str, Any]]:
         """What own callbacks have noted."""
         return [json.loads(line) for line in (self.folder / "seen.jsonl").read_text().splitlines()]

@@ -30,6 +30,8 @@ from own_parts import Ragged
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from gptrain.resilience.amendment import load_state
+
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]
 
@@ -115,7 +117,7 @@ class Run:
     def state(self, step: int) -> dict:
         """All values of a checkpoint: those of its file, and of its ranks' files."""
         path = self.checkpoint(step)
-        state = torch.load(path / "state.ckpt", weights_only=True)
+        state = load_state(path)
         if (path / ".metadata").exists():
             state["shards"] = read_shards(path)
         return state

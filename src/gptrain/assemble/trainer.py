@@ -189,7 +189,10 @@ def build_checkpoints(
     bytes_of_each = FP32_BYTES * (1 + states)
     changed, objective = changed_options(cfg), cfg.objective
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
-    return Checkpoints(store, facts, cfg.checkpoint, bytes_of_each, changed, objective, mirror)
+    place = guard.heartbeat.folder / "failed" if guard is not None else None
+    return Checkpoints(
+        store, facts, cfg.checkpoint, bytes_of_each, changed, objective, mirror, place
+    )
 
 
 def build_report(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gptrain.parallel.state import BESIDE, WHOLE, Stages, Unmatched, load_net_state
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
+from gptrain.resilience.amendment import load_state
 from gptrain.resilience.manifest import (
     MANIFEST_NAME,
     STATE_NAME,
@@ -148,7 +149,7 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
 
     What a module calls its net may stand in front of their names; what lies beside it is left out.
     """
-    content = load_file(path / STATE_NAME if path.is_dir() else path, mmap=True)
+    content = load_state(path, mmap=True) if path.is_dir() else load_file(path, mmap=True)
     state = content.get("state_dict", content) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()

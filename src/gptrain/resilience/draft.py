@@ -68,7 +68,11 @@ class Draft:
     needed_bytes: int
     progress: Callable[[], None] | None
     _held: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
-    _written: Future[dict[str, dict]] = field(default_factory=Future, init=False)
+    _written: list[Future[dict[str, dict]]] = field(default_factory=list, init=False)
+    _thread: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
 
     def open(self, name: str) -> io.BytesIO:
         """A new file of the checkpoint, for torch.save and the like; use it as a context."""
@@ -76,20 +80,26 @@ class Draft:
         return file
 
     def write(self, in_background: bool) -> None:
-        """Lets a thread put the files on the disk; `finish` waits for it."""
+        """Hand the files that were opened since the last call to the thread that writes them.
+
+        `finish` waits for that thread. More files may be opened and handed over until then.
+        """
         if in_background:
             self.progress = None  # it would hide a training that hangs
-        self._written = ThreadPoolExecutor(1).submit(self._write_files)
+        files, self._held = self._held, {}
+        self._written.append(self._thread.submit(self._write_files, files))
 
     @property
     def is_writing(self) -> bool:
         """Whether this rank's thread still is."""
-        return not self._written.done()
+        return not all(written.done() for written in self._written)
 
     def finish(self) -> list[dict[str, dict]]:
         """The entries of every rank's files, once all are on the disk. Raises: SaveFailed."""
         with self.same_answer():
-            entries = self._written.result()
+            entries = {}
+            for written in self._written:
+                entries |= written.result()
         return self.gather(entries)
 
     @contextmanager
@@ -119,12 +129,12 @@ class Draft:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
-    def _write_files(self) -> dict[str, dict]:
-        """The entries of this rank's files, each of which is freed once it is on the disk."""
-        sizes = [file.getbuffer().nbytes for file in self._held.values()]
+    def _write_files(self, files: dict[str, io.BytesIO]) -> dict[str, dict]:
+        """Return the entries of these files, each of which is freed once it is on the disk."""
+        sizes = [file.getbuffer().nbytes for file in files.values()]
         self.needed_bytes, entries = max(self.needed_bytes, sum(sizes)), {}
-        while self._held:
-            name, file = self._held.popitem()
+        while files:
+            name, file = files.popitem()
             entries[name] = self._write_file(self.path / name, file.getbuffer())
         return entries
 

@@ -134,13 +134,17 @@ class Mirror:
         """Copies a checkpoint, unless it is there as it is here."""
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
-        with suppress(FileNotFoundError):
-            if self._manifest(source.name) == text:
+        copied: dict[str, dict] = {}
+        with suppress(FileNotFoundError, DamagedCheckpoint):
+            there = self._manifest(source.name)
+            if there == text:
                 return
             self.files.rm_file(f"{target}/{MANIFEST_NAME}")  # of this step before its validation
+            copied = manifest.parse(there, source)["files"]
         self.files.makedirs(target, exist_ok=True)
-        for file in manifest.parse(text, source)["files"]:
-            self.files.put_file(str(source / file), f"{target}/{file}")
+        for file, entry in manifest.parse(text, source)["files"].items():
+            if copied.get(file) != entry:
+                self.files.put_file(str(source / file), f"{target}/{file}")
         # As it was read: where the step was saved again meanwhile, the next update sees that.
         self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
 

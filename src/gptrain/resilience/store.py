@@ -5,6 +5,9 @@ manifest; the folder's names; then one rename to `step-00000500` and a sync of t
 any point it leaves the earlier checkpoints and a draft that nobody reads. Loading takes the highest
 step of which every byte verifies.
 
+A step that is saved before its validation gets one file more afterwards (`amend`): the file takes
+its name in the folder, and then a new manifest, which lists it, replaces the old one.
+
 Three more names, none of which is ever loaded: `step-00000500.corrupt` (failed verification; kept
 for a person to look at), `.old-step-00000500` (being replaced by a second save of the same step)
 and `.trash-step-00000500` (being removed: a folder half removed must not look like a damaged one).
@@ -14,7 +17,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -119,6 +122,47 @@ class CheckpointStore:
             if draft.rank == 0:
                 self._commit(draft.path, about, files_of_ranks)
         if draft.rank == 0:
+            self.on_commit()
+
+    def amend(
+        self,
+        step: int,
+        files: Mapping[str, bytes],
+        metrics: dict[str, float],
+        *,
+        rank: int = 0,
+        gather: Callable[[object], list] = lambda value: [value],
+    ) -> None:
+        """Add files, and metrics, to the newest checkpoint of this store; all ranks call it.
+
+        Where that save is still in the background they become part of it.
+
+        Args:
+            files: Name -> content of this rank's files; must not be among those of the checkpoint.
+            gather: see `Draft`.
+
+        Raises: SaveFailed, on all ranks alike, with the checkpoint as it was.
+        """
+        if self._unfinished is not None:
+            draft, about = self._unfinished
+            about["metrics"] = metrics
+        else:
+            draft, about = Draft(self._hidden("draft", step), rank, gather, 0, self.progress), None
+            with draft.same_answer():
+                if rank == 0:
+                    fileops.remove_tree(draft.path)
+                    os.mkdir(draft.path)
+        for name, content in files.items():
+            with draft.open(name) as file:
+                file.write(content)
+        draft.write(in_background=about is not None)
+        if about is not None:
+            return
+        files_of_ranks = draft.finish()
+        with draft.same_answer():
+            if rank == 0:
+                self._commit_amendment(draft.path, step, metrics, files_of_ranks)
+        if rank == 0:
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
@@ -228,6 +272,21 @@ class CheckpointStore:
         os.rename(draft, target)
         fileops.sync_folder(self.folder)
         shutil.rmtree(old, ignore_errors=True)
+
+    def _commit_amendment(
+        self, draft: Path, step: int, metrics: dict, files_of_ranks: list[dict[str, dict]]
+    ) -> None:
+        """Move a draft's files into the step's checkpoint, then replace its manifest."""
+        target = self.folder / folder_name(step)
+        about, entries = manifest.read_manifest(target), {}
+        for files in files_of_ranks:
+            entries |= files
+        for name in entries:
+            os.rename(draft / name, target / name)
+        fileops.sync_folder(target)
+        about |= {"metrics": metrics, "files": dict(sorted((about["files"] | entries).items()))}
+        fileops.replace(target / manifest.MANIFEST_NAME, manifest.seal(about))
+        fileops.remove_tree(draft)
 
     def _set_aside(self, path: Path) -> str:
         """What became of a damaged checkpoint."""

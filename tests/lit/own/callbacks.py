@@ -94,6 +94,18 @@ class Saves(Callback):
             trainer.save_checkpoint(path, weights_only=self.weights_only)
 
 
+class FailsInHook(Callback):
+    """Raises in one of the hooks, on one rank or on all."""
+
+    def __init__(self, hook, step, rank=None):
+        self.step, self.rank = step, rank
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer, *_):
+        if trainer.global_step == self.step and self.rank in (None, trainer.global_rank):
+            raise RuntimeError("the callback is broken")
+
+
 class Signals(Callback):
     """Sends this process a request to stop, once, in one of the hooks."""
 

@@ -1,4 +1,4 @@
-"""Saves the run so that it can go on bit for bit: after a validation, or between two."""
+"""Saves the run so that it can resume bit for bit: before a validation, or between two."""
 
 import logging
 from pathlib import Path
@@ -14,10 +14,12 @@ from gptrain.lit.callbacks.resume import (
     put_back_logged,
     without_clocks,
 )
+from gptrain.lit.callbacks.salvage import may_save, note_loaded
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import data_of, ends_step, is_validated, loops_after, strategy_of
 from gptrain.parallel.mesh import wait_for_rank_0
-from gptrain.problems import DONE, Problem
+from gptrain.problems import DONE, Problem, first_line
+from gptrain.resilience.manifest import folder_name
 from gptrain.resilience.mirror import Mirror
 from gptrain.resilience.rng import capture
 from gptrain.resilience.status import Preempted
@@ -30,9 +32,14 @@ WRITING_S = 3600.0  # rank 0 may write that long; it beats at every piece, the o
 
 
 class Checkpoints(Checkpoint):
-    """One save per step: where a step is validated, after that; where it ends an epoch, after that.
+    """Saves each step once: one that is validated before that, one that ends an epoch after that.
 
-    Lightning calls it after all other callbacks, so that a save holds what they did at this step.
+    A validation that fails then costs no training. What the validation adds, metrics and states of
+    callbacks, amends the checkpoint afterwards; until then it has no metric and is nobody's best.
+    Lightning calls this callback after all others, so that a save holds what they did at this step.
+
+    A run that fails between two saves saves the newest step that is complete, if all ranks have
+    failed after the same one: see `on_exception`.
 
     Args:
         store: the run's checkpoints.
@@ -43,6 +50,7 @@ class Checkpoints(Checkpoint):
         objective: the logged name that a sweep reads.
         mirror: gets a copy of each checkpoint while steps go on; no rank of a run that ends, or was
             asked to stop, leaves before the last copy is there.
+        meeting_place: folder of this start, where ranks that fail ask each other whether to save.
 
     Attributes:
         stopping: the ranks have agreed to leave; set by `Steps`.
@@ -59,6 +67,7 @@ class Checkpoints(Checkpoint):
         changed: tuple[str, ...],
         objective: str,
         mirror: Mirror | None,
+        meeting_place: Path | None = None,
     ):
         self.store, self.identity, self.options = store, identity, options
         self.parameter_bytes, self.mirror = parameter_bytes, mirror
@@ -74,7 +83,10 @@ class Checkpoints(Checkpoint):
             "objective": (objective, "a sweep finds no best run"),
         }
         self._loaded: dict[str, Any] | None = None  # of a checkpoint to go on from
-        self._rng: dict[str, Any] | None = None  # before the validation that is going on
+        self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and as that has left them
+        self._completed = 0  # the newest step of which all that was due is done
+        self._is_salvaging = False
+        self.meeting_place = meeting_place
         self._needed_bytes = 0  # of a save, estimated
         self._writing = Vote()
 
@@ -104,13 +116,21 @@ class Checkpoints(Checkpoint):
             trainer.val_check_batch = 1  # a run's last step is validated whatever the interval
         if self._loaded is not None:
             go_on(trainer, self._loaded, self.changed)
+            if not self.saved[1] and len(self._loaded["rng"]) == trainer.world_size:
+                note_loaded(trainer, self.store.folder / folder_name(self.saved[0]))
             self._loaded = None
+        self._rng = trainer.global_step, capture()
+        self._completed = trainer.global_step if self.saved[1] else 0
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if strategy_of(trainer).saves_to_store:  # and it is not ModelCheckpoint that saves
-            add_state(trainer, checkpoint, self.saved[1], self._rng)
+            # The step that failed has drawn numbers since, which its repetition is to draw again.
+            rng = None
+            if self._is_salvaging and self._rng and self._rng[0] == trainer.global_step:
+                rng = self._rng[1]
+            add_state(trainer, checkpoint, self.saved[1], rng)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -118,17 +138,33 @@ class Checkpoints(Checkpoint):
         if not ends_step(trainer, batch_idx):
             return
         if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
-            self._finish(trainer)
-        # Else it is saved after its validation, after its epoch's hooks, or by Steps as it leaves.
-        more_follows = self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
-        if self._is_due(trainer) and not more_follows:
-            self.save(trainer)
+            self.finish(trainer)
+        self._rng = trainer.global_step, capture()
+        # Else it is saved before its validation, or after its epoch's hooks.
+        if not self._more_follows(trainer):
+            self._completed = trainer.global_step
+            if self._is_due(trainer):
+                self.save(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._rng = capture()  # a validation that is left is repeated from its start
+    def before_validation(self, trainer: Trainer) -> None:
+        """Save the step that is about to be validated.
+
+        Steps calls it before any other callback or module begins the validation, which may swap
+        weights, and after all of them have seen the end of the step.
+        """
+        strategy_of(trainer).on_validation_start()  # replicas of DiLoCo synchronize
+        if self.saved[0] < trainer.global_step:
+            self.save(trainer, validated=False)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        """Makes a checkpoint of a save in the background as soon as it is written."""
+        if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
+            self.finish(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._rng = None
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
@@ -136,16 +172,19 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero:
             self._warn_of_names(self._metrics)
         if not self._ends_epoch(trainer):
+            self._complete(trainer)
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._ends_epoch(trainer) and (self._is_due(trainer) or self._metrics is not None):
-            self.save(trainer)
+        if self._ends_epoch(trainer):
+            self._complete(trainer)
+            if self._is_due(trainer) or self._metrics is not None:
+                self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > self.saved[0]:
             self.save(trainer)
-        self._finish(trainer)
+        self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded is not None:  # no step was left: what the run had come to is its result
@@ -158,27 +197,53 @@ class Checkpoints(Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, Preempted) and exception.step is not None:  # all ranks agreed
+        """Save the newest complete step, if all ranks have failed after it: see `may_save`."""
+        if isinstance(exception, Preempted):
+            if exception.step is not None:  # all ranks agreed
+                self._wait_for_mirror(trainer)
+            return
+        step, is_unsaved = trainer.global_step, trainer.global_step > self.saved[0]
+        if not self._rng or not (is_unsaved or self.store.is_unfinished):
+            return
+        validated = step == self._completed or not self._more_follows(trainer)
+        facts = [step, is_unsaved, validated]
+        try:
+            if not may_save(trainer, exception, facts, self.meeting_place):
+                return
+            self.finish(trainer)
+            self._is_salvaging = True
+            if is_unsaved:
+                self.save(trainer, validated=validated)
+            log.info("%-9s step %d, before the error", "saved", step)
             self._wait_for_mirror(trainer)
+        except Exception as error:  # the first error is the one to report
+            log.warning("warning: nothing was saved after the error: %s", first_line(error))
 
     def save(self, trainer: Trainer, *, validated: bool = True) -> None:
-        """Saves this step, once before and once after its validation; all ranks must call it.
+        """Save this step; after its validation only what that has changed. All ranks must call it.
 
-        A large one may be a checkpoint some steps later; at once where the run ends with it.
+        A large save may become a checkpoint some steps later; at once where the run ends with it.
 
         Args:
-            validated: false where its validation is still to come, or to be repeated.
-        Raises: SaveFailed, on all ranks alike, with the earlier checkpoints intact.
+            validated: False where the step's validation is still to come, or to be repeated.
+
+        Raises:
+            SaveFailed: On all ranks alike, with the earlier checkpoints intact.
         """
-        self._finish(trainer)
         step, strategy, options = trainer.global_step, strategy_of(trainer), self.options
         if self.saved == (step, validated):
+            self.finish(trainer)
             return
+        amends = self.saved == (step, False) and all(gather(strategy.is_as_saved()))
         self.saved = step, validated
+        if amends:
+            self._amend(trainer)
+            return
+        self.finish(trainer)
         if not trainer.is_global_zero:
             self._announce("save")
         is_large = self._needed_bytes >= BACKGROUND_BYTES
-        ends = self.stopping or step == trainer.max_steps
+        ends = self.stopping or self._is_salvaging or step == trainer.max_steps
         with self.store.writing(
             step,
             kind="sharded" if strategy.parallel.partitions else "full",
@@ -198,11 +263,37 @@ class Checkpoints(Checkpoint):
         if not self.store.is_unfinished:
             self._tidy(trainer)
 
+    def _amend(self, trainer: Trainer) -> None:
+        """Add to the checkpoint of this step what its validation has changed."""
+        strategy, files = strategy_of(trainer), {}
+        strategy.saves_to_store = True
+        try:
+            path = self.store.folder / folder_name(trainer.global_step)
+            trainer.save_checkpoint(path, weights_only=False, storage_options=files)
+        finally:
+            strategy.saves_to_store, strategy.saved = False, None
+        rank, metrics = trainer.global_rank, self._metrics or {}
+        self.store.amend(trainer.global_step, files, metrics, rank=rank, gather=gather)
+        self._metrics = None
+        if not self.store.is_unfinished:
+            self._tidy(trainer)
+        elif self.stopping or trainer.global_step == trainer.max_steps:
+            self.finish(trainer)
+
+    def _complete(self, trainer: Trainer) -> None:
+        """All that was due after this step is done."""
+        self._completed = trainer.global_step
+        self._rng = self._completed, capture()
+
+    def _more_follows(self, trainer: Trainer) -> bool:
+        """Whether a validation, or the hooks of an epoch's end, follow this step."""
+        return self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
+
     def ranking(self) -> list[Path]:
         """The checkpoints with the monitored metric, the best first."""
         return self.store.ranking(self.options.monitor, self.options.mode)
 
-    def _finish(self, trainer: Trainer) -> None:
+    def finish(self, trainer: Trainer) -> None:
         """Makes a checkpoint of a save in the background, waiting for it where it must."""
         if not self.store.is_unfinished:
             return

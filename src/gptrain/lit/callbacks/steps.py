@@ -151,6 +151,7 @@ class Steps(Callback):
         self._beat(trainer.global_step, "train")
         if not ends_step(trainer, batch_idx):
             return
+        strategy_of(trainer).is_updating = False
         self._ask()
         step = trainer.global_step
         if step == self.lengths.n_steps:
@@ -187,6 +188,8 @@ class Steps(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat(phase="validate", allow_s=self.first_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            if self.checkpoints is not None:
+                self.checkpoints.before_validation(trainer)
             self._leave(trainer)
 
     def on_validation_batch_end(
@@ -272,7 +275,8 @@ class Steps(Callback):
         if self.checkpoints is None:
             raise Preempted
         if self.checkpoints.saved[0] < trainer.global_step:
-            self.checkpoints.save(trainer, validated=False)  # it is being validated
+            self.checkpoints.save(trainer, validated=False)
+        self.checkpoints.finish(trainer)
         if trainer.global_step != trainer.max_steps:
             raise Preempted(trainer.global_step)
 

@@ -15,6 +15,20 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def n_collectives() -> int:
+    """Return how many collectives this rank has begun among all ranks; 0 where nobody counts.
+
+    Ranks that have begun as many can begin the next one together.
+    """
+    group: Any = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        return 0
+    try:
+        return group._get_sequence_number_for_group()
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 class Vote:
     """A yes-or-no question that all ranks ask at the same steps; answered a step later.
 

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from gptrain.lit.strategies.shell import Ranks, from_saved_names, to_saved_names
+from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
+from gptrain.lit.strategies.shell import Ranks
 from gptrain.parallel import diloco
 from gptrain.resilience.safe_load import load_file
 
@@ -25,6 +26,7 @@ class DiLoCo(Ranks):
     share, the others' in a file each.
     """
 
+    has_replicas = True
     parallel: diloco.DiLoCo
     _shared: dict[str, Any] | None = None  # of a checkpoint
 
@@ -49,17 +51,23 @@ class DiLoCo(Ranks):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         if self.saves_to_store:
-            meeting, replica = self.parallel.meeting, self.parallel.replica
             checkpoint["replicas"] = self.parallel.state()
-            if meeting.rank() and replica.rank() == 0:
-                parameters, state = self.saved_parameters(), self.optimizers[0].state
-                mine = {
-                    "state_dict": to_saved_names(checkpoint["state_dict"]),
-                    "optimizer": {name: state.get(p, {}) for name, p in parameters.items()},
-                }
-                with storage_options.open(replica_name(meeting.rank())) as file:
-                    torch.save(mine, file)
+            own = self.own_state()
+            if own and not isinstance(storage_options, dict):
+                own["state_dict"] = to_saved_names(checkpoint["state_dict"])
+                with storage_options.open(replica_name(self.parallel.meeting.rank())) as file:
+                    torch.save(own, file)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of this rank's replica, if that is not the first and this its rank 0."""
+        if not self.parallel.meeting.rank() or self.parallel.replica.rank():
+            return {}
+        parameters, state = self.saved_parameters(), self.optimizers[0].state
+        return {
+            "state_dict": to_saved_names(self.lightning_module_state_dict()),
+            "optimizer": {name: state.get(p, {}) for name, p in parameters.items()},
+        }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         """In a training what this replica was; on another number of them what the first was."""

@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from gptrain.data.samples import count_batch_targets
+from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
 from gptrain.optim import Muon
 from gptrain.parallel import state as states
 from gptrain.parallel.fit import Unfit
-from gptrain.parallel.state import BESIDE
 from gptrain.parallel.step_mean import StepMean
 from gptrain.parallel.whole import Whole
+from gptrain.resilience import amendment
 from gptrain.resilience.manifest import STATE_NAME
 from gptrain.resilience.safe_load import SafeFileSystemReader, ShardWriter, load_file
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
-NET = "net."
 ONE_OPTIMIZER = (
     "steps, schedule and checkpoints of a run are those of one optimizer in Lightning's loop; "
     "give one optimizer groups with options of their own"
@@ -68,6 +68,9 @@ class NetStrategy(Strategy):
         correction: what the gradients of this step were multiplied by: 1 but where training_step
             gave its loss other targets than the batch has.
         saves_to_store: what is being saved is one of our checkpoints, not a file of Lightning's.
+        saved: fingerprints of what a validation may amend: of the state file of rank 0, and of this
+            rank's own files. None where the newest save needs no amendment.
+        is_updating: the optimizer may have changed some parameters and not yet the others.
         fresh_options: of the optimizer's groups as they were built, before a checkpoint's.
     """
 
@@ -75,7 +78,9 @@ class NetStrategy(Strategy):
     check_finite: Callable[[pl.Trainer, Optimizer], None] | None = None
     grad_norm: Tensor | None = None
     correction: Tensor | float = 1.0
-    saves_to_store = False
+    saves_to_store = is_updating = False
+    saved: tuple[amendment.Fingerprints, amendment.Fingerprints] | None = None
+    has_replicas = False  # a save has files of replicas of the net
     step_mean: StepMean
     micro_losses: list[Tensor]
     fresh_options: list[dict[str, Any]]
@@ -162,6 +167,7 @@ class NetStrategy(Strategy):
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
         if self.check_finite is not None:
             self.check_finite(self.module.trainer, optimizer)
+        self.is_updating = True  # until the step is counted, see Steps.on_train_batch_end
 
     def step_loss(self) -> Tensor:
         """Mean over this rank's micro-steps of what training_step returned, of the last step."""
@@ -201,22 +207,50 @@ class NetStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes Lightning's file, or into the draft of our store that comes as storage_options."""
-        if self._writes_shards:
-            parameters, stages = self.saved_parameters(), self.parallel.stages
-            shards = states.sharded_state(self.net, parameters, self.optimizers[0], stages)
-            dcp.save(shards, storage_writer=ShardWriter(storage_options))
+        """Write Lightning's file, or a checkpoint of our store.
+
+        Args:
+            storage_options: The draft of a checkpoint, or a dict that takes the file of an
+                amendment. None writes Lightning's file.
+        """
+        amends = self.saves_to_store and isinstance(storage_options, dict)
+        if self._writes_shards and not amends:
+            dcp.save(self.own_state(), storage_writer=ShardWriter(storage_options))
         checkpoint["state_dict"] = to_saved_names(checkpoint["state_dict"])
         if storage_options is None:
             super().save_checkpoint(checkpoint, filepath)
-        elif self.is_global_zero:
+            return
+        if amends and self.saved is not None:
+            if self.is_global_zero:
+                storage_options[amendment.NAME] = amendment.amend(checkpoint, self.saved[0])
+            return
+        if self.is_global_zero:
             with storage_options.open(STATE_NAME) as file:
                 torch.save(checkpoint, file)
+        self.saved = None
+        if not checkpoint["validated"]:
+            self.note_saved(checkpoint)
+
+    def own_state(self) -> Any:
+        """Return what this rank writes into files of its own; empty where it shares them all."""
+        if not self.parallel.partitions:
+            return {}
+        parameters, stages = self.saved_parameters(), self.parallel.stages
+        return states.sharded_state(self.net, parameters, self.optimizers[0], stages)
+
+    def note_saved(self, checkpoint: Any) -> None:
+        """Take fingerprints of a save that `save_checkpoint` may amend after a validation."""
+        of_file = amendment.fingerprints(checkpoint) if self.is_global_zero else {}
+        self.saved = of_file, amendment.fingerprints(self.own_state())
+
+    def is_as_saved(self) -> bool:
+        """Whether this rank's own files need not be written again; all ranks must agree."""
+        return self.saved is not None and amendment.is_unchanged(self.own_state(), self.saved[1])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
         """Tensors, on the CPU, and plain values; of a checkpoint's folder, or a file."""
         self._loaded = path = Path(checkpoint_path)
-        checkpoint = load_file(path / STATE_NAME if path.is_dir() else path)
+        checkpoint = amendment.load_state(path) if path.is_dir() else load_file(path)
         checkpoint["state_dict"] = from_saved_names(checkpoint["state_dict"])
         return checkpoint
 
@@ -306,16 +340,6 @@ class PartitionedRanks(Ranks):
     def teardown(self) -> None:
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             cast(Accelerator, part).teardown()
-
-
-def to_saved_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`net.head.weight` of a module is `head.weight` in a file, `gain` is `module.gain`."""
-    return {n.removeprefix(NET) if n.startswith(NET) else BESIDE + n: state[n] for n in state}
-
-
-def from_saved_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's state under the module's own names."""
-    return {n.removeprefix(BESIDE) if n.startswith(BESIDE) else NET + n: state[n] for n in state}
 
 
 def check_optimization(module: pl.LightningModule) -> None:

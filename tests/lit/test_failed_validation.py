@@ -1,0 +1,109 @@
+"""What fails costs no training: a step is saved before its validation, or after the failure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from gptrain.resilience.amendment import NAME
+from gptrain.resilience.draft import Draft
+from gptrain.resilience.manifest import read_manifest
+from tests.lit.conftest import OWN, differences, same_rows
+
+CALLBACKS = f"{OWN}.callbacks"
+BREAKS = f"+module.metrics.broken={{_target_: {OWN}.metrics.Breaks, at: %d}}"
+EARLY = (
+    "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"
+    " patience: 9}"
+)
+TWO = ("trainer.devices=2", "data.batch_size=2")
+WORDS = (
+    "trainer.val_check_interval=2", "model.dropout=0.1", "checkpoint.keep=9", "data.num_samples=16",
+    "trainer.max_epochs=9", EARLY,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [(), TWO, (*TWO, "strategy=fsdp"), (*TWO, "strategy=diloco", "strategy.sync_every=3")],
+    ids=["one", "ddp", "fsdp", "diloco"],
+)
+def test_a_metric_that_fails_at_the_second_validation_loses_no_step(fit, ranks):
+    words = (*WORDS, *ranks)
+    full = fit(*words, BREAKS % 0, name="full")
+    failed = fit(*words, BREAKS % 2, code=70)
+    assert "RuntimeError: the metric is broken" in failed.out
+    assert failed.steps() == [2, 4]
+    first, second = (read_manifest(failed.folder / f"checkpoints/step-0000000{n}") for n in (2, 4))
+    assert "val/loss" in first["metrics"] and second["metrics"] == {}
+    assert failed.state(4)["validated"] is False
+    resumed = fit(*words, BREAKS % 0, "ckpt_path=last", "allow_changes=[module.metrics]")
+    for step in (4, 6):
+        wrong = differences(full.state(step), resumed.state(step))
+        assert not wrong, (step, wrong[:8])
+    assert same_rows(full.rows, resumed.rows)
+    assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
+
+
+def test_the_tensors_of_a_validated_step_are_written_once(fit, monkeypatch):
+    written, draft_open = Counter(), Draft.open
+
+    def count(draft, name):
+        written[name] += 1
+        return draft_open(draft, name)
+
+    monkeypatch.setattr(Draft, "open", count)
+    run = fit(*WORDS)
+    assert written == {"state.ckpt": 3, NAME: 3}
+    folder = run.folder / "checkpoints/step-00000006"
+    added = torch.load(folder / NAME, weights_only=True)
+    assert not any(isinstance(value, torch.Tensor) for value in added["state_dict"].values())
+    state, before = run.state(6), torch.load(folder / "state.ckpt", weights_only=True)
+    early = next(value for name, value in state["callbacks"].items() if "EarlyStopping" in name)
+    assert float(early["best_score"]) == pytest.approx(min(run.column("val/loss")))
+    assert before["validated"] is False and state["validated"] is True
+    assert before["state_dict"].keys() == state["state_dict"].keys()
+
+
+@pytest.mark.parametrize("ranks", [(), TWO], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "hook, saved",
+    [("on_validation_batch_end", [2, 4]), ("on_before_backward", [2, 3]),
+     ("on_train_batch_end", [2, 3]), ("on_train_epoch_end", [2, 4])],
+)  # fmt: skip
+def test_a_callback_that_fails_loses_no_step(fit, hook, saved, ranks):
+    words = (*WORDS, *ranks)
+    full = fit(*words, name=None)
+    step = saved[-1]
+    kill = f"+callbacks.fails={{_target_: {CALLBACKS}.FailsInHook, hook: {hook}, step: {step}}}"
+    failed = fit(*words, kill, code=70)
+    assert failed.steps() == saved
+    assert "ckpt_path=last" in failed.status["resume"]
+    resumed = fit(*words, "ckpt_path=last")
+    assert not (wrong := differences(full.state(6), resumed.state(6))), wrong[:8]
+    rows = [row for row in resumed.rows if row["step"] != "3"]  # may end before it is logged
+    assert same_rows([row for row in full.rows if row["step"] != "3"], rows)
+
+
+def test_a_rank_that_fails_alone_ends_the_run_and_saves_nothing(fit):
+    options = "hook: on_train_batch_start, step: 3, rank: 1"
+    kill = f"+callbacks.fails={{_target_: {CALLBACKS}.FailsInHook, {options}}}"
+    failed = fit(*WORDS, *TWO, kill, code=70)
+    assert "RuntimeError: the callback is broken" in failed.out
+    assert failed.steps() == [2]
+
+
+def test_a_failure_within_the_optimizers_update_saves_nothing_of_it(fit, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def half(self, closure=None):
+        result = step(self, closure)
+        self.n_steps = getattr(self, "n_steps", 0) + 1
+        if self.n_steps == 4:
+            raise RuntimeError("in the middle of an update")
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", half)
+    assert fit(*WORDS, code=70).steps() == [2]
