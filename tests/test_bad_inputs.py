@@ -267,11 +267,16 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
         assert line.startswith("warning: model: needs about ")
         gib.append(int(line.split()[4]))
     assert gib[0] == pytest.approx(2 * gib[1], rel=0.01)
+    (line,) = accepted(*words, "trainer.accelerator=cpu", "trainer.devices=2")
+    assert int(line.split()[4]) == pytest.approx(2 * gib[1], rel=0.01)  # ranks share a CPU's memory
 
 
 def test_files_that_are_not_there_are_not_found(tmp_path):
     (line,) = refused("data=text", "data.path=/x/y", *NANO, code=66)
     assert "data.path=/x/y: no such file" in line
+    train_path = f"data.train_path={__file__}"
+    (line,) = refused("data=tokens", train_path, "data.val_path=/x/y", *NANO, code=66)
+    assert "data.val_path=/x/y: no such file" in line
     (line,) = refused("data=text", "data.path=/dev/null", *NANO, code=65)
     assert "data.path=/dev/null: empty" in line
     (line,) = refused("ckpt_path=missing.ckpt", *NANO, code=66)

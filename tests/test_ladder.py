@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from torch import nn
 
 from gptrain.ladder.__main__ import main
-from gptrain.ladder.report import duration
+from gptrain.ladder.report import duration, plan_table
 from gptrain.ladder.runs import check_same
 from gptrain.ladder.sizes import merged
-from gptrain.law import NAMES, best_for, count_parameters, enough, fit, fit_law, law_loss, left_out
+from gptrain.law import (
+    NAMES,
+    Law,
+    best_for,
+    count_parameters,
+    enough,
+    fit,
+    fit_law,
+    law_loss,
+    left_out,
+)
 from gptrain.problems import ConfigError
 from tests.conftest import ROOT, TINY
 
@@ -63,6 +74,42 @@ def test_both_laws_have_the_values_worked_out_by_hand():
     """1 + 8 / 16^(1/2) + 27 / 27^(1/3) = 1 + 2 + 9; and 6 / (16 * 4)^(1/2) = 6 / 8."""
     assert law_loss([1, 8, 1 / 2, 27, 1 / 3], 16, 27) == pytest.approx(12)
     assert law_loss([6, 1 / 2], 16, 4) == pytest.approx(0.75)
+
+
+def test_an_interval_is_that_of_the_level_of_its_noise():
+    """Noise spread evenly from -1 to 1 lies to 95 % between -0.95 and 0.95."""
+    log = np.log(0.75)
+    law = Law("all", [6, 0.5], [[6, 0.5]] * 201, np.linspace(-1, 1, 201).tolist())
+    assert np.log(law.interval(16, 4)) == pytest.approx([log - 0.95, log + 0.95])
+
+
+def test_the_noise_of_a_law_makes_up_for_its_degrees_of_freedom():
+    """Two constants of eight runs: a residual is smaller than the noise by (6/8)^(1/2)."""
+    n, d, _ = runs_of(TRUTH, sizes=SIZES[:2])
+    loss = 7.0 * (n * d) ** -0.1 * np.exp([0.01, -0.02, 0.03, 0.0, 0.02, -0.01, -0.03, 0.01])
+    law = fit_law("all", n, d, loss)
+    x = np.log(n * d)
+    residuals = np.log(loss) - np.polyval(np.polyfit(x, np.log(loss), 1), x)
+    expected = np.sqrt(8 / 6) * residuals
+    assert len(law.constants) == 2
+    assert max(law.noise) == pytest.approx(expected.max(), rel=1e-6)
+    assert min(law.noise) == pytest.approx(expected.min(), rel=1e-6)
+
+
+def test_a_plan_of_three_seeds_takes_three_times_what_one_takes():
+    rows, totals = {}, {}
+    size = SimpleNamespace(
+        n_devices=2, step_tokens=64, flops_per_token=1e6, counts={"all": 5000}, words=[],
+        hours=lambda n_tokens: n_tokens / 6400,
+    )  # fmt: skip
+    for n_seeds in (1, 3):
+        text = plan_table([size, size], [SimpleNamespace(steps=700)] * 2, n_seeds, size, 1e3, "h")
+        rows[n_seeds] = text.splitlines()[1]
+        totals[n_seeds] = next(line for line in text.splitlines() if line.startswith("ladder"))
+    assert "1 x 700  7.0 h" in rows[1]
+    assert "3 x 700  21.0 h" in rows[3]
+    assert totals[1] == "ladder    8.96e+10 FLOPs, 14.0 h on 2 x this machine"
+    assert totals[3] == "ladder    2.69e+11 FLOPs, 42.0 h on 2 x this machine"
 
 
 def test_too_few_runs_give_a_straight_line():

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.costs.hardware import DEVICES, Link
-from gptrain.costs.memory import estimate_memory, estimate_states
+from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
 from gptrain.costs.shape import gpt_shape, llama_shape
 from gptrain.costs.speed import Machine, estimate, find_way, machine_of
 from gptrain.costs.work import Work
@@ -185,6 +185,100 @@ def test_muon_counts_its_products():
         for side in sides:
             orthogonalize(torch.ones(1, *side), torch.float32)
     assert shape.muon_flops(n_blocks=1, n_ranks=1) == counter.get_total_flops()
+
+
+def test_copies_of_the_shards_divide_the_updates_of_muon():
+    """Four ranks, two copies of two shards: each rank updates a quarter of the matrices.
+
+    Of four blocks it updates two of 8 x 8 (q, out), two of 4 x 8 (k, v) and three of 6 x 8 (MLP),
+    with 5 * short^2 * (4 * long + 2 * short) FLOPs for each matrix.
+    """
+    shape = llama_shape(vocab_size=10, d_model=8, n_heads=4, n_kv_heads=2, n_layers=4, d_ff=6)
+    work = Work(
+        shape, "fsdp", ParallelDims(data=4, replicas=2), 3, 5, optimizer="gptrain.optim.Muon"
+    )
+    machine = machine_of(DEVICES["h100_sxm"], 4)
+    flops = 5 * (2 * 64 * (32 + 16) + 2 * 16 * (32 + 8) + 3 * 36 * (32 + 12))
+    assert estimate(work, machine)["muon_flops"] == flops
+    n_bytes = 2 * 4 * (2 * 64 + 2 * 32 + 3 * 48)  # bf16, four blocks
+    # A rank has a quarter of each matrix to exchange with the other shard of its copy, sends half
+    # of that twice, and then its half of all updates to the other copy: half of it in a ring.
+    sent = {one.what: one.n_bytes for one in find_traffic(work)}["updates of Muon"]
+    assert sent == 2 * n_bytes / 4 / 2 + n_bytes / 2 / 2
+    # Gloo gathers two shards, then the quarters of all ranks.
+    on_cpu = {one.what: one.n_bytes for one in find_traffic(replace(work, is_cpu=True))}
+    assert on_cpu["updates of Muon"] == n_bytes / 2 + n_bytes * 3 / 4
+
+
+def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
+    """Two replicas of two ranks: each rank all-reduces half of the fp32 weights with one other.
+
+    An all-reduce of two ranks sends as much as it reduces. The sums are gathered in the replica.
+    """
+    work = Work(
+        GPT2, "diloco", ParallelDims(data=4), 4, 512, options={"replicas": 2, "sync_every": 8}
+    )
+    sent = {one.what: one.n_bytes for one in find_traffic(work)}
+    half = 4 * GPT2.n_parameters / 2
+    assert sent == {
+        "gradients": 2 * half,
+        "what replicas moved": half / 8,
+        "what all moved": half / 8,
+    }
+
+
+def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
+    """Of a token, k and v are one quarter as wide: 2 * (64 - 16) fp32 values less."""
+    kept = [
+        block_activations(Work(llama_shape(61, 64, 4, n, 2, 160), "single", ParallelDims(), 4, 16))[
+            0
+        ]
+        for n in (4, 1)
+    ]
+    assert kept[0] - kept[1] == 2 * (64 - 16) * 4
+
+
+@pytest.mark.parametrize(
+    ("axis", "dims", "n_cards"),
+    [
+        ("data", ParallelDims(data=16), 8),  # the ring leaves a node by all of its cards
+        ("data", ParallelDims(data=4, tensor=4), 2),  # four rings of two ranks a node
+        ("data", ParallelDims(data=2, tensor=8), 1),
+        ("tensor", ParallelDims(tensor=16), 8),
+        ("pipeline", ParallelDims(data=8, pipeline=2), 1),
+    ],
+)
+def test_a_ring_over_two_nodes_uses_the_network_cards_of_its_ranks(axis, dims, n_cards):
+    link, network = Link("", bytes_per_s=1e12, latency_s=0.0), Link("", 1e9, 0.0)
+    machine = machine_of(DEVICES["h100_sxm"], 8, link, network)
+    way = find_way(Traffic("", axis, 1e6, 1), dims, machine)
+    assert way.bytes_per_s == pytest.approx(n_cards * 0.8 * 1e9)
+
+
+def test_interleaving_halves_the_idle_time_of_a_pipeline():
+    """Of four ranks with eight microbatches 3/8 of the work is idle, or 3/16 with two stages each.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    """
+    link = Link("", bytes_per_s=1e30, latency_s=0.0)  # sending takes no time
+    machine = machine_of(DEVICES["h100_sxm"], 4, link)
+    for schedule, idle in (("1f1b", 3 / 8), ("interleaved_1f1b", 3 / 16)):
+        options = {"schedule": schedule, "microbatches": 8}
+        work = Work(GPT2, "pipeline", ParallelDims(pipeline=4), 8, 512, options=options)
+        efficiency = estimate(work, machine)["scaling_efficiency"]
+        assert efficiency == pytest.approx(1 / (1 + idle), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "n_held", "fits"),
+    [(True, 1.9, False), (True, 2.1, True), (False, 0.9, False), (False, 1.1, True)],
+)
+def test_all_ranks_of_a_node_share_the_memory_of_its_cpu(is_cpu, n_held, fits):
+    """A GPU's memory is one rank's alone. Memory is given in multiples of what a rank holds."""
+    work = Work(GPT2, "ddp", ParallelDims(data=2), 4, 512, is_cpu=is_cpu)
+    machine = replace(machine_of(DEVICES["h100_sxm"], 2), is_cpu=is_cpu)
+    held = estimate(work, machine)["bytes_per_device"]["total"]
+    assert estimate(work, replace(machine, memory_bytes=n_held * held))["fits"] == fits
 
 
 def test_published_runs_fit_and_are_as_fast_as_planned():

@@ -1,7 +1,10 @@
 """The planner's formulas: bytes that a rank sends in a step, and that it holds."""
 
+from dataclasses import replace
+
+import torch
 import torch.distributed as dist
-from kinds import ACCUMULATE, BATCH, D, OneProcess, Parallel, T, V, training_bytes
+from kinds import ACCUMULATE, BATCH, CPU, D, OneProcess, Parallel, T, V, training_bytes
 from omegaconf import OmegaConf
 from ranks import on_ranks
 
@@ -9,6 +12,8 @@ from gptrain.costs.communication import find_traffic
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.shape import gpt_shape
 from gptrain.costs.work import Work
+from gptrain.optim import Muon, muon_groups
+from gptrain.optim.muon import native_dtype
 from gptrain.parallel.diloco import DiLoCo
 from gptrain.parallel.dims import ParallelDims
 from gptrain.plan.counters import Sent
@@ -61,6 +66,17 @@ def test_bytes_are_those_of_the_plan():
 def test_bytes_of_the_mixes_are_those_of_the_plan():
     check_bytes("fsdp_tensor_parallel")
     check_bytes("ddp_pipeline")
+    check_bytes("fsdp", replicas=2)
+    kind = Parallel("fsdp", replicas=2)
+    kind.step(0)
+    muon = Muon(muon_groups(kind.net))
+    with Sent() as counted:
+        muon.step()
+    has_bf16 = native_dtype(CPU) == torch.bfloat16
+    work = make_work(kind.options, kind.dims)
+    work = replace(work, optimizer="gptrain.optim.Muon", is_cpu=True, has_bf16=has_bf16)
+    sent = {one.what: one.n_bytes for one in find_traffic(work)}["updates of Muon"]
+    assert abs(counted.total / sent - 1) < 0.01, (counted.n_bytes, sent)
 
 
 @on_ranks(2)

@@ -140,17 +140,26 @@ def _pipeline(work: Work) -> Iterator[Traffic]:
 
 
 def _muon(work: Work) -> Iterator[Traffic]:
-    """The hidden matrices in bf16, fp32 without it: the ranks that share them update some each.
+    """Yield the traffic of Muon's updates, whose work the ranks divide; in bf16 or else in fp32.
 
-    Where all hold them whole they gather what is new. Shards go to the rank that updates them and
-    back; gloo, which cannot send a rank its part alone, gathers them all both times.
+    Ranks that hold full matrices all-gather the updates. Shards are sent to the rank that updates
+    their matrix, and the updates are sent back. NCCL sends each rank its part alone. Gloo cannot do
+    that, and all-gathers full matrices both times. Copies of the shards (HSDP) have nothing to send
+    to each other before the update, and all-gather its shards afterwards.
     """
     dims, is_sharded = work.dims, work.has_fsdp or work.dims.tensor > 1
     n, each, times = work.muon_ranks, work.is_muon * (2 if work.has_bf16 else 4), 1 + is_sharded
     parts = work.shape.muon_parts(work.part[0], n)
-    updates = n * sum(short * long * number for short, long, number in parts)
-    matrices = is_sharded * work.part[0] * work.shape.block_matrices
-    sent = gather_bytes(each * (matrices + updates), n)
-    sent /= n if is_sharded and not work.is_cpu else 1
+    updates = each * n * sum(short * long * number for short, long, number in parts)
+    if is_sharded:
+        matrices, n_copies = each * work.part[0] * work.shape.block_matrices, dims.replicas
+        n_of_copy = n // n_copies  # ranks that hold the shards of one copy
+        if work.is_cpu:
+            sent = gather_bytes(matrices, n_of_copy) + gather_bytes(updates, n)
+        else:
+            sent = gather_bytes(matrices + updates, n_of_copy) / n
+            sent += gather_bytes(updates / n_of_copy, n_copies)
+    else:
+        sent = gather_bytes(updates, n)
     shapes = len(parts) + (dims.tensor > 1)  # out_proj's shards
     yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, times * shapes, n - 1)

@@ -95,9 +95,13 @@ class Work:
 
     @property
     def muon_ranks(self) -> int:
-        """Ranks that share the updates of the hidden matrices of this rank's blocks."""
-        is_sharded = self.has_fsdp or self.dims.tensor > 1
-        return self.dims.tensor * self.n_shards if is_sharded else self.step_ranks
+        """Ranks that divide the updates of the hidden matrices of this rank's blocks.
+
+        Under FSDP these are all ranks of the mesh, so that copies of the shards divide them, too.
+        """
+        if self.has_fsdp:
+            return self.dims.tensor * self.dims.data
+        return self.dims.tensor if self.dims.tensor > 1 else self.step_ranks
 
     @property
     def stages_per_rank(self) -> int:
