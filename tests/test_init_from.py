@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gptrain
+from gptrain.nets.weights import load_weights
 from gptrain.resilience.manifest import read_manifest
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
@@ -51,6 +52,65 @@ def test_what_contradicts_the_run_is_one_line_that_names_both_sides(train, saved
     assert both.code == 2 and "excludes ckpt_path" in both.err
     deeper = train(*STILL, f"init_from='{saved_twice.folder}'", "model.n_layers=3", name="deep")
     assert "blocks.2.norm_1.weight here only" in deeper.err and deeper.err.count("\n") == 1
+
+
+TABLE = "position_embedding.weight"
+
+
+def test_a_longer_context_keeps_the_learned_positions_and_says_that_the_rest_is_new(
+    train, saved_twice
+):
+    learned = saved_twice.state(2)["state_dict"][TABLE]
+    n_learned = len(learned)
+    words = (*STILL, f"model.max_seq_len={n_learned + 5}", "seed=7")
+    fresh = train(*words, name="fresh").state(1)["state_dict"][TABLE]
+    run = train(*words, f"init_from='{saved_twice.folder}'", name="longer")
+    assert run.code == 0, run.err
+    table = run.state(1)["state_dict"][TABLE]
+    expected = torch.cat([learned, fresh[n_learned:]])
+    torch.testing.assert_close(table, expected, rtol=0, atol=1e-10)
+    line = f"{TABLE}: positions 0 to {n_learned - 1} are the learned ones, "
+    line += f"{n_learned} to {n_learned + 4} are new, left as initialized"
+    assert line in run.out + run.err
+
+
+def test_a_shorter_context_is_refused_and_cut_where_that_is_asked_for(train, saved_twice):
+    learned = saved_twice.state(2)["state_dict"][TABLE]
+    words = (*STILL, "model.max_seq_len=20", f"init_from='{saved_twice.folder}'")
+    refused = train(*words, name="refused")
+    (line,) = refused.err.splitlines()
+    assert refused.code == 65 and f"model.max_seq_len={len(learned)} keeps all learned" in line
+    assert "try: init_strict=false" in line
+    run = train(*words, "init_strict=false", name="cut")
+    assert run.code == 0, run.err
+    table = run.state(1)["state_dict"][TABLE]
+    torch.testing.assert_close(table, learned[:20], rtol=0, atol=1e-10)
+    assert f"20 to {len(learned) - 1} are cut off" in run.out + run.err
+
+
+class OwnPositions(torch.nn.Module):
+    """Positions as many write them: a parameter with a batch dimension, and a mask as a buffer."""
+
+    def __init__(self, max_seq_len: int, width: int = 8):
+        super().__init__()
+        self.vocab_size, self.max_seq_len = 11, max_seq_len
+        self.tokens = torch.nn.Embedding(self.vocab_size, width)
+        self.positions = torch.nn.Parameter(torch.randn(1, max_seq_len, width))
+        self.register_buffer("mask", torch.ones(1, max_seq_len, max_seq_len).tril())
+
+
+def test_positions_of_ones_own_net_are_told_by_its_max_seq_len(tmp_path):
+    short, file = OwnPositions(6), tmp_path / "short.ckpt"
+    torch.save(short.state_dict(), file)
+    net = OwnPositions(9)
+    own, mask = net.positions.detach().clone(), net.mask.clone()
+    _, left = load_weights(net, file, resizes=True)
+    assert left.positions == {"positions": (6, 9)}
+    assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
+    assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
+    for other in (OwnPositions(11), OwnPositions(8, width=7)):  # tokens or positions; another net
+        with pytest.raises(ValueError, match=r"positions \(1, 6, 8\) there"):
+            load_weights(other, file, resizes=True)
 
 
 @pytest.mark.parametrize(

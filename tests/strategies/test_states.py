@@ -165,6 +165,29 @@ def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
                 assert all(torch.equal(mine[name], expected[name]) for name in mine)
 
 
+@on_ranks(2)
+def test_any_strategy_takes_fewer_learned_positions_and_keeps_the_rest_of_its_own():
+    """From a file and from shards; an exact load does not."""
+    given = OneProcess(seed=3).net.state_dict()
+    table = "position_embedding.weight"
+    given[table] = given[table][:9].clone()
+    folder = Path(broadcast(tempfile.mkdtemp()))
+    tied_once = {name: tensor for name, tensor in given.items() if name != "head.weight"}
+    dcp.save({"net": tied_once}, storage_writer=dcp.FileSystemWriter(folder))
+    expected = OneProcess(seed=0).net.state_dict()[table]
+    expected = torch.cat([given[table], expected[9:]])
+    for source in (given, dcp.FileSystemReader(folder)):
+        for kind in every_kind(seed=0):
+            with pytest.raises(ValueError, match=r"\(9, 32\) there, \(16, 32\) here$"):
+                states.load_net_state(kind.net, source, stages=kind.stages)
+            left = states.load_net_state(kind.net, source, resizes=True, stages=kind.stages)
+            assert left.positions == {table: (9, 16)} and not left.describe()
+            mine = states.whole_net_state(kind.net, kind.stages)
+            if dist.get_rank() == 0:
+                assert torch.equal(mine[table], expected)
+                assert torch.equal(mine["norm.weight"], given["norm.weight"])
+
+
 def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
     net = make_net()
     stray = nn.Parameter(torch.ones(3, 4))

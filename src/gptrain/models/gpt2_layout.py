@@ -75,7 +75,9 @@ def from_gpt2(
         there["n_inner"] = None
     if there["activation_function"] == "gelu_pytorch_tanh":
         there["activation_function"] = "gelu_new"
-    check_same(there, _config(net))
+    here = _config(net)
+    del here["n_positions"]  # the shape of the table says it, and init_from can resize it
+    check_same(there, here)
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     theirs.pop("lm_head.weight", None)  # of old files: tied there too, as the config says
     state = {}

@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from gptrain.parallel.state import BESIDE, WHOLE, Stages, Unmatched, load_net_state
+from gptrain.parallel.state import BESIDE, WHOLE, Stages, load_net_state
+from gptrain.parallel.unmatched import Unmatched
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.resilience.amendment import load_state
 from gptrain.resilience.manifest import (
@@ -80,7 +81,12 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
 
 
 def load_weights(
-    net: nn.Module, source: str | Path | Checkpoint, *, strict: bool = True, stages: Stages = WHOLE
+    net: nn.Module,
+    source: str | Path | Checkpoint,
+    *,
+    strict: bool = True,
+    resizes: bool = False,
+    stages: Stages = WHOLE,
 ) -> tuple[Path, Unmatched]:
     """Fills net, whole or partitioned, with the weights that source holds.
 
@@ -89,6 +95,7 @@ def load_weights(
             file that Lightning saved, a folder of transformers (in one file or several), or a
             safetensors file of the net's own names.
         strict: false takes what fits by name and shape.
+        resizes: Take learned positions of another number too, see `load_net_state`.
         stages: over which a pipeline partitions the net.
 
     Returns: where the weights were, and what of both sides was left out.
@@ -102,7 +109,7 @@ def load_weights(
     is_sharded = isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded"
     try:
         state = SafeFileSystemReader(path) if is_sharded else read_weights(net, path)
-        return path, load_net_state(net, state, strict=strict, stages=stages)
+        return path, load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
     except UnreadableFile as error:
         raise DamagedCheckpoint(error.path, error.reason) from error
     except ValueError as error:
@@ -110,17 +117,21 @@ def load_weights(
 
 
 def start_from(cfg: DictConfig, net: nn.Module, stages: Stages) -> None:
-    """Fills the net, as this rank holds it, with the weights that init_from names.
+    """Fill the net, as this rank holds it, with the weights that init_from names.
+
+    A longer `model.max_seq_len` keeps the learned positions that are there.
 
     Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
     """
     misfit = "init_strict=false to take what fits" if cfg.init_strict else ""
     with named_source("init_from", cfg.init_from, misfit):
         found = find_weights(cfg.init_from, by=cfg.checkpoint)
-        path, left = load_weights(net, found, strict=cfg.init_strict, stages=stages)
+        path, left = load_weights(net, found, strict=cfg.init_strict, resizes=True, stages=stages)
     log.info("%-9s from the weights of %s", "start", path)
-    if any(left):
-        log.warning("warning: init_strict=false: %s", left.describe())
+    for line in left.describe_positions():
+        log.warning("warning: %s", line)
+    if consequences := left.describe_consequences():
+        log.warning("warning: init_strict=false: %s", consequences)
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:

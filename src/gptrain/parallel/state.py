@@ -23,14 +23,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from gptrain.parallel.fit import tied_names
+from gptrain.parallel.positions import fill_positions, find_tables
 from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
+from gptrain.parallel.unmatched import Unmatched
 
 State = dict[str, Any]
 Parameters = Mapping[str, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
 _PLAIN = (bool, int, float, str, type(None))
 BESIDE = "module."  # in a file, in front of what a module holds beside its net
-_SHOWN = 4  # names of a side told in a message; a net of another width has one a tensor
 
 
 class Stages(NamedTuple):
@@ -46,30 +47,6 @@ class Stages(NamedTuple):
 
 
 WHOLE = Stages()
-
-
-class Unmatched(NamedTuple):
-    """What does not fit between a net and a state: names, over all stages of a pipeline.
-
-    Attributes:
-        missing: in the net only.   unexpected: in the state only.
-        mismatched: in both, with the shapes (in the state, in the net).
-    """
-
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def describe(self) -> str:
-        """One line that names the first of each side, and says how many more there are."""
-        shapes = [f"{n} {there} there, {here}" for n, (there, here) in self.mismatched.items()]
-        sides = {"here": shapes, "here only": self.missing, "there only": self.unexpected}
-        said = []
-        for side, names in sides.items():
-            said += [f"{name} {side}" for name in names[:_SHOWN]]
-            if len(names) > _SHOWN:
-                said.append(f"and {len(names) - _SHOWN} more")
-        return "; ".join(said)
 
 
 def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
@@ -131,6 +108,7 @@ def load_net_state(
     source: Mapping[str, Tensor] | dcp.StorageReader,
     *,
     strict: bool = True,
+    resizes: bool = False,
     stages: Stages = WHOLE,
 ) -> Unmatched:
     """Copy this rank's part of a net's state into net. Of a pipeline all ranks must call it.
@@ -139,6 +117,8 @@ def load_net_state(
         source: a bare net's state dict, or a sharded checkpoint of whatever slicing, for which all
             ranks must call it.
         strict: false loads what fits by name and shape.
+        resizes: Load learned positions of another number too: all that are there into a longer
+            table, and, if not strict, the first ones into a shorter table.
 
     Raises: ValueError that names all that does not fit, if strict.
     """
@@ -147,12 +127,16 @@ def load_net_state(
         shapes = {n: tuple(e.size) for n, e in entries if isinstance(e, TensorStorageMetadata)}
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
-    fitting, unmatched = _match(net, shapes, strict, stages)
+    fitting, tables, unmatched = _match(net, shapes, strict, resizes, stages)
     if isinstance(source, dcp.StorageReader):
-        _read({"net": fitting}, source)
+        full: Mapping[str, Tensor] = {name: torch.empty(shapes[name]) for name in tables}
+        _read({"net": {**fitting, **full}}, source)
     else:
+        full = source
         for name, tensor in fitting.items():
             copy_slice(tensor, source[name])
+    for name, (tensor, dim) in tables.items():
+        fill_positions(tensor, full[name], dim)
     return unmatched
 
 
@@ -279,22 +263,49 @@ def _reshard(net: nn.Module) -> None:
 
 
 def _match(
-    net: nn.Module, shapes: Shapes, strict: bool, stages: Stages
-) -> tuple[dict[str, Tensor], Unmatched]:
-    """Name in a checkpoint of these shapes -> the net's tensor that it fits; and what fits not."""
+    net: nn.Module, shapes: Shapes, strict: bool, resizes: bool, stages: Stages
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]], Unmatched]:
+    """Match the tensors of a net with a checkpoint of these shapes.
+
+    Returns:
+        Name in a checkpoint -> the net's tensor that it fits; name -> table of positions that it
+        fills in part, with their dimension; and the rest.
+
+    Raises:
+        ValueError: If anything is left and strict is true. It names all of it.
+    """
     tensors = _saved_tensors(net, stages)
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    everyones = _gather((mine, list(net.state_dict())), stages)
-    all_shapes = {name: shape for theirs, _ in everyones for name, shape in theirs.items()}
-    known = all_shapes.keys() | {name for _, theirs in everyones for name in theirs}  # tied, too
+    tables = find_tables(net, mine, shapes) if resizes else {}
+    everyones = _gather((mine, list(net.state_dict()), tables), stages)
+    all_shapes = {name: shape for theirs, _, _ in everyones for name, shape in theirs.items()}
+    all_tables = {name: dim for _, _, theirs in everyones for name, dim in theirs.items()}
+    known = all_shapes.keys() | {name for _, theirs, _ in everyones for name in theirs}  # tied, too
     unmatched = Unmatched(
         [name for name in all_shapes if name not in shapes],
         [name for name in shapes if name not in known],
         {n: (shapes[n], s) for n, s in all_shapes.items() if shapes.get(n, s) != s},
+        {},
     )
-    if strict and any(unmatched):
-        raise ValueError(unmatched.describe())
-    return {n: t for n, t in tensors.items() if shapes.get(n) == mine[n]}, unmatched
+    cut = ""
+    for name, dim in all_tables.items():
+        there, here = (shape[dim or 0] for shape in unmatched.mismatched[name])
+        if dim is not None and there > here and strict:
+            cut = (
+                f"; model.max_seq_len={there} keeps all learned positions, a shorter one cuts them"
+            )
+            continue
+        del unmatched.mismatched[name]
+        if dim is not None:
+            unmatched.positions[name] = there, here
+    if strict and (wrong := unmatched.describe()):
+        raise ValueError(wrong + cut)
+    filled = {
+        name: (tensors[name], dim)
+        for name, dim in tables.items()
+        if dim is not None and name in unmatched.positions
+    }
+    return {n: t for n, t in tensors.items() if shapes.get(n) == mine[n]}, filled, unmatched
 
 
 @torch.no_grad()
