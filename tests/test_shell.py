@@ -100,3 +100,25 @@ def test_the_lines_at_the_end_of_a_run_and_in_its_status_run_as_they_are_pasted(
     resume = read_by_a_shell(read_status(folder)["resume"])[2:]
     more = train(*resume, "trainer.max_steps=2", tiny=False, name="unused")
     assert more.code == 0 and "from step 1 to 2" in more.out, more.err
+
+
+def test_the_help_that_an_error_names_is_found_from_another_folder(command, tmp_path):
+    folder = tmp_path / "my project (2)"
+    folder.mkdir()
+    (folder / "train.py").symlink_to(ROOT / "train.py")
+    failed = command(f"{folder.name}/train.py", "--nothing", cwd=tmp_path)
+    (line,) = failed.stderr.splitlines()
+    assert failed.returncode == 2
+    pasted = read_by_a_shell(line.partition("; try: ")[2])
+    assert pasted == ["python", f"{folder.name}/train.py", "--help"]
+
+
+def test_the_best_of_a_sweep_in_an_odd_folder_continues_by_the_line_that_is_shown(train, tmp_path):
+    folder = tmp_path / "sweep lr=1e-3, (é)"
+    words = (*TINY, "logger=none", "callbacks=none", "trainer.max_steps=1")
+    sweep = train("-m", *words, "seed=1,2", shell.override("run_dir", folder), tiny=False)
+    assert sweep.code == 0, sweep.err
+    (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
+    pasted = read_by_a_shell(line[line.index("python ") :])
+    more = train(*pasted[2:], tiny=False, name="unused")
+    assert more.code == 0 and "from step 1 to 2" in more.out, more.err

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gptrain import home, problems
+from gptrain import home, problems, shell
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, line_of, open_hydra, parse
 from gptrain.config.from_run import expand
@@ -179,7 +179,7 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     parsed, unreadable = parse(overrides)
     if this_process().is_rank:
         wrong = "a sweep cannot run inside the ranks of a launcher"
-        attempt = "python train.py -m ... trainer.devices=<n>"
+        attempt = f"{shell.train_command('-m')} ... trainer.devices=<n>"
         raise ConfigError.of("-m", None, wrong, attempt=attempt)
     known = (one for one in parsed if not isinstance(one.value(), Glob))  # which Hydra looks up
     cfg, unfit = compose_and_explain([_first_value(one) for one in known])
@@ -191,8 +191,9 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 def parse_command(argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
     spec = sys.modules["__main__"].__spec__  # None of a script
-    command = f"-m {spec.parent}" if spec else Path(sys.argv[0]).name
-    parser = Parser(f"python {command}", add_help=False, allow_abbrev=False)
+    typed = ("-m", spec.parent) if spec and spec.parent else (home.train_script(),)
+    program = shell.command("python", *typed)
+    parser = Parser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
