@@ -1,12 +1,16 @@
-"""What allow_changes allows a resume to change of the optimizer has its effect, and is said."""
+"""What a resume may change has its effect, and is said: of the optimizer, and of callbacks."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
-from tests.lit.conftest import differences
+from gptrain.resilience.manifest import read_manifest, seal
+from tests.lit.conftest import OWN, differences
 
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")
 CONSTANT = (*SAVED, "scheduler=constant")
@@ -113,3 +117,86 @@ def test_another_batch_goes_on_at_the_next_sample_and_adds_to_the_tokens(fit):
     assert places == [[0, 18], [0, 30], [1, 6]]
     more = fit(*words, *again[:2], "trainer.max_steps=9")  # this batch is the run's own
     assert more.column("tokens")[-1] == 768
+
+
+# Options of callbacks, metrics and schedules, which their state in the checkpoint holds as well
+
+STOP = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss"
+
+
+def test_a_run_that_stopped_early_continues_with_another_patience(fit):
+    words = ("scheduler=constant", "trainer.val_check_interval=1", "checkpoint.keep=9",
+             "trainer.max_steps=8", "data.num_samples=64")  # fmt: skip
+    stop = f"{STOP}, min_delta: 9.0"  # no improvement is ever large enough
+    assert fit(*words, f"{stop}, patience: 2}}").steps()[-1] == 3
+    run = fit(*words, f"{stop}, patience: 4}}", "ckpt_path=last")
+    assert run.out.count("resumed with callbacks.stop.patience: 2 before, 4 now") == 1
+    assert run.steps()[-1] == 5  # two validations without improvement, and two more
+    assert "callbacks.stop" not in fit(*words, f"{stop}, patience: 4}}", "ckpt_path=last").out
+    run = fit(*words, f"{stop.replace('9.0', '0.0')}}}", "ckpt_path=last")  # patience: 3
+    for line in ("patience: 4 before, 3 now", "min_delta: 9.0 before, 0.0 now"):
+        assert f"resumed with callbacks.stop.{line}" in run.out
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["today", "a checkpoint without options"])
+def test_typed_options_of_an_own_callback_win_and_its_counters_continue(fit, is_old):
+    start = "" if is_old else ", start: 7"  # a counter that is an argument, too
+    target = f"_target_: {OWN}.callbacks.Counts{start}"
+    first = fit(*CONSTANT, f"+callbacks.mine={{{target}, every: 2}}", "trainer.max_steps=3")
+    if is_old:
+        remove_options(first.folder / "checkpoints" / "step-00000003")
+    again = f"+callbacks.mine={{{target}, every: 5, scale: 0.5}}"
+    run = fit(*CONSTANT, again, "trainer.max_steps=4", "ckpt_path=last")
+    started = 4 if is_old else 11
+    expected = {"every": 5, "scale": 0.5, "count": 4, "start": started}
+    assert run.seen[-1] == expected
+    said = [line for line in run.out.splitlines() if "resumed with" in line]
+    assert len(said) == 2 and "callbacks.mine.every: 2 before, 5 now" in said[0]
+    assert "callbacks.mine.scale: 1.0 before, 0.5 now" in said[1]
+    same = fit(*CONSTANT, again, "trainer.max_steps=5", "ckpt_path=last")
+    assert "resumed with" not in same.out
+    assert same.seen[-1] == expected | {"count": 5, "start": started + 1}
+
+
+def remove_options(checkpoint: Path) -> None:
+    """Make it a checkpoint as they were before options were kept in them."""
+    path = checkpoint / "state.ckpt"
+    state = torch.load(path, weights_only=True)
+    del state["options"]
+    torch.save(state, path)
+    content = path.read_bytes()
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest = read_manifest(checkpoint) | {"files": {"state.ckpt": entry}}
+    (checkpoint / "manifest.json").write_bytes(seal(manifest))
+
+
+def test_a_metric_whose_state_holds_an_option_is_used_as_typed(fit):
+    words = (*SAVED, "trainer.val_check_interval=1", "+module.metrics.near._target_="
+             f"{OWN}.modules.Near")  # fmt: skip
+    fit(*words, "+module.metrics.near.distance=0", "trainer.max_steps=2")
+    changed = ("+module.metrics.near.distance=999", "allow_changes=[module.metrics]")
+    run = fit(*words, *changed, "trainer.max_steps=3", "ckpt_path=last")
+    assert "resumed with module.metrics.near.distance: 0 before, 999 now" in run.out
+    assert run.column("val/near")[-1] == 8 * 16  # all targets of the set
+
+
+def test_a_schedule_that_was_allowed_to_change_is_used_as_typed(fit):
+    words = ("checkpoint.every_n_steps=1", "checkpoint.keep=9",
+             "scheduler._target_=torch.optim.lr_scheduler.StepLR")  # fmt: skip
+    fit(*words, "+scheduler.step_size=1", "+scheduler.gamma=0.5", "trainer.max_steps=2")
+    changed = ("+scheduler.step_size=2", "+scheduler.gamma=0.1", "allow_changes=[scheduler]")
+    run = fit(*words, *changed, "ckpt_path=last", "trainer.max_steps=5")
+    assert "resumed with scheduler.step_size: 1 before, 2 now" in run.out
+    assert "resumed with scheduler.gamma: 0.5 before, 0.1 now" in run.out
+    rates = run.column("lr")
+    assert rates == pytest.approx([3e-4, 1.5e-4, 7.5e-5, 7.5e-5, 7.5e-6])
+
+
+def test_model_checkpoint_keeps_as_many_files_as_typed(fit):
+    target = "_target_: lightning.pytorch.callbacks.ModelCheckpoint, monitor: tokens, mode: max"
+    words = (*CONSTANT, "trainer.val_check_interval=1")
+    fit(*words, f"+callbacks.top={{{target}, save_top_k: 3}}", "trainer.max_steps=3")
+    run = fit(*words, f"+callbacks.top={{{target}, save_top_k: 1}}", "ckpt_path=last")
+    assert "resumed with callbacks.top.save_top_k: 3 before, 1 now" in run.out
+    kept = [path.name for path in (run.folder / "checkpoints").glob("*.ckpt")]
+    assert len(kept) == 3, kept  # two of the first start, and the best

@@ -31,6 +31,7 @@ from gptrain.lit.callbacks.law import LawWatch
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
 from gptrain.lit.callbacks.steps import Steps
+from gptrain.lit.callbacks.typed import TypedOptions
 from gptrain.lit.lightning import (
     RankEnvironment,
     refusals_in_one_line,
@@ -130,7 +131,8 @@ def build_callbacks(
     The order counts: Steps makes a step's values that the others read, and checks it before they
     see it; Checkpoints saves what all of them have done.
     """
-    theirs = [build_target(node) for node in cfg.callbacks.values() if node]
+    named = {key: build_target(node) for key, node in cfg.callbacks.items() if node}
+    theirs = [*named.values()]
     if cfg.law is not None and cfg.task == "fit":
         net = make_to_look_at(partial(build_net, cfg))
         counts = count_parameters(net, cfg.model.get("vocab_size"))
@@ -150,7 +152,10 @@ def build_callbacks(
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
     )
-    return [steps, *theirs, *filter(None, [checkpoints])]
+    if checkpoints is None:
+        return [steps, *theirs]
+    typed = {f"callbacks.{key}": (named[key], options_of(cfg.callbacks[key])) for key in named}
+    return [steps, *theirs, TypedOptions(typed), checkpoints]
 
 
 def check_callbacks(cfg: DictConfig, strategy: str) -> None:

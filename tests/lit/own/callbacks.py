@@ -133,3 +133,21 @@ class MyFinder(BatchSizeFinder):
 
 def make_finder():
     return BatchSizeFinder(max_trials=2)
+
+
+class Counts(Callback):
+    """Keeps two options and two counters in its state; one counter is also an argument."""
+
+    def __init__(self, every, scale=1.0, start=0):
+        self.every, self._scale, self.start, self.count = every, scale, start, 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.count += 1
+        self.start += 1
+        note(trainer, every=self.every, scale=self._scale, start=self.start, count=self.count)
+
+    def state_dict(self):
+        return {name: getattr(self, name) for name in ("every", "_scale", "start", "count")}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
