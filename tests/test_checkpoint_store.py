@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -439,3 +440,10 @@ def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):
     save(store, 1, in_background=True)
     store.finish()
     assert holds(store.newest_good().path, 1) and not beats
+
+
+def test_a_damaged_checkpoint_is_the_same_error_after_it_was_sent_to_another_process():
+    error = DamagedCheckpoint("run/step-00000004", "state.ckpt is missing")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.path, again.reason) == (error.path, error.reason)
+    assert str(again) == "run/step-00000004: state.ckpt is missing"

@@ -65,7 +65,9 @@ def test_a_warm_up_as_a_fraction_is_one_of_the_schedules_length(warmup, steps):
 
 @pytest.mark.parametrize("length, bends", [("null", True), ("8", False)])
 def test_going_on_to_another_end_says_where_it_bends_the_schedule(train, length, bends):
-    options = ("scheduler=warmup_linear", f"scheduler.total_steps={length}", "logger=none")
+    """The optimizer has groups with different learning rates, of which the first is named."""
+    options = ("scheduler=warmup_linear", f"scheduler.total_steps={length}", "logger=none",
+               "optimizer=muon", "optimizer.embedding_lr=1e-3")  # fmt: skip
     run = train("trainer.max_steps=4", *options)
     assert run.code == 0, run.err
     again = train("trainer.max_steps=6", "ckpt_path=last", *options)

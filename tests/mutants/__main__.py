@@ -6,7 +6,8 @@ A mutant is a flipped comparison, a negated condition, a dropped keyword argumen
 constant, a removed statement or two swapped arguments. All work is done in a copy of the checkout.
 First every file of tests runs once by itself, and it is recorded which test runs which line, also
 in forked ranks and in commands. Then each mutant is tried with the tests that run its line, the
-quickest files first. Records and results lie in --folder: the same command continues after a stop.
+quickest first. Records and results lie in --folder, for each commit by itself: the same command
+continues after a stop. Nothing that is not committed is tried.
 """
 
 import argparse
@@ -132,7 +133,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="another seed plants other mutants")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "mutants")
     asked = parser.parse_args()
-    folder = asked.folder.resolve()
+    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
+    folder = asked.folder.resolve() / commit.strip()  # records and results hold for this commit
     checkout, results = folder / "copy", folder / "results.json"
     copy_checkout(checkout)
     for path in sorted(checkout.glob("tests/**/test_*.py")):
