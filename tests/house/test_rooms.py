@@ -160,6 +160,15 @@ def test_the_planner_needs_the_standard_library_only():
         assert roots <= sys.stdlib_module_names, path
 
 
+def test_commands_are_made_in_one_place():
+    """A command that is put together anywhere else is not quoted for Hydra and for the shell."""
+    made = re.compile(
+        r"import shlex|f\"[^\"]*python (train\.py|\{)|f\"(from_run|init_from|ckpt_path)=\{"
+    )
+    users = {str(path.relative_to(PACKAGE)) for path in modules() if made.search(path.read_text())}
+    assert users == {"shell.py"}
+
+
 def test_only_nets_instantiates():
     users = {room(path) for path in modules() if re.search(r"\binstantiate\(", path.read_text())}
     assert users <= {"nets", *COMMANDS}
