@@ -224,7 +224,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     if not a.numel():
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
+    a, b = a.cpu().to(wide), b.cpu().to(wide)  # MPS has no float64
     if torch.equal(a, b):
         return 0.0  # masks are infinite
     largest = b.abs().nan_to_num(0.0, 0.0).max().clamp(min=1e-30)
