@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gptrain.adopt.__main__ import main
+from gptrain.adopt.library import put
 from gptrain.adopt.project import TEMPLATE
 from gptrain.home import LIBRARY, VARIABLE
 from tests.conftest import ROOT
@@ -175,7 +176,7 @@ def test_your_own_files_come_along_and_what_stays_is_named(project, run, tmp_pat
 
 
 def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_know(
-    project, run, tmp_path
+    project, run, tmp_path, monkeypatch
 ):
     newer = tmp_path / "newer"
     shutil.copytree(project / "src" / "gptrain", newer / "src" / "gptrain")
@@ -194,6 +195,23 @@ def test_a_newer_library_takes_the_place_of_the_old_and_says_what_it_does_not_kn
     assert own_files(project) == mine
     assert not (project / "src" / "gptrain" / "gone.py").exists()
     assert "debug: true" in (project / "src" / "gptrain" / "conf" / "base.yaml").read_text()
+    assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
+    # From a library outside of the project, after an upgrade that was killed between its renames.
+    (project / "src" / "gptrain").rename(project / "src" / ".gptrain-old")
+    (project / "src" / ".gptrain-new").mkdir()
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    upgrade = ("--upgrade", f"library={wheel}", "--to", str(project))
+    code, lines = run(*upgrade, cwd=tmp_path)
+    assert code == 2 and lines[0] == "replaced  src/gptrain"
+    assert any(line.startswith("conf/experiment/gpt2_124m.yaml: error: ") for line in lines)
+    assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
+
+
+def test_what_an_upgrade_that_was_interrupted_has_left_is_replaced(project, tmp_path):
+    for name in (".gptrain-old", ".gptrain-new"):
+        (project / "src" / name).mkdir()
+        (project / "src" / name / "loss.py").touch()
+    put(LIBRARY, project)
     assert sorted(path.name for path in (project / "src").iterdir()) == ["gptrain", "my_project"]
 
 

@@ -70,6 +70,26 @@ except KeyboardInterrupt:
 """
 
 
+SAVED_AND_STOPPED = """
+import os, pathlib, sys
+from gptrain.home import FOLDER_VARIABLE
+from gptrain.resilience.status import write_status
+pathlib.Path(os.environ[FOLDER_VARIABLE]).write_text(os.getcwd())
+write_status(".", cause="preempted", exit_code=75, message="asked to stop, saved at step 5")
+sys.exit(75)
+"""
+
+
+def test_a_run_that_saved_and_stopped_says_why_in_its_exception(tmp_path, monkeypatch):
+    """It prints no error, so the message is that of its status.json."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SAVED_AND_STOPPED)
+    with pytest.raises(gptrain.RunFailed) as failed:
+        gptrain.fit(conf=tmp_path / "conf")
+    assert (failed.value.code, failed.value.folder) == (75, tmp_path)
+    assert failed.value.lines == ["asked to stop, saved at step 5"]
+
+
 def started(tmp_path, conf: Path, *words: str) -> subprocess.Popen:
     """A script without `if __name__`, in a folder of no project."""
     (tmp_path / "script.py").write_text(SCRIPT)

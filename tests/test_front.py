@@ -155,14 +155,17 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
     assert begun == [["job", str(n), f"seed={seed}"] for n, seed in enumerate((1, 2, 3, -4))]
 
 
-def test_a_stop_ends_the_sweep_and_not_one_job():
+@pytest.mark.parametrize(
+    "stop, code", [(JobFailed(75, "preempted"), 75), (KeyboardInterrupt(), 130)], ids=str
+)
+def test_a_stop_ends_the_sweep_and_not_one_job(stop, code):
     seen = []
 
     def job(cfg):
         seen.append(cfg.seed)
-        raise JobFailed(75, "preempted")
+        raise stop
 
-    assert run_command(job, ["-m", "seed=1,2", *NANO]) == 75
+    assert run_command(job, ["-m", "seed=1,2", *NANO]) == code
     assert seen == [1]
 
 

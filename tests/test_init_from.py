@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 
 import pytest
 import torch
 
 import gptrain
+from gptrain.config import compose_command
+from gptrain.config.check import check_config
 from gptrain.nets.weights import load_weights
 from gptrain.resilience.manifest import read_manifest
+from gptrain.resilience.status import read_status
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
 
@@ -31,6 +35,9 @@ def test_a_run_and_the_file_in_its_checkpoint_are_starts(train, saved_twice):
         moments = begun.state(1)["optimizer_states"][0]["state"]
         assert {int(entry["step"]) for entry in moments.values()} == {1}
         assert begun.out.startswith("start ")
+        resume = compose_command(shlex.split(read_status(begun.folder)["resume"])[2:])
+        assert (resume.ckpt_path, resume.init_from) == ("last", None)  # they exclude each other
+        assert check_config(resume).errors == []
 
 
 def test_a_spread_net_takes_its_slices_and_its_shards_load_like_a_whole_net(train, saved_twice):

@@ -111,6 +111,20 @@ def test_a_train_job_has_the_published_fields_and_nothing_else(launch):
     assert "+data.note='a \"b\", ${seed}'" in trainer["args"]
 
 
+@pytest.mark.parametrize(
+    "words, begins", [((), {"ckpt_path=last"}), (("init_from=/mine",), {"init_from=/mine"})]
+)
+def test_a_pod_resumes_by_itself_unless_the_run_begins_from_other_weights(launch, words, begins):
+    """`init_from` and `ckpt_path` exclude each other."""
+    code, text, err = launch(
+        "kubernetes", "trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b", *words
+    )
+    assert code == 0, err
+    arguments = yaml.safe_load(text)["spec"]["trainer"]["args"]
+    found = {word for word in arguments if word.startswith(("ckpt_path=", "init_from="))}
+    assert found == begins
+
+
 def test_the_dockerfile_in_front_of_the_job_copies_what_is_there(launch):
     code, text, _ = launch("kubernetes", "trainer=cpu", "kubernetes.image=a", "kubernetes.claim=b")
     assert code == 0 and "# FROM python" in text

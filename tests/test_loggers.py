@@ -108,6 +108,12 @@ def test_wandb_goes_on_in_the_run_of_the_folder(train, monkeypatch):
             if "train/loss" in items:
                 steps.append(int(items["trainer/global_step"]))
     assert steps == [1, 2, 3, 4]
+    words = ("optimizer.lr=1e30", "trainer.gradient_clip_val=null", "trainer.max_steps=20")
+    diverged = train(*options, *words, name="diverged")
+    assert diverged.code == 79, diverged.err
+    (file,) = diverged.folder.glob("wandb/offline-run-*/*.wandb")
+    exits = [r.exit.exit_code for r in wandb_records(file) if r.WhichOneof("record_type") == "exit"]
+    assert exits == [1]
 
 
 def test_a_full_disk_ends_the_run_as_one_that_is_full_does(train, monkeypatch):

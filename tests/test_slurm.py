@@ -129,6 +129,21 @@ def test_a_restart_of_torchrun_on_one_node_has_a_name_of_its_own(agent):
     assert len({agent(n_local=2, count=count) for count in range(3)}) == 3
 
 
+def test_each_start_of_open_mpi_on_several_nodes_has_a_name_of_its_own(monkeypatch):
+    """All ranks of a start have the name of its job, which they take on one port."""
+    names = {}
+    for job, rank in (("prterun-a@1", 0), ("prterun-a@1", 3), ("prterun-b@1", 0)):
+        ranks = {"RANK": rank, "SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_SIZE": 2}
+        variables = {f"OMPI_COMM_WORLD_{key}": value for key, value in ranks.items()}
+        variables |= {"PMIX_NAMESPACE": job, "MASTER_PORT": 29500}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        assert this_process().n_nodes == 2
+        names[job, rank] = attempt()
+    first, same, other = names.values()
+    assert first == same != other
+
+
 def test_agents_of_several_nodes_name_a_start_alike_whatever_each_has_counted(agent):
     one, other = (agent(n_local=1, count=count) for count in range(2))
     assert one == other != agent(n_local=1, count=0, port=40002)

@@ -13,6 +13,8 @@ from omegaconf import OmegaConf
 
 from gptrain import assemble as build
 from gptrain.config.compose import job_folder, parse
+from gptrain.config.sweep import report_sweep
+from gptrain.resilience.status import write_result, write_status
 from tests.conftest import TINY
 
 
@@ -56,6 +58,19 @@ def test_every_combination_runs_in_its_own_folder(train):
         row[:3] for row in rows
     ]
     assert float(table[0]["val/loss"]) == min(r["metrics"]["val/loss"] for r in results)
+
+
+def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_path):
+    runs = {"0-best": {"val/loss": 1.0}, "1-other": {"val/loss": 2.0, "val/accuracy": 0.5}}
+    for name, metrics in runs.items():
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra" / "overrides.yaml").write_text("[]")
+        write_status(tmp_path / name, cause="done", exit_code=0)
+        write_result(tmp_path / name / "result.json", metrics, steps=4, tokens=64)
+    report_sweep(tmp_path)
+    rows = list(csv.DictReader((tmp_path / "results.csv").open(newline="")))
+    assert [row["run"] for row in rows] == ["0-best", "1-other"]
+    assert [row["val/accuracy"] for row in rows] == ["", "0.5"]
 
 
 def test_a_point_is_trained_once_and_its_repeat_reads_the_result(train):

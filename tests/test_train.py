@@ -297,21 +297,30 @@ def test_one_batch_which_is_a_whole_step_under_accumulation_can_be_learned_by_he
     assert run.metrics["train/loss"] < 5.2 < run.metrics["val/loss"]
 
 
-def test_a_run_too_large_for_the_memory_says_how_large_it_is_and_what_to_type(train):
+@pytest.mark.parametrize(
+    "words, attempt",
+    [
+        ((), "data.batch_size=1500 trainer.accumulate_grad_batches=2, or "),
+        (("data.global_batch_size=3000",), "data.batch_size=1500, or "),  # derives the accumulation
+    ],
+)
+def test_a_run_too_large_for_the_memory_says_how_large_it_is_and_what_to_type(
+    train, words, attempt
+):
     # A virtual limit: no page of what is asked for is ever touched.
     resource = pytest.importorskip("resource")
     limit = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, limit[1]))
     try:
-        run = train("data.batch_size=3000", "data.num_samples=3000", "data.seq_len=128")
+        run = train("data.batch_size=3000", "data.num_samples=3000", "data.seq_len=128", *words)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
     assert run.code == 70
     last = run.err.strip().splitlines()[-1]
     assert last.startswith("error: out of memory: ") and "bytes" in last
     assert "a micro-batch is 3000 sequences of 128" in last
-    assert "try data.batch_size=1500 trainer.accumulate_grad_batches=2" in last
+    assert f"; try {attempt}model.activation_checkpointing=full" in last
 
 
 def test_what_a_stopped_run_says_begins_a_line_of_its_own_below_the_bar(train, monkeypatch):

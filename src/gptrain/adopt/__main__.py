@@ -16,7 +16,15 @@ from omegaconf import OmegaConf
 
 from gptrain import adopt as package
 from gptrain import shell
-from gptrain.adopt.library import IN_PROJECT, VENDORED, package_in, put, require, requirement
+from gptrain.adopt.library import (
+    IN_PROJECT,
+    VENDORED,
+    package_in,
+    put,
+    require,
+    requirement,
+    restore,
+)
 from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain
@@ -84,6 +92,7 @@ def adopt(name: str, to: Path | None, library: str) -> int:
 
 def upgrade(project: Path, library: str) -> int:
     """Another library in a project; what in conf/ it refuses is said."""
+    restore(project)
     if not (project / IN_PROJECT).is_dir():
         require(project, needed := requirement(library))
         check_it = f"pip install -e . && {shell.command('python', *CHECK)}"

@@ -12,6 +12,7 @@ from gptrain.problems import ConfigError
 
 VENDORED = "vendored"
 IN_PROJECT = "src/gptrain"
+NEW, OLD = ".gptrain-new", ".gptrain-old"  # beside it during an upgrade
 ADDRESS = r"(git\+)?https?://\S+|git\+ssh://\S+"
 REQUIRED = r'"gptrain @ [^"]*"'  # in pyproject.toml
 
@@ -48,6 +49,14 @@ def package_in(library: str, temporary: Path) -> Path:
     return found
 
 
+def restore(project: Path) -> None:
+    """Move the package of a project back if an upgrade was killed between its two renames."""
+    target = project / IN_PROJECT
+    old = target.with_name(OLD)
+    if old.is_dir() and not target.exists():
+        old.rename(target)
+
+
 def put(library: Path, project: Path) -> None:
     """Copies the package into a project, in place of the one that it has.
 
@@ -64,7 +73,7 @@ def put(library: Path, project: Path) -> None:
         if done.stdout:
             wrong = "has changes that are not committed, which would be lost"
             raise ConfigError.of("", None, f"{target} {wrong}")
-    new, old = target.with_name(".gptrain-new"), target.with_name(".gptrain-old")
+    new, old = target.with_name(NEW), target.with_name(OLD)
     for folder in (new, old):
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
     # Its links to files of a checkout are copied as what they lead to.
