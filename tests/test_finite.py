@@ -51,3 +51,36 @@ def test_a_skipped_step_leaves_weights_and_the_optimizer_as_they_were(train, poi
     states = run.state(5)["optimizer_states"][0]["state"].values()
     assert all(value.isfinite().all() for state in states for value in state.values())
     assert {float(state["step"]) for state in states} == {4.0}
+
+
+BREAKS = "+callbacks.breaks={_target_: tests.lit.own.callbacks.BreaksLayer, layer: %s, at: %s}"
+
+
+TWO = "trainer.devices=2"
+
+
+@pytest.mark.parametrize("ranks", [(), (TWO,), (TWO, "strategy=fsdp")], ids=["one", "ddp", "fsdp"])
+def test_the_layer_that_is_first_not_finite_is_named(train, ranks):
+    run = train(*ranks, "trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", "output"))
+    assert run.code == 79, run.err
+    assert "not finite; samples: " in run.err
+    assert "first not finite in blocks.1.mlp.down_proj" in run.err
+    assert (run.folder / "checkpoints/step-00000002").is_dir()  # the steps before are kept
+
+
+@pytest.mark.parametrize(
+    "at, named",
+    [("weight", "not finite in the parameter blocks.1.mlp.down_proj.weight"),
+     ("gradient", "the gradient is first not finite in blocks.1.mlp.down_proj")],
+)  # fmt: skip
+def test_a_parameter_or_a_gradient_is_named_where_that_is_first(train, at, named):
+    run = train("trainer.max_steps=4", BREAKS % ("blocks.1.mlp.down_proj", at))
+    assert run.code == 79 and named in run.err, run.err
+
+
+def test_a_run_that_skips_max_skips_steps_in_a_row_stops(train):
+    words = ("trainer.max_steps=30", "on_nonfinite=skip", "max_skips=3")
+    run = train(*words, BREAKS % ("blocks.1.mlp.down_proj", "output"))
+    assert run.code == 79, run.err
+    assert "3 steps in a row were skipped (max_skips)" in run.err
+    assert "at step 4 " in run.err and "first not finite in blocks.1.mlp.down_proj" in run.err

@@ -97,7 +97,8 @@ def code_of(error: OSError) -> int:
 
 def first_line(error: object) -> str:
     """The first line of a message, and the next where the first only says where."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = re.sub(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)", "tensor(…)", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]) or type(error).__name__
 
 

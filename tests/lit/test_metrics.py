@@ -16,6 +16,8 @@ from gptrain.lit import LanguageModel
 from gptrain.parallel.whole import Whole
 from tests.lit.conftest import ACCURACY, OWN
 
+DEEP = ("model.n_layers=2",)
+
 
 def test_a_metric_is_what_torchmetrics_says_of_all_logits(fit):
     run = fit(
@@ -98,3 +100,32 @@ def test_an_evaluation_adds_up_in_a_type_that_the_device_has(kind, dtype):
     with patch.object(Whole, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
         module.evaluate(tokens, tokens)
     assert module.eval_sums.dtype == dtype and module.eval_sums.tolist() == [1, 2]
+
+
+TARGET = "+module.metrics.%s={_target_: torchmetrics.classification.%s, num_classes: %d%s}"
+
+
+@pytest.mark.parametrize("ranks", [(), ("trainer.devices=2", "strategy=pipeline", *DEEP)])
+def test_a_metric_with_several_values_is_logged_by_its_elements(fit, ranks):
+    words = (TARGET % ("f1", "MulticlassF1Score", 256, ", average: none"), *ranks)
+    run = fit(*words, "trainer.max_steps=2", "trainer.num_sanity_val_steps=1")
+    names = [name for name in run.metrics if name.startswith("val/f1/")]
+    assert names == [f"val/f1/{i}" for i in range(256)]
+
+
+def test_a_metric_that_cannot_be_logged_is_refused_before_the_first_step(fit):
+    cases = (
+        (TARGET % ("cm", "MulticlassConfusionMatrix", 256, ""), "its value has shape (256, 256)"),
+        (TARGET % ("f1", "MulticlassF1Score", 10, ""), "fails on logits (16, 256)"),
+    )
+    for words, said in cases:
+        run = fit(words, code=2, begun=True)
+        assert said in run.errors[0] and "module.metrics." in run.errors[0], run.errors
+
+
+def test_what_a_module_cannot_log_is_found_by_the_sanity_check_and_told_whole(fit):
+    run = fit(
+        f"module._target_={OWN}.modules.LogsVector", "trainer.num_sanity_val_steps=1", code=70
+    )
+    assert "tensor(…)" in run.errors[0] and "single element" in run.errors[0], run.errors
+    assert run.status["step"] == 0

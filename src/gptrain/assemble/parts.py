@@ -29,6 +29,7 @@ from gptrain.lengths import (
     token_steps,
     warmup_steps,
 )
+from gptrain.lit.metrics import try_metric
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.shell import check_optimization
 from gptrain.loss import LossOptions
@@ -198,6 +199,9 @@ def build_module(
         for name, metric in (cfg.module.get("metrics") or {}).items():
             with as_config_errors(cfg, f"module.metrics.{name}"):
                 metrics[name] = build_target(metric)
+            if isinstance(vocab_size := cfg.model.get("vocab_size"), int):
+                key, target = f"module.metrics.{name}", metric["_target_"]
+                try_metric(key, target, metrics[name], vocab_size)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),

@@ -148,6 +148,7 @@ def build_callbacks(
         lengths,
         options_of(cfg.model),
         on_nonfinite=cfg.on_nonfinite,
+        max_skips=cfg.max_skips,
         guard=guard,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",

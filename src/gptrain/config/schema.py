@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from gptrain.config.data_schema import Data
 from gptrain.config.kinds import (
@@ -291,6 +291,7 @@ class Run(Closed):
     seed: Annotated[int, between(0, SEED_MAX)]
     max_tokens: TokenCount | None
     on_nonfinite: Literal["stop", "skip"]
+    max_skips: PositiveInt
     objective: Name
     law: LocalPath | None
     output_dir: LocalPath

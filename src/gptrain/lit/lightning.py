@@ -214,6 +214,27 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
 
 
+@contextmanager
+def without_logging(module: pl.LightningModule) -> Generator[None, None, None]:
+    """Make the module's log calls do nothing, while a step is repeated to find its fault.
+
+    A second call would add to the means of what is logged, and with sync_dist=True wait for ranks
+    that do not repeat the step.
+    """
+
+    def ignore(*_: Any, **__: Any) -> None:
+        """Log nothing."""
+
+    names = ("log", "log_dict")
+    for name in names:
+        module.__dict__[name] = ignore
+    try:
+        yield
+    finally:
+        for name in names:
+            del module.__dict__[name]
+
+
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Whether this micro-batch was the last of its optimizer step; epochs end on whole steps."""
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from gptrain.lit.metrics import named_numbers
 from gptrain.lit.strategies.shell import NetStrategy
 from gptrain.loss import IGNORED, PLAIN, LossOptions
 from gptrain.parallel.fit import Net
@@ -129,7 +130,7 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                values[name] = self._parallel().share(metric.compute)
+                values |= named_numbers(name, self._parallel().share(metric.compute))
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
                 nats, n_tokens, *_ = self.trainer.strategy.reduce(sums, reduce_op="sum")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from gptrain.loss import LossOptions, logits_in_chunks
 from gptrain.parallel.dims import STAGES_PER_RANK, count_microbatches, stage_blocks
@@ -113,13 +114,11 @@ class Pipeline(Whole):
         for hidden, chunk_targets in found:
             yield from logits_in_chunks(hidden, net.head, chunk_targets)
 
-    def share(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Computed on the last stage, sent to the others."""
-        value = torch.zeros((), device=self.device)
-        if self.rank == self.last:
-            value = compute().to(self.device, torch.float32)
-        dist.broadcast(value, group=self.group, group_src=self.last)
-        return value
+    def share(self, compute: Callable[[], Any]) -> Any:
+        """Return what is computed on the last stage: tensors of any shape, in dicts or lists."""
+        value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self.rank == self.last else None]
+        dist.broadcast_object_list(value, group=self.group, group_src=self.last)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:

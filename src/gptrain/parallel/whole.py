@@ -138,8 +138,8 @@ class Whole:
             return logits_in_chunks(net.hidden(tokens), net.head, targets)
         return logits_in_chunks(net_logits(net, tokens, targets), nn.Identity(), targets)
 
-    def share(self, compute: Callable[[], Tensor]) -> Tensor:
-        """What is computed where the logits were, alike on all ranks that share a net."""
+    def share(self, compute: Callable[[], Any]) -> Any:
+        """Return what is computed where the logits were, the same on all ranks of a net."""
         return compute()
 
     # A step's gradients

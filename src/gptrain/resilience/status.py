@@ -47,14 +47,23 @@ class NonFinite(Exception):
         step: the optimizer step, counted from 0.
         rank: the first rank whose own loss was not finite, None where only gradients were.
         samples: those that the step had read: that rank's, or all.
+        place: what was first not finite, in words.
+
+    Attributes:
+        why: why the step was not skipped.
     """
 
     cause = "nonfinite"
 
-    def __init__(self, step: int, rank: int | None, samples: list[int]) -> None:
+    def __init__(self, step: int, rank: int | None, samples: list[int], place: str = "") -> None:
         where = "the gradients of all ranks" if rank is None else f"the loss of rank {rank}"
-        super().__init__(f"{where} at step {step} is not finite; samples: {shorten(samples)}")
-        self.rank = rank
+        verb = "are" if rank is None else "is"
+        text = f"{where} at step {step} {verb} not finite; samples: {shorten(samples)}"
+        super().__init__(text + (f"; {place}" if place else ""))
+        self.rank, self.why = rank, ""
+
+    def __str__(self) -> str:
+        return super().__str__() + self.why
 
 
 def shorten(samples: list[int]) -> str:

@@ -151,3 +151,21 @@ class Counts(Callback):
 
     def load_state_dict(self, state):
         vars(self).update(state)
+
+
+class BreaksLayer(Callback):
+    """From step 2 on makes a layer's weight, output or gradient not finite."""
+
+    def __init__(self, layer, at):
+        self.layer, self.at = layer, at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step != 2:
+            return
+        part = pl_module.net.get_submodule(self.layer)
+        if self.at == "weight":
+            part.weight.data[0, 0] = float("nan")
+        elif self.at == "output":
+            part.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+        else:
+            part.weight.register_hook(lambda gradient: gradient * float("nan"))

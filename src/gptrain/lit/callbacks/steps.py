@@ -19,6 +19,7 @@ from gptrain.lit.callbacks.refused import refusal
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
 from gptrain.lit.module import LanguageModel
+from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.shell import check_optimization
 from gptrain.parallel.fit import Unfit
@@ -48,6 +49,7 @@ class Steps(Callback):
         model_config: of the config's `model` group; kept in every checkpoint file, so that a file
             on its own can be loaded.
         on_nonfinite: "stop" raises NonFinite, on all ranks; "skip" skips the step.
+        max_skips: skipped steps in a row after which it is raised, too.
         guard: of this rank; None: nobody watches the run.
         checkpoints: what saves the run; None where nothing is kept.
         compiles: the first step of each kind may take long.
@@ -68,12 +70,14 @@ class Steps(Callback):
         model_config: dict[str, Any],
         *,
         on_nonfinite: str = "stop",
+        max_skips: int = 10,
         guard: Guard | None = None,
         checkpoints: Checkpoints | None = None,
         compiles: bool = False,
     ):
         self.every_n_steps, self.lengths = every_n_steps, lengths
         self.model_config, self.on_nonfinite = model_config, on_nonfinite
+        self.max_skips, self.n_skipped = max_skips, 0  # the latter in a row, up to now
         self.guard, self.checkpoints = guard, checkpoints
         self.first_s = COMPILING_S if compiles else 0.0
         self.stops = Vote()
@@ -90,10 +94,8 @@ class Steps(Callback):
             if reason := refusal(kind, strategy.info.name, bool(trainer.loggers), has_bar=True):
                 raise Unfit("callbacks", f"{kind.__name__}: {reason}")
 
-    # A training's steps
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.guard is not None:
+        if self.guard:
             self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.first_s)
         check_optimization(pl_module)  # again: hooks may have changed it
@@ -122,24 +124,34 @@ class Steps(Callback):
             strategy_of(trainer).clip(optimizer, None)
 
     def check_finite(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Looks at the norm of all gradients between clipping and the optimizer's step.
+        """Check the norm of all gradients between clipping and the optimizer's step.
 
-        It is not finite where any gradient of any rank is not, and it is the same on all ranks, so
-        that they decide alike without talking. Under 16-mixed the loss scaler meets infinite
-        gradients by design and skips those steps itself.
+        The norm is the same on all ranks, and not finite where any gradient of any rank is not.
+        Under 16-mixed the loss scaler itself skips steps with infinite gradients, by design.
 
         Raises: NonFinite, on all ranks.
         """
         strategy = strategy_of(trainer)
         norm = cast(Tensor, strategy.grad_norm)
-        if trainer.precision == "16-mixed" or math.isfinite(float(norm)):
+        if trainer.precision == "16-mixed":
+            return
+        if math.isfinite(float(norm)):
+            self.n_skipped = 0
             return
         mine = trainer.global_rank, [float(loss) for loss in strategy.micro_losses]
         theirs = gather(mine, strategy.parallel.step_group)  # rank, micro-steps
-        guilty = (rank for rank, losses in theirs if not all(map(math.isfinite, losses)))
-        step, rank = trainer.global_step, next(guilty, None)
-        error = NonFinite(step, rank, data_of(trainer).step_samples(step, rank))
+        guilty = [one for one in theirs if not all(map(math.isfinite, one[1]))]
+        step, rank, micro_step = trainer.global_step, None, 0
+        if guilty:
+            rank, losses = guilty[0]
+            micro_step = [math.isfinite(loss) for loss in losses].index(False)
+        place = find_first(trainer, micro_step)
+        error = NonFinite(step, rank, data_of(trainer).step_samples(step, rank), place)
         if self.on_nonfinite == "stop":
+            raise error
+        self.n_skipped += 1
+        if self.n_skipped == self.max_skips:
+            error.why = f"; {self.n_skipped} steps in a row were skipped (max_skips)"
             raise error
         if trainer.global_rank == theirs[0][0]:
             log.error("warning: %s; the step is skipped", error)  # no rank but 0 logs less
@@ -158,8 +170,7 @@ class Steps(Callback):
             trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         if is_due or is_validated(trainer, step) or trainer.should_stop:
-            # Until the next batch: this row reaches the loggers.
-            connected(trainer).log_every_n_steps = 1
+            connected(trainer).log_every_n_steps = 1  # until the next batch
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -210,9 +221,9 @@ class Steps(Callback):
         values = {}
         if isinstance(pl_module, LanguageModel):  # also where a subclass overrides this very hook
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
-        if not trainer.sanity_checking:  # a few batches, before the first step
-            step = trainer.global_step or self.evaluated_step
-            pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
+        # Also in the sanity check, which no logger sees: what cannot be logged fails there.
+        step = trainer.global_step or self.evaluated_step
+        pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -256,7 +267,7 @@ class Steps(Callback):
 
     def _beat(self, *place: Any, **more: Any) -> None:
         """Tells the watchers that the run gets on."""
-        if self.guard is not None:
+        if self.guard:
             self.guard.heartbeat.beat(*place, **more)
 
     def _ask(self) -> None:

@@ -31,6 +31,7 @@ from gptrain.parallel.step_mean import StepMean
 from gptrain.parallel.whole import Whole
 from gptrain.resilience import amendment
 from gptrain.resilience.manifest import STATE_NAME
+from gptrain.resilience.rng import capture
 from gptrain.resilience.safe_load import SafeFileSystemReader, ShardWriter, load_file
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
@@ -64,6 +65,7 @@ class NetStrategy(Strategy):
         check_finite: called once the norm is known, before the optimizer's step; may raise
             NonFinite.
         grad_norm: of all gradients before clipping, of the last step.
+        micro_steps: arguments of training_step, and random numbers, of this step's micro-steps.
         micro_losses: what training_step returned in each micro-step of this step, detached.
         correction: what the gradients of this step were multiplied by: 1 but where training_step
             gave its loss other targets than the batch has.
@@ -83,6 +85,7 @@ class NetStrategy(Strategy):
     has_replicas = False  # a save has files of replicas of the net
     step_mean: StepMean
     micro_losses: list[Tensor]
+    micro_steps: list[tuple[Any, Any, dict[str, Any]]]
     fresh_options: list[dict[str, Any]]
     _gradients_finished = False  # those of this step
     _loaded: Path
@@ -129,19 +132,19 @@ class NetStrategy(Strategy):
             self.step_mean.announce(count_batch_targets(batch), 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Drops the last step's gradients before a new step's forward pass.
+        """Drop the last step's gradients before a new step's forward pass.
 
-        Lightning does it after the forward pass, whose activations would lie beside them: 4 bytes
-        per parameter at the peak of memory.
+        Lightning drops them after it, which costs 4 bytes per parameter at the peak of memory.
         """
         trainer = self.module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            self.micro_losses = []
+            self.micro_losses, self.micro_steps = [], []
             self._gradients_finished = False
             self.step_mean.begin()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         self.parallel.step_mean = self.step_mean
+        self.micro_steps.append((args, kwargs, capture()))
         try:
             return super().training_step(*args, **kwargs)
         finally:
@@ -154,10 +157,7 @@ class NetStrategy(Strategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Scales all gradients to a global norm of at most max_norm, and checks that it is finite.
-
-        Raises: NonFinite.
-        """
+        """Scale all gradients to a norm of at most max_norm.   Raises: NonFinite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
         if not self._gradients_finished:  # called again by a module that clips in its own way
