@@ -197,3 +197,30 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
         line.split()[0]: line.split()[1:] for line in show("--diff", one.folder, other.folder)[1]
     }
     assert told["versions.torch"][1] == "1.0" and "git.commit" in told
+
+
+def test_prune_deletes_all_but_the_newest_and_the_best_after_showing_it(train, typed, tmp_path):
+    words = ("checkpoint.every_n_steps=1", "checkpoint.monitor=tokens", "checkpoint.mode=min",
+             "trainer.val_check_interval=1", f"checkpoint.mirror={tmp_path}/mirror")  # fmt: skip
+    line = train(*words, "checkpoint.keep=1").err
+    assert "checkpoint.keep=1: " in line and "newest is damaged" in line
+    run = train(*words, "checkpoint.keep=9")
+    folder = run.folder / "checkpoints"
+    names = [f"step-{step:08d}" for step in range(1, 5)]
+    outside = tmp_path / "outside"
+    (folder / names[2]).rename(outside)
+    (folder / names[2]).symlink_to(outside)
+    assert typed(main, "--prune")[0] == 2  # not all of the output folder by a slip
+    code, out, err = typed(main, "--prune", str(run.folder))  # nobody is there to be asked
+    assert code == 2 and f"delete    {folder / names[1]}" in out and "--yes" in err
+    assert f"keep      {run.folder}: {names[0]}, {names[3]}" in out
+    assert sorted(path.name for path in folder.glob("step-*")) == names
+    with (run.folder / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, err = typed(main, "--prune", str(run.folder), "--yes")
+        assert code == 73 and "is running" in err and (folder / names[1]).exists()
+    code, out, err = typed(main, "--prune", str(run.folder), "--yes")
+    assert code == 0 and "deleted 1 checkpoints" in out, err
+    assert sorted(path.name for path in folder.glob("step-*")) == [names[0], *names[2:]]
+    assert any(outside.iterdir()) and len([*(tmp_path / "mirror").rglob("state.ckpt")]) == 4
+    assert "nothing to delete" in typed(main, "--prune", str(run.folder), "--yes")[1]

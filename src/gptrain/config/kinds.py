@@ -40,6 +40,13 @@ def _steps(value: float) -> float:
     return value
 
 
+def _kept(value: int) -> int:
+    """Refuse to keep one checkpoint only: a single disk error would lose the run."""
+    if value < 2:
+        raise ValueError("must be >= 2: where the newest is damaged, a run resumes from the other")
+    return value
+
+
 def _devices(value: Any) -> Any:
     found = value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
@@ -57,6 +64,7 @@ def _devices(value: Any) -> Any:
 
 
 Count = Annotated[int, between(1)]
+Kept = Annotated[Count, AfterValidator(_kept)]  # newest checkpoints
 Positive = Annotated[float, Field(gt=0, le=INT32_MAX)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -24,6 +24,7 @@ from gptrain.config.kinds import (
     Duration,
     Fraction,
     Interval,
+    Kept,
     Limit,
     LocalPath,
     Name,
@@ -259,7 +260,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 class Checkpoint(Closed):
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
-    keep: Annotated[int, between(2)]  # one file alone is one disk error from nothing
+    keep: Kept
     monitor: Name  # any that is logged
     mode: Literal["min", "max"]
     background: bool

@@ -12,6 +12,7 @@ from gptrain import runs as package
 from gptrain.home import default_output_dir
 from gptrain.problems import DONE, INPUT_NOT_FOUND, IO_ERROR, ConfigError, Parser, printable
 from gptrain.runs.folder import RunRecord, read_runs
+from gptrain.runs.prune import prune
 from gptrain.runs.table import aligned, differing, names, ranked, text_table
 from gptrain.streams import bear_lost_streams
 
@@ -29,6 +30,8 @@ def main() -> NoReturn:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="a list, the best run first")
     shown.add_argument("--diff", action="store_true", help="what differs between two runs")
+    shown.add_argument("--prune", action="store_true", help="deletes all but best and newest")
+    parser.add_argument("--yes", action="store_true", help="of --prune: deletes without a question")
     bear_lost_streams()
     try:
         print(answer(parser.parse_args()), flush=True)
@@ -40,10 +43,16 @@ def main() -> NoReturn:
 
 def answer(args: argparse.Namespace) -> str:
     """What is printed. Raises: ConfigError."""
+    if args.yes and not args.prune:
+        raise ConfigError.of("--yes", None, "confirms --prune, which was not typed")
+    if args.prune and args.folders == [Path(default_output_dir())]:
+        raise ConfigError.of("--prune", None, "needs a folder", attempt="--prune FOLDER")
     runs = read_runs(args.folders)
     if not runs:
         wrong = f"no run in {' '.join(map(str, args.folders))}"
         raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)
+    if args.prune:
+        return prune(runs, args.yes)
     if args.diff:
         return difference(runs)
     metric, runs = ranked(runs)
