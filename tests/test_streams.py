@@ -39,7 +39,8 @@ def test_a_run_goes_on_without_its_output(place, said, train, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"), [(">&-", 0, ""), ("| true", 0, ""), (">/dev/full", 74, FULL)]
+    ("words", "code", "said"),
+    [(">&-", 0, ""), ("<&- >&-", 0, ""), ("| true", 0, ""), (">/dev/full", 74, FULL)],
 )
 def test_a_command_that_prints_ends_as_a_filter(words, code, said):
     assert shell(f"{PLAN} {words}") == (code, said)
