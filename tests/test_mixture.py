@@ -131,3 +131,14 @@ def test_parts_that_do_not_fit_are_named():
     b.tokenizer.identity = "another"
     with pytest.raises(DataError, match="parts a and b have tokenizers of their own"):
         Mixture({"a": a, "b": b}, {"a": 1, "b": 1})
+
+
+def test_the_bytes_of_tokens_are_those_of_all_parts_or_not_known():
+    """Else `val/bits_per_byte` would be that of another tokenizer."""
+    a, b = part(5), part(5)
+    a.token_bytes, b.token_bytes = np.array([1, 2, 3]), np.array([1, 2, 3])
+    assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes.tolist() == [1, 2, 3]
+    b.token_bytes = np.array([1, 2, 4])
+    assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes is None
+    b.token_bytes = None
+    assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).token_bytes is None

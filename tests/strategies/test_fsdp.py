@@ -1,5 +1,6 @@
 """Fully sharded data parallelism: compiled, offloaded, and which ranks share a copy of the net."""
 
+import time
 import warnings
 from functools import partial
 from unittest.mock import patch
@@ -11,7 +12,7 @@ from ranks import on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from gptrain.parallel.dims import ParallelDims
-from gptrain.parallel.mesh import build_mesh, build_shard_mesh
+from gptrain.parallel.mesh import build_mesh, build_shard_mesh, wait_for_rank_0
 
 
 @on_ranks(2)
@@ -41,3 +42,15 @@ def test_copies_of_the_net_are_sharded_over_neighbours():
         dist.destroy_process_group()
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@on_ranks(2)
+def test_at_the_end_the_others_wait_until_rank_0_has_finished():
+    store = dist.distributed_c10d._get_default_store()
+
+    def finish():
+        time.sleep(0.2)  # the other rank arrives first
+        store.set("copied", "1")
+
+    wait_for_rank_0(finish, dist.get_rank(), timeout_s=30)
+    assert store.check(["copied"])
