@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 from gptrain import config
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
+    from gptrain.core.schema import RunConfig
     from gptrain.resilience.watchdog import Guard
 
 
-def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
+def train(cfg: RunConfig, guard: Guard) -> dict[str, float]:
     """The run itself, in each of its ranks; returns its final metrics."""
     from gptrain import assemble  # here, so that a wrong option is answered without torch
 
@@ -27,7 +26,7 @@ def train(cfg: DictConfig, guard: Guard) -> dict[str, float]:
     return run.go()
 
 
-def main(cfg: DictConfig) -> float | None:
+def main(cfg: RunConfig) -> float | None:
     """One job: checked, then run in this process or in the ranks that it starts."""
     from gptrain import assemble, ranks  # likewise
 

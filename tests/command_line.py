@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr
 
-from gptrain.config.cli import run_command
+from gptrain.config.check import check_config
+from gptrain.config.cli import compose_command, run_command
+from gptrain.core.schema import RunConfig
 
 
 def answer(*words: str) -> tuple[int, list[str]]:
@@ -30,3 +32,10 @@ def accepted(*words: str) -> list[str]:
     found, lines = answer(*words)
     assert found == 0, lines
     return lines
+
+
+def compose_run(*words: str) -> RunConfig:
+    """Return the typed config of a command line that is valid by itself."""
+    checked = check_config(compose_command(list(words)))
+    assert not checked.errors, checked.errors
+    return checked.run

@@ -181,16 +181,14 @@ def read_meters(folder: Path) -> dict[str, float]:
 
 def predict(words: list[str]) -> dict[str, Any]:
     """The planner's estimate of the strategy that these words run."""
-    from gptrain.config.cli import compose_command
-    from gptrain.config.compose import plain
-    from gptrain.config.data_schema import sample_tokens
-    from gptrain.parallel.dims import strategy_name
+    from gptrain.core.strategies import strategy_name
+    from tests.command_line import compose_run
 
-    values = plain(compose_command([*words, *QUIET]), resolve=True)
-    n_ranks = values["trainer"]["devices"]
-    machine = this_machine(Path(values["output_dir"]), n_ranks)
-    name = strategy_name(values["strategy"]["name"], n_ranks)
-    return compare(values, sample_tokens(values["data"]), machine, 1)["strategies"][name]
+    run = compose_run(*words, *QUIET)
+    n_ranks = run.trainer.devices
+    machine = this_machine(Path(run.output_dir), n_ranks)
+    name = strategy_name(run.strategy.name, n_ranks)
+    return compare(run, run.data.sample_tokens, machine, 1)["strategies"][name]
 
 
 def compare_all(plan: dict[str, Any], real: dict[str, Any]) -> dict[str, float]:

@@ -8,14 +8,14 @@ import textwrap
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import gptrain
 from gptrain.assemble.parts import build_optimizer, build_schedule, check_sample, peak_lr
-from gptrain.config.cli import compose_command
+from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig
 from gptrain.lengths import BatchPlan, Lengths
 from gptrain.lit import LanguageModel
 from gptrain.problems import ConfigError
+from tests.command_line import compose_run
 
 EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")
 LAB = '''
@@ -92,13 +92,11 @@ def lab(tmp_path, monkeypatch) -> tuple[str, ...]:
     return "--config-dir", str(tmp_path / "conf"), "allowed_targets=[lab]"
 
 
-def as_if_from_a_yaml(**group) -> OmegaConf:
+def as_if_from_a_yaml(**group) -> RunConfig:
     """A config whose optimizer group is one yaml with these keys."""
-    cfg = compose_command(["model=gpt_nano"])
-    OmegaConf.set_struct(cfg, False)
     ours = {"lr": None, "weight_decay": None, "lr_scaling": "linear", "reference_batch_size": 2}
-    cfg.optimizer = ours | group
-    return cfg
+    optimizer = OptimizerConfig.model_validate(ours | group)
+    return compose_run("model=gpt_nano").changed({"optimizer": optimizer})
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "NAdam", "SGD", "Adagrad"])
@@ -112,7 +110,7 @@ def test_an_optimizer_of_torch_needs_only_its_name(name):
     assert optimizer.defaults["lr"] == 2 * default.defaults["lr"]  # 4 sequences / 2
     groups = [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
     assert groups == [(0.3, 1), (0.0, 3)]
-    cfg.optimizer.weight_decay = None
+    cfg = cfg.changed({"optimizer.weight_decay": None})
     decay = build_optimizer(cfg, BatchPlan(4, 1, 1), net).param_groups[0]["weight_decay"]
     assert decay == default.defaults["weight_decay"]
 
@@ -121,7 +119,7 @@ def test_a_decay_that_an_optimizer_does_not_know_is_an_error_and_not_silence():
     cfg = as_if_from_a_yaml(_target_="torch.optim.Rprop", weight_decay=0.1)
     with pytest.raises(ConfigError, match=r"optim.Rprop: .* argument 'weight_decay'"):
         build_optimizer(cfg, BatchPlan(4, 1, 1), torch.nn.Linear(2, 2))
-    cfg.optimizer.weight_decay = None
+    cfg = cfg.changed({"optimizer.weight_decay": None})
     assert peak_lr(cfg, BatchPlan(4, 1, 1)) == 0.02
 
 
@@ -132,19 +130,22 @@ def factor(cfg, n_steps: int, step: int) -> float:
     return made["scheduler"].lr_lambdas[0](step)
 
 
+def own_schedule(cfg: RunConfig, target: str, **keys) -> RunConfig:
+    """The config with another `_target_` and more keys in its scheduler group."""
+    node = cfg.scheduler.plain() | {"_target_": target} | keys
+    return cfg.changed({"scheduler": SchedulerConfig.model_validate(node)})
+
+
 def test_a_schedule_takes_the_step_and_what_else_it_names(lab):
-    cfg = compose_command(["model=gpt_nano"])
-    OmegaConf.set_struct(cfg, False)
-    cfg.scheduler._target_ = "lab.halving"
+    cfg = own_schedule(compose_run("model=gpt_nano"), "lab.halving")
     assert [factor(cfg, 10, step) for step in range(5)] == [1, 1, 0.5, 0.5, 0.25]
-    cfg.scheduler = {**cfg.scheduler, "_target_": "lab.to_the_end", "power": 2.0}
+    cfg = own_schedule(cfg, "lab.to_the_end", power=2.0)
     assert [factor(cfg, 4, step) for step in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
 
 
 def test_a_schedule_that_looks_at_a_metric_looks_at_the_monitor_after_each_validation():
-    cfg = compose_command(["model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max"])
-    OmegaConf.set_struct(cfg, False)
-    cfg.scheduler._target_ = "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    cfg = compose_run("model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max")
+    cfg = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
     made = build_schedule(cfg, Lengths(BatchPlan(1, 1, 4), 1, 10, 10, 5), optimizer)
     found = made["monitor"], made["frequency"], made["scheduler"].mode
@@ -251,7 +252,7 @@ def test_an_optimizer_that_needs_real_weights_to_begin_with_is_given_them(train,
 
 
 def test_tokens_that_the_net_has_no_embedding_for_are_told_by_the_key():
-    cfg = OmegaConf.create({"model": {"vocab_size": 5}})
+    cfg = compose_run("model=gpt_nano").changed({"model.vocab_size": 5})
     assert check_sample(cfg, (torch.tensor([1, 4]), torch.tensor([4, -100]))) == 2
     assert check_sample(cfg, {"targets": torch.tensor([4, -100, 0])}) == 3
     with pytest.raises(ConfigError, match=r"model\.vocab_size=5: data\.train has token 7") as error:

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble.parts import build_datasets
 from gptrain.config import compose_command
+from tests.command_line import compose_run
 from tests.conftest import ROOT
 
 CONFS = (ROOT / "conf", ROOT / "src" / "gptrain" / "conf")
@@ -37,10 +38,10 @@ def test_text_is_divided_once_and_both_parts_are_read_by_one_tokenizer(tmp_path)
     text = "".join(f"the {n}th fox jumps over the lazy dog\n" for n in range(1000))
     for name in ("fox.txt", "fox.md"):
         (tmp_path / name).write_text(text)
-    cfg = compose_command([
+    cfg = compose_run(
         "model.vocab_size=280", "data=text", f"data.path={tmp_path}", "data.pattern=*.txt",
         "data.tokenizer=bpe", "data.val_fraction=0.25", "data.seq_len=16",
-    ])  # fmt: skip
+    )  # fmt: skip
     train, val, test = build_datasets(cfg)
     assert test is None
     assert train.tokenizer.identity == val.tokenizer.identity and train.tokenizer.vocab_size == 280
@@ -54,10 +55,10 @@ def test_text_is_divided_once_and_both_parts_are_read_by_one_tokenizer(tmp_path)
 def test_token_files_are_trained_on_by_whole_windows_and_validated_to_the_last_token(tmp_path):
     for name, n_tokens in (("train", 100), ("val", 47)):
         np.arange(n_tokens, dtype=np.uint32).tofile(tmp_path / name)
-    cfg = compose_command([
+    cfg = compose_run(
         "data=tokens", f"data.train_path={tmp_path}/train", f"data.val_path={tmp_path}/val",
         "data.dtype=uint32", "data.seq_len=16",
-    ])  # fmt: skip
+    )  # fmt: skip
     train, val, _ = build_datasets(cfg)
     assert torch.cat([targets for _, targets in train]).tolist() == list(range(1, 97))
     targets = torch.cat([targets for _, targets in val])

@@ -2,11 +2,12 @@
 
 import pytest
 
-from gptrain.parallel.dims import ParallelDims, parallel_dims
+from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
 
 
 def options(name, tensor, pipeline):
-    return {"name": name, "tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    return default_options(name).model_copy(update=sizes)
 
 
 @pytest.mark.parametrize(
@@ -46,5 +47,5 @@ def test_sizes_that_do_not_fit_are_refused_with_the_equation(
 
 def test_replicas_are_of_the_data_axis():
     """HSDP: four copies of the net, each sharded over two ranks."""
-    dims = parallel_dims({"name": "fsdp", "replicas": 4}, 8)
+    dims = parallel_dims(default_options("fsdp").model_copy(update={"replicas": 4}), 8)
     assert dims == ParallelDims(data=8, replicas=4) and dims.world_size == 8

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
 from tests.campaign.lab import Lab
 from tests.campaign.scenarios import SCENARIOS
 from tests.conftest import ROOT
@@ -42,7 +42,7 @@ def test_what_is_promised_for_a_fault_holds(tries, row):
 
 
 def test_no_key_of_a_run_reaches_a_fault():
-    keys = str(Run.model_json_schema()).lower()
+    keys = str(RunConfig.model_json_schema()).lower()
     assert not [word for word in ("fault", "campaign", "planted") if f"'{word}" in keys]
     for path in (ROOT / "src").rglob("*.py"):
         assert not re.search(r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE), path

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gptrain.assemble.parts import build_schedule, plan_lengths
-from gptrain.config.cli import compose_command
+from tests.command_line import compose_run
 
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2
 
@@ -51,7 +51,7 @@ def test_a_warm_up_as_a_fraction_is_one_of_the_schedules_length(warmup, steps):
     """The run is the first leg, of 50 steps, of a longer one of 300. A tenth is the default."""
     schedule = (f"scheduler.warmup_steps={warmup}", "scheduler.total_steps=300")
     words = (*schedule, "scheduler.start_factor=0", "trainer.max_steps=50", "optimizer.lr=1")
-    cfg = compose_command(words)
+    cfg = compose_run(*words)
     lengths = plan_lengths(cfg, n_samples=6400, sample_tokens=16, data_parallel_size=1)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = build_schedule(cfg, lengths, optimizer)["scheduler"]

@@ -16,6 +16,7 @@ from gptrain.config.cli import compose_command
 from gptrain.data import TokenDataset, collate
 from gptrain.lengths import token_steps, warmup_steps
 from gptrain.lit import LanguageModel
+from tests.command_line import compose_run
 from tests.conftest import ROOT
 
 TOKENS_PER_STEP = 4 * 16  # of TINY: sequences x positions
@@ -87,7 +88,7 @@ def test_a_whole_number_between_validations_means_optimizer_steps(train):
 
 
 def test_a_fraction_of_several_epochs_between_validations():
-    cfg = compose_command(["trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=3"])
+    cfg = compose_run("trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=3")
     lengths = plan_lengths(cfg, n_samples=64 * 8, sample_tokens=16, data_parallel_size=2)
     assert (lengths.epoch_steps, lengths.validate_every) == (8, 12)
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from gptrain.config import compose_command
 from gptrain.costs.shape import find_shape
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama, SimpleGPT
 from gptrain.models.rms_norm import RMSNorm
 from gptrain.nets.load import build_net
 from gptrain.parallel.activation import apply_activation_checkpointing
+from tests.command_line import compose_run
 
 SIZES = {"vocab_size": 97, "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 16}
 # Sums in another order: a few units in the last place of fp32, of logits of about 1.
@@ -63,9 +63,9 @@ def random_tokens(batch: int = 3, time: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("preset", ["llama_nano", "llama_124m", *PUBLISHED])
 def test_a_preset_has_the_parameters_of_its_shape_and_of_what_it_is_called_after(preset):
-    cfg = compose_command([f"model={preset}"])
+    cfg = compose_run(f"model={preset}")
     with torch.device("meta"):
-        net = build_net(cfg)
+        net = build_net(cfg.model)
     shape, n_parameters = find_shape(cfg.model), sum(p.numel() for p in net.parameters())
     assert n_parameters == shape.n_parameters == PUBLISHED.get(preset, n_parameters)
     assert count_matrix_weights(net) == shape.matrix_weights

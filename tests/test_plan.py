@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.costs.hardware import DEVICES, Link
 from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
@@ -14,7 +15,6 @@ from gptrain.costs.speed import Machine, estimate, find_way, machine_of
 from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
-from gptrain.parallel.dims import ParallelDims
 from tests.plan_scale import mpt_errors
 
 GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq_len=1024)
@@ -22,7 +22,7 @@ GPT2 = gpt_shape(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, max_seq
 
 def sent(name, dims, **options):
     """Bytes that a rank sends in a step of GPT-2."""
-    work = Work(GPT2, name, dims, 4, 512, options=options)
+    work = Work(GPT2, default_options(name).model_copy(update=options), dims, 4, 512)
     return sum(one.n_bytes for one in find_traffic(work))
 
 
@@ -51,7 +51,10 @@ def test_llamas_have_the_parameters_of_their_published_weights(shape, n_paramete
 def test_stages_hold_the_net_and_the_tied_weight_twice():
     for n_stages in (2, 4, 12):
         dims = ParallelDims(pipeline=n_stages)
-        held = [Work(GPT2, "pipeline", dims, 4, 512, rank=r).held for r in range(n_stages)]
+        held = [
+            Work(GPT2, default_options("pipeline"), dims, 4, 512, rank=r).held
+            for r in range(n_stages)
+        ]
         assert sum(map(sum, held)) == GPT2.n_parameters + GPT2.table
 
 
@@ -63,9 +66,10 @@ def test_two_stages_a_rank_keep_more_microbatches_alive(n_ranks, rank):
     """
     held = {}
     for schedule in ("1f1b", "interleaved_1f1b"):
-        options = {"schedule": schedule, "microbatches": 24}
-        work = Work(GPT2, "pipeline", ParallelDims(pipeline=n_ranks), 24, 64, rank=rank)
-        held[schedule] = estimate_memory(replace(work, options=options))["activations"]
+        update = {"schedule": schedule, "microbatches": 24}
+        options = default_options("pipeline").model_copy(update=update)
+        work = Work(GPT2, options, ParallelDims(pipeline=n_ranks), 24, 64, rank=rank)
+        held[schedule] = estimate_memory(work)["activations"]
     alive = (n_ranks + 2 * (n_ranks - 1 - rank) + 1) / 2  # of half of the rank's blocks each
     assert held["interleaved_1f1b"] / held["1f1b"] == pytest.approx(alive / (n_ranks - rank))
 
@@ -93,7 +97,9 @@ def test_states_take_the_bytes_that_torch_holds(precision, optimizer, options, n
     tensors += [t for t in made.state[net.weight].values() if t.numel() > 1]
     assert sum(t.nbytes for t in tensors) == n_bytes * net.weight.numel()
     options |= {"precision": precision, "optimizer": f"torch.optim.{optimizer}"}
-    states = estimate_states(Work(GPT2, "single", ParallelDims(), 4, 512, **options))
+    states = estimate_states(
+        Work(GPT2, default_options("single"), ParallelDims(), 4, 512, **options)
+    )
     assert sum(states.values()) == n_bytes * GPT2.n_parameters
 
 
@@ -110,7 +116,7 @@ def test_a_hook_of_16_bit_sends_half():
 def test_copies_of_the_shards_keep_the_weights_inside():
     """HSDP: gathers over the ranks of a copy alone, and an all-reduce of shards between copies."""
     of = {t.what: t.n_bytes for t in find_traffic(
-        Work(GPT2, "fsdp", ParallelDims(data=8, replicas=4), 4, 512))}  # fmt: skip
+        Work(GPT2, default_options("fsdp"), ParallelDims(data=8, replicas=4), 4, 512))}  # fmt: skip
     assert of["gradients"] == pytest.approx(4 * GPT2.n_parameters / 2, rel=1e-4)  # filled up
     copies = 2 * 3 / 4 * 4 * GPT2.n_parameters / 2
     assert of["gradients of copies"] == pytest.approx(copies, rel=1e-4)
@@ -143,8 +149,9 @@ def test_a_step_of_two_ranks_costs_what_is_worked_out_by_hand():
     its norms. Token table and head have 80 each, the last norm 8: 2 * 352 + 168 = 872 parameters.
     """
     shape = llama_shape(vocab_size=10, d_model=8, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=6)
-    options = {"bucket_cap_mb": 436 * 4 / 2**20}  # two buckets of 436 fp32 gradients
-    work = Work(shape, "ddp", ParallelDims(data=2), 3, 5, accumulate=2, options=options)
+    buckets = {"bucket_cap_mb": 436 * 4 / 2**20}  # two buckets of 436 fp32 gradients
+    options = default_options("ddp").model_copy(update=buckets)
+    work = Work(shape, options, ParallelDims(data=2), 3, 5, accumulate=2)
     link = Link("", bytes_per_s=1e4, latency_s=1e-3)
     speeds = ({"float32": 1e6}, 1e6, 1e-4, link, link)  # FLOP/s, bytes/s, seconds per call
     found = estimate(work, Machine("", 2, 1e6, *speeds, source=""))
@@ -195,7 +202,12 @@ def test_copies_of_the_shards_divide_the_updates_of_muon():
     """
     shape = llama_shape(vocab_size=10, d_model=8, n_heads=4, n_kv_heads=2, n_layers=4, d_ff=6)
     work = Work(
-        shape, "fsdp", ParallelDims(data=4, replicas=2), 3, 5, optimizer="gptrain.optim.Muon"
+        shape,
+        default_options("fsdp"),
+        ParallelDims(data=4, replicas=2),
+        3,
+        5,
+        optimizer="gptrain.optim.Muon",
     )
     machine = machine_of(DEVICES["h100_sxm"], 4)
     flops = 5 * (2 * 64 * (32 + 16) + 2 * 16 * (32 + 8) + 3 * 36 * (32 + 12))
@@ -215,9 +227,8 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
 
     An all-reduce of two ranks sends as much as it reduces. The sums are gathered in the replica.
     """
-    work = Work(
-        GPT2, "diloco", ParallelDims(data=4), 4, 512, options={"replicas": 2, "sync_every": 8}
-    )
+    options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 8})
+    work = Work(GPT2, options, ParallelDims(data=4), 4, 512)
     sent = {one.what: one.n_bytes for one in find_traffic(work)}
     half = 4 * GPT2.n_parameters / 2
     assert sent == {
@@ -229,12 +240,9 @@ def test_the_ranks_of_a_replica_divide_what_replicas_exchange():
 
 def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
     """Of a token, k and v are one quarter as wide: 2 * (64 - 16) fp32 values less."""
-    kept = [
-        block_activations(Work(llama_shape(61, 64, 4, n, 2, 160), "single", ParallelDims(), 4, 16))[
-            0
-        ]
-        for n in (4, 1)
-    ]
+    options, dims = default_options("single"), ParallelDims()
+    shapes = (llama_shape(61, 64, 4, n, 2, 160) for n in (4, 1))
+    kept = [block_activations(Work(shape, options, dims, 4, 16))[0] for shape in shapes]
     assert kept[0] - kept[1] == 2 * (64 - 16) * 4
 
 
@@ -263,8 +271,9 @@ def test_interleaving_halves_the_idle_time_of_a_pipeline():
     link = Link("", bytes_per_s=1e30, latency_s=0.0)  # sending takes no time
     machine = machine_of(DEVICES["h100_sxm"], 4, link)
     for schedule, idle in (("1f1b", 3 / 8), ("interleaved_1f1b", 3 / 16)):
-        options = {"schedule": schedule, "microbatches": 8}
-        work = Work(GPT2, "pipeline", ParallelDims(pipeline=4), 8, 512, options=options)
+        update = {"schedule": schedule, "microbatches": 8}
+        options = default_options("pipeline").model_copy(update=update)
+        work = Work(GPT2, options, ParallelDims(pipeline=4), 8, 512)
         efficiency = estimate(work, machine)["scaling_efficiency"]
         assert efficiency == pytest.approx(1 / (1 + idle), rel=1e-6)
 
@@ -275,7 +284,7 @@ def test_interleaving_halves_the_idle_time_of_a_pipeline():
 )
 def test_all_ranks_of_a_node_share_the_memory_of_its_cpu(is_cpu, n_held, fits):
     """A GPU's memory is one rank's alone. Memory is given in multiples of what a rank holds."""
-    work = Work(GPT2, "ddp", ParallelDims(data=2), 4, 512, is_cpu=is_cpu)
+    work = Work(GPT2, default_options("ddp"), ParallelDims(data=2), 4, 512, is_cpu=is_cpu)
     machine = replace(machine_of(DEVICES["h100_sxm"], 2), is_cpu=is_cpu)
     held = estimate(work, machine)["bytes_per_device"]["total"]
     assert estimate(work, replace(machine, memory_bytes=n_held * held))["fits"] == fits

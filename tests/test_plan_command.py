@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gptrain.config.data_schema import sample_tokens
+from gptrain.core.data_schema import DataConfig, DummyTextConfig
 from gptrain.plan.__main__ import main
 from tests.conftest import ROOT
 
@@ -117,10 +117,10 @@ def test_a_cpu_that_was_not_measured_is_planned_without_a_speed(plan, tmp_path):
 
 def test_a_token_of_a_sample_is_a_target_alone_in_dummy_data_only():
     """Whatever keys another data set has."""
-    dummy = {"seq_len": 65, "train": {"_target_": "gptrain.data.DummyTextDataset"}}
-    mine = {"seq_len": 65, "num_samples": 7, "train": {"_target_": "mine.Digits"}}
-    assert (sample_tokens(dummy), sample_tokens(mine)) == (64, 65)
-    assert sample_tokens({"train": {"_target_": "mine.Digits"}}) is None
+    dummy = DummyTextConfig.model_construct(seq_len=65)
+    mine = DataConfig.model_construct(seq_len=65, num_samples=7)
+    assert (dummy.sample_tokens, mine.sample_tokens) == (64, 65)
+    assert DataConfig.model_construct().sample_tokens is None
 
 
 @pytest.mark.parametrize(

@@ -220,15 +220,15 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
     shutil.copy(
         ROOT / "src/gptrain/conf/scheduler/constant.yaml", tmp_path / "conf/scheduler/mine.yaml"
     )
-    bar = "+callbacks.bar={_target_: lightning.pytorch.callbacks.TQDMProgressBar}"
-    old = train(bar, "seed=7", "trainer.max_steps=1", name="old")
-    words = (f"from_run={old.folder}", "~callbacks.bar", "scheduler=mine", "model.dropout=0.1")
+    timer = "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer}"
+    old = train(timer, "seed=7", "trainer.max_steps=1", name="old")
+    words = (f"from_run={old.folder}", "~callbacks.timer", "scheduler=mine", "model.dropout=0.1")
     run = train("--config-dir", f"{tmp_path}/conf", *words, tiny=False)
     assert run.code == 0, run.err
     shutil.rmtree(old.folder)
     cfg = compose_command(shlex.split(read_status(run.folder)["resume"])[2:])
     assert (cfg.seed, cfg.model.dropout, cfg.from_run, cfg.ckpt_path) == (7, 0.1, None, "last")
-    assert "bar" not in cfg.callbacks and cfg.run_dir == str(run.folder)
+    assert "timer" not in cfg.callbacks and cfg.run_dir == str(run.folder)
 
 
 def test_a_run_that_failed_says_why_in_its_status(train):

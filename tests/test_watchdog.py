@@ -247,7 +247,7 @@ def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
     values = {"launcher": {"max_restarts": 2}, "task": "fit", "ckpt_path": None}
     cfg = OmegaConf.create({**values, "run_dir": str(tmp_path)})
     with pytest.raises(JobFailed) as failed:
-        supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: None, stop)
+        supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: cfg, stop)
     assert (failed.value.code, len(starts)) == (70, n_starts)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 
 def loss_rows(device_type: str) -> int:
@@ -140,12 +139,20 @@ DEFAULT_DECAY = 0.2  # of the run: arXiv:2405.18392
 DEFAULT_MAX_EPOCHS = 3
 
 
-def effective_max_epochs(trainer: Mapping[str, Any], max_tokens: float | None) -> int | None:
-    """Epochs of the run, by the trainer group; None for no limit.
+class HasLimits(Protocol):
+    """What limits a run: three keys of the trainer group, with Lightning's values."""
 
-    As in Lightning a limit by steps or time alone lifts the default.
+    max_epochs: int | None
+    max_steps: int
+    max_time: Any
+
+
+def effective_max_epochs(trainer: HasLimits, max_tokens: float | None) -> int | None:
+    """Return the number of epochs of the run, or None for no limit.
+
+    As in Lightning, a limit by steps or by time alone lifts the default.
     """
-    if trainer["max_epochs"] is not None:
-        return None if trainer["max_epochs"] == -1 else trainer["max_epochs"]
-    is_limited = trainer["max_steps"] != -1 or trainer["max_time"] is not None
+    if trainer.max_epochs is not None:
+        return None if trainer.max_epochs == -1 else trainer.max_epochs
+    is_limited = trainer.max_steps != -1 or trainer.max_time is not None
     return None if is_limited or max_tokens is not None else DEFAULT_MAX_EPOCHS

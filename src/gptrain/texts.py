@@ -6,9 +6,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from gptrain import sampling
@@ -55,10 +55,23 @@ def generate(
     return texts
 
 
+class Options(Protocol):
+    """Keys of the command `gptrain.generate`."""
+
+    seed: int
+    n_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    stop: str | list[str]
+    cache: bool
+
+
 class Writer:
     """Continues prompts by one net, with one series of random numbers."""
 
-    def __init__(self, cfg: DictConfig, net: nn.Module, tokenizer: Tokenizer | None, device: str):
+    def __init__(self, cfg: Options, net: nn.Module, tokenizer: Tokenizer | None, device: str):
         self.net, self.tokenizer = net, tokenizer or Numbers()
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
         how = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)

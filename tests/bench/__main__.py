@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from gptrain import config
-from gptrain.config.kinds import Count, Name, Positive
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import Count, Name, Positive
 from gptrain.problems import ConfigError, quoted
 from tests import bench as package
 from tests.bench import target
@@ -44,7 +44,7 @@ COMPARED = {
 FIXED = ("trainer.limit_val_batches=0", "trainer.max_steps=100000000", "trainer.max_epochs=-1")
 
 
-class BenchRun(Run):
+class BenchRun(RunConfig):
     """A run's keys and the command's own."""
 
     size: Literal[tuple(SIZES)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gptrain import problems
-from gptrain.parallel.dims import STRATEGIES
+from gptrain.core.strategies import STRATEGIES
 from tests.campaign.scenarios import SCENARIOS
 from tests.command_line import refused
 from tests.conftest import ROOT

@@ -9,14 +9,13 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 from torch import nn
 
 import gptrain
+from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN
 from gptrain.models import SimpleGPT
-from gptrain.parallel.dims import parallel_dims
 from gptrain.parallel.slices import local_of, whole_of
 from gptrain.parallel.state import (
     WHOLE,
@@ -140,7 +139,7 @@ class Parallel(OneProcess):
 
     def __init__(self, name, seed=0, recomputes="none", compile="none", **options):
         torch.manual_seed(seed)
-        self.options = OmegaConf.merge(OmegaConf.load(CONF / f"{name}.yaml"), options)
+        self.options = default_options(name).model_copy(update=options)
         self.recomputes = recomputes
         self.dims = parallel_dims(self.options, dist.get_world_size())
         self.net, strategy = build_strategy(

@@ -11,7 +11,7 @@ from kinds import Parallel, check_equals_one_process
 from ranks import on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from gptrain.parallel.dims import ParallelDims
+from gptrain.core.strategies import ParallelDims
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh, wait_for_rank_0
 
 

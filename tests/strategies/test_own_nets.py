@@ -12,10 +12,10 @@ from kinds import CONF
 from omegaconf import OmegaConf
 from ranks import on_ranks
 
+from gptrain.core.strategies import parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
 from gptrain.parallel.comparison import is_of_library
-from gptrain.parallel.dims import parallel_dims
 from gptrain.parallel.fit import Unfit
 
 CPU = torch.device("cpu")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from kinds import ACCUMULATE, BATCH, CPU, D, OneProcess, Parallel, T, V, training_bytes
-from omegaconf import OmegaConf
 from ranks import on_ranks
 
+from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.communication import find_traffic
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.shape import gpt_shape
@@ -15,7 +15,6 @@ from gptrain.costs.work import Work
 from gptrain.optim import Muon, muon_groups
 from gptrain.optim.muon import native_dtype
 from gptrain.parallel.diloco import DiLoCo
-from gptrain.parallel.dims import ParallelDims
 from gptrain.plan.counters import Sent
 
 SHAPE = gpt_shape(vocab_size=V, d_model=D, n_heads=4, n_layers=4, max_seq_len=16)
@@ -25,14 +24,13 @@ def make_work(options, dims, *, checkpointing="none"):
     """What this rank does in a step."""
     return Work(
         SHAPE,
-        options["name"],
+        options,
         dims,
         BATCH // dims.data,
         T,
         accumulate=ACCUMULATE,
         checkpointing=checkpointing,
         rank=dist.get_rank() // (dims.data * dims.tensor),  # pipelines are outermost
-        options=options,
     )
 
 
@@ -83,11 +81,9 @@ def test_bytes_of_the_mixes_are_those_of_the_plan():
 def test_replicas_send_what_they_moved_in_the_plans_share_of_a_step():
     """In fp32 and bf16, every fourth step."""
     one, dims = OneProcess(), ParallelDims(data=2)
-    options = OmegaConf.create(
-        {"name": "diloco", "replicas": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "sync_every": 4}
-    )
+    options = default_options("diloco").model_copy(update={"replicas": 2, "sync_every": 4})
     for name in ("fp32", "bf16"):
-        options.outer_dtype = name
+        options = options.model_copy(update={"outer_dtype": name})
         outer = DiLoCo(options, dims)
         outer.prepare(one.net, one.optimizer)
         with Sent() as counted:

@@ -7,8 +7,8 @@ import runs as claims
 import torch
 import torch.distributed as dist
 
+from gptrain.core.strategies import ParallelDims
 from gptrain.parallel.diloco import DiLoCo
-from gptrain.parallel.dims import ParallelDims
 
 TWO = (
     "strategy=diloco", "trainer.devices=2", "strategy.sync_every=2",

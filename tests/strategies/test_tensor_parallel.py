@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from kinds import (
-    CONF,
     CPU,
     GRADIENT_RTOL,
     NOISE,
@@ -17,13 +16,12 @@ from kinds import (
     make_batch,
     make_net,
 )
-from omegaconf import OmegaConf
 from ranks import on_ranks
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import logits_in_chunks, next_token_loss
-from gptrain.parallel.dims import ParallelDims, parallel_dims
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.slices import whole_of
 from gptrain.parallel.tensor import vocab_parallel_loss
@@ -63,7 +61,7 @@ def make_half_frozen_net():
 
 @on_ranks(2)
 def test_frozen_parameters_of_every_role_stay_frozen_when_they_are_split():
-    options = OmegaConf.load(CONF / "tensor_parallel.yaml")
+    options = default_options("tensor_parallel")
     dims = parallel_dims(options, dist.get_world_size())
     net, _ = build_strategy(make_half_frozen_net, options, dims, CPU)
     frozen, expected = (

@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from omegaconf import DictConfig
 
 from gptrain.assemble.parts import (
     Datasets,
@@ -35,6 +34,8 @@ from gptrain.assemble.parts import (
 )
 from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.data.samples import len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lengths import BatchPlan
@@ -46,7 +47,6 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.nets.around import keep_around
 from gptrain.nets.load import build_net
 from gptrain.nets.weights import start_from
-from gptrain.parallel.dims import parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
@@ -68,7 +68,7 @@ STARTING_S = 600.0  # from there to the first step, on a slow file system
 class Run:
     """All parts of one run, in one rank."""
 
-    cfg: DictConfig
+    cfg: RunConfig
     module: pl.LightningModule
     datamodule: TextDataModule
     trainer: pl.Trainer
@@ -93,7 +93,7 @@ class Run:
         return self.report.end(trainer)
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: RunConfig) -> None:
     """Whether net, module and optimizer can do what is asked, before a process or a file is made.
 
     The net is made to be looked at, without memory where it can be.
@@ -107,16 +107,17 @@ def check(cfg: DictConfig) -> None:
         check_names(cfg, made)
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
-            net = make_to_look_at(partial(build_net, cfg))
-        modes = {key: cfg.model[key] for key in ("compile", "activation_checkpointing")}
-        check_fit(net, cfg.strategy, dims, **modes)
+            net = make_to_look_at(partial(build_net, cfg.model))
+        mode = cfg.model.activation_checkpointing
+        compile_mode = cfg.model.compile
+        check_fit(net, cfg.strategy, dims, compile=compile_mode, activation_checkpointing=mode)
     if cfg.task == "fit" and issubclass(made, LanguageModel):
         # An optimizer that needs real weights to begin with says so in torch's words or its own.
         with suppress(RuntimeError, AssertionError):
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
+def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
     process, machine = this_process(), find_machine(cfg)
     dims = parallel_dims(cfg.strategy, machine.world_size)
@@ -129,7 +130,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     if cfg.task == "fit" and process.rank == 0:
         if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
             tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
-        sources = (cfg.data.get("tokenizer"), cfg.init_from)
+        sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
         keep_around([Path(one).expanduser() for one in sources if one], Path(cfg.run_dir))
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
@@ -143,7 +144,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     torch.manual_seed(cfg.seed)
     with as_config_errors(cfg):
         net, strategy = build_strategy(
-            partial(build_net, cfg),
+            partial(build_net, cfg.model),
             cfg.strategy,
             dims,
             device,
@@ -156,7 +157,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
             ),
         )
     if checkpoint is None and cfg.init_from is not None:
-        start_from(cfg, net, strategy.parallel.stages)
+        start_from(cfg, cfg.init_from, net, strategy.parallel.stages)
     torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
 
     with as_config_errors(cfg):
@@ -178,7 +179,7 @@ def build(cfg: DictConfig, guard: Guard | None = None) -> Run:
     return Run(cfg, module, datamodule, trainer, report, checkpoint)
 
 
-def start_rank(cfg: DictConfig, process: Process, machine: Machine) -> None:
+def start_rank(cfg: RunConfig, process: Process, machine: Machine) -> None:
     """Threads, precision of products, seed and process group of this rank."""
     quiet()
     if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
@@ -203,7 +204,7 @@ def check_shared(run_dir: str, rank: int) -> None:
         raise ConfigError.of("run_dir", run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
-def prepare_data(cfg: DictConfig, rank: int, guard: Guard | None) -> Datasets:
+def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
     """Train, validation and test set; rank 0 prepares them, for hours where it must."""
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
     if guard is None:

@@ -11,12 +11,14 @@ from typing import Any, TypeAlias, cast
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_method
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset
 
+from gptrain.core.data_schema import MixtureConfig
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import ANY_NET
 from gptrain.data.samples import len_of
 from gptrain.lengths import (
     DEFAULT_DECAY,
@@ -35,7 +37,6 @@ from gptrain.lit.strategies.shell import check_optimization
 from gptrain.loss import LossOptions
 from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
-from gptrain.parallel.dims import ANY_NET
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.state import named_beside_net
 from gptrain.problems import BAD_DATA, ConfigError
@@ -43,8 +44,6 @@ from gptrain.problems import BAD_DATA, ConfigError
 OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # of an evaluation, see LanguageModel
 LOGGING = ("gptrain.", "lightning.")  # classes of which it is known what they log
 # Keys of a group that our own code reads; the rest are arguments of the group's _target_.
-MODULE_KEYS = {"_target_", "loss", "metrics"}
-OPTIMIZER_KEYS = {"lr_scaling", "reference_batch_size"}
 PHASES = ("warmup", "decay", "total")
 SCHEDULER_KEYS = {f"{phase}_{unit}" for phase in PHASES for unit in ("steps", "tokens")}
 SCHEDULER_KEYS |= {"start_factor", "min_factor"}
@@ -53,7 +52,7 @@ Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # the last is for
 
 
 @contextmanager
-def as_config_errors(cfg: DictConfig, key: str = "") -> Generator[None, None, None]:
+def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, None]:
     """Says which option it is that a part does not fit: an Unfit knows it itself.
 
     Args:
@@ -66,21 +65,17 @@ def as_config_errors(cfg: DictConfig, key: str = "") -> Generator[None, None, No
         key = error.key if isinstance(error, Unfit) else key
         if not key or (isinstance(error, TypeError) and "keyword argument" not in str(error)):
             raise
-        raise ConfigError.of(key, OmegaConf.select(cfg, key), str(error)) from error
+        raise ConfigError.of(key, cfg.value_of(key), str(error)) from error
 
 
-def options_of(node: DictConfig) -> dict[str, Any]:
-    """A group, or the whole config, as plain values; of references what they mean."""
-    return cast(dict[str, Any], OmegaConf.to_container(node, resolve=True))
-
-
-def build_datasets(cfg: DictConfig) -> Datasets:
+def build_datasets(cfg: RunConfig) -> Datasets:
     """Train, validation and test set, prepared where that is needed; None: no test set is given."""
-    train, val = build_target(cfg.data.train), build_target(cfg.data.val)
-    return train, val, build_target(cfg.data.test) if "test" in cfg.data else None
+    data = cfg.data
+    test = build_target(data.test.node()) if data.test is not None else None
+    return build_target(data.train.node()), build_target(data.val.node()), test
 
 
-def check_sample(cfg: DictConfig, sample: Any) -> int:
+def check_sample(cfg: RunConfig, sample: Any) -> int:
     """Positions of one sample: the length of its first sequence of tokens.
 
     Raises: ConfigError where it has tokens that the net has no embedding for. On a GPU the first
@@ -89,7 +84,10 @@ def check_sample(cfg: DictConfig, sample: Any) -> int:
     sequences = integer_tensors(sample)
     if not sequences:
         return 1
-    vocab_size, highest = cfg.model.get("vocab_size"), int(max(one.max() for one in sequences))
+    vocab_size, highest = (
+        cfg.model.arguments.get("vocab_size"),
+        int(max(one.max() for one in sequences)),
+    )
     if isinstance(vocab_size, int) and highest >= vocab_size:
         wrong = f"data.train has token {highest} in its first sample"
         attempt = f"model.vocab_size={highest + 1} or above"
@@ -103,7 +101,7 @@ def integer_tensors(sample: Any) -> list[Tensor]:
     return [one for one in tensors if one.ndim and not one.is_floating_point()]
 
 
-def tokens_to_compare(cfg: DictConfig, strategy: str, sample: Any) -> Tensor | None:
+def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | None:
     """Return the tokens (T,) on which a net is compared with its plain form, see build_strategy.
 
     Returns:
@@ -122,7 +120,7 @@ def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset
     return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))
 
 
-def batch_of(cfg: DictConfig, data_parallel_size: int) -> BatchPlan:
+def batch_of(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
     """The run's batch arithmetic over the ranks that see different samples."""
     accumulate = cfg.trainer.accumulate_grad_batches
     given = cfg.data.global_batch_size
@@ -130,7 +128,7 @@ def batch_of(cfg: DictConfig, data_parallel_size: int) -> BatchPlan:
 
 
 def plan_lengths(
-    cfg: DictConfig, n_samples: int, sample_tokens: int, data_parallel_size: int
+    cfg: RunConfig, n_samples: int, sample_tokens: int, data_parallel_size: int
 ) -> Lengths:
     """Batch arithmetic, number of steps, and steps between validations.
 
@@ -164,9 +162,9 @@ def plan_lengths(
     return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit, kind)
 
 
-def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
+def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
     """The class of the module group.   Raises: Unfit for one that the strategy cannot train."""
-    made = cast(type[pl.LightningModule], get_method(cfg.module._target_))
+    made = cast(type[pl.LightningModule], get_method(cfg.module.target))
     if strategy not in ANY_NET and not issubclass(made, LanguageModel):
         raise Unfit(
             "module._target_",
@@ -184,29 +182,28 @@ def module_class(cfg: DictConfig, strategy: str) -> type[pl.LightningModule]:
 
 
 def build_module(
-    cfg: DictConfig, net: nn.Module, lengths: Lengths, val: Dataset | None
+    cfg: RunConfig, net: nn.Module, lengths: Lengths, val: Dataset | None
 ) -> pl.LightningModule:
     """The module group's class around the net.
 
     A LanguageModel gets all that ours takes, a plain LightningModule the net where its signature
     names it; both the other keys of the group.
     """
-    made = cast(type[pl.LightningModule], get_method(cfg.module._target_))
-    node = options_of(cfg.module)
-    options = {key: value for key, value in node.items() if key not in MODULE_KEYS}
+    made = cast(type[pl.LightningModule], get_method(cfg.module.target))
+    options = cfg.module.arguments
     if issubclass(made, LanguageModel):
         token_bytes, metrics = getattr(val, "token_bytes", None), {}
-        for name, metric in (cfg.module.get("metrics") or {}).items():
+        for name, metric in cfg.module.metric_nodes.items():
             with as_config_errors(cfg, f"module.metrics.{name}"):
                 metrics[name] = build_target(metric)
-            if isinstance(vocab_size := cfg.model.get("vocab_size"), int):
+            if isinstance(vocab_size := cfg.model.arguments.get("vocab_size"), int):
                 key, target = f"module.metrics.{name}", metric["_target_"]
                 try_metric(key, target, metrics[name], vocab_size)
         options |= {
             "net": net,
             "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
             "make_schedule": partial(build_schedule, cfg, lengths),
-            "loss": LossOptions(**node.get("loss") or {}),
+            "loss": LossOptions(**cfg.module.loss_options),
             "metrics": metrics,
             "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }
@@ -218,7 +215,7 @@ def build_module(
     return module
 
 
-def check_names(cfg: DictConfig, module: type[pl.LightningModule]) -> None:
+def check_names(cfg: RunConfig, module: type[pl.LightningModule]) -> None:
     """Raises: ConfigError for a metric named as a value of ours, or an objective never logged.
 
     The objective is judged where all that logs is ours or Lightning's; else the first validation
@@ -226,25 +223,25 @@ def check_names(cfg: DictConfig, module: type[pl.LightningModule]) -> None:
     """
     if not issubclass(module, LanguageModel):
         return
-    metrics = {*(cfg.module.get("metrics") or {})}
-    for name in sorted(OWN_VALUES & metrics):
+    metrics = cfg.module.metric_nodes
+    for name in sorted(OWN_VALUES & metrics.keys()):
         wrong, key = "the module itself logs a value of this name", f"module.metrics.{name}"
         attempt = f"module.metrics.my_{name}"
-        raise ConfigError.of(key, cfg.module.metrics[name]._target_, wrong, attempt=attempt)
-    targets = (node._target_ for node in cfg.callbacks.values() if node)
+        raise ConfigError.of(key, metrics[name]["_target_"], wrong, attempt=attempt)
+    targets = (node.target for node in cfg.callbacks.values() if node)
     is_known = module is LanguageModel and all(name.startswith(LOGGING) for name in targets)
     if cfg.task != "fit" or not is_known or cfg.objective.startswith("perf/"):
         return
-    is_mixture = cfg.data.val._target_ == "gptrain.data.Mixture"
-    parts = {f"{part}/loss" for part in cfg.data.parts} if is_mixture else set()
-    names = {f"val/{name}" for name in OWN_VALUES | metrics | parts}
+    parts = cfg.data.parts if isinstance(cfg.data, MixtureConfig) else ()
+    parts = {f"{part}/loss" for part in parts}
+    names = {f"val/{name}" for name in {*OWN_VALUES, *metrics, *parts}}
     names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
     if cfg.objective not in names:
         wrong, allowed = "no value of this name is logged", ", ".join(sorted(names))
         raise ConfigError.of("objective", cfg.objective, wrong, allowed=allowed)
 
 
-def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of the group over all that a module trains, at the schedule's peak.
 
     Of a user's own class only its name must be given: a key that is null is left to the class, and
@@ -252,9 +249,8 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
 
     Raises: ConfigError where the optimizer cannot take the parameters.
     """
-    node = options_of(cfg.optimizer)
-    options = {k: v for k, v in node.items() if v is not None and k not in OPTIMIZER_KEYS}
-    target, lr = options.pop("_target_"), peak_lr(cfg, batch)
+    options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
+    target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
     options |= {} if lr is None else {"lr": lr}
     if target.startswith("torch.optim.") and "betas" in options:
         options["betas"] = tuple(map(float, options["betas"]))  # torch refuses integers and lists
@@ -273,7 +269,7 @@ def build_optimizer(cfg: DictConfig, batch: BatchPlan, module: nn.Module) -> tor
         return get_method(target)(groups, **options)
 
 
-def peak_lr(cfg: DictConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
+def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:
     """The schedule's peak, scaled to the batch; None for an optimizer without a learning rate.
 
     Args:
@@ -281,7 +277,7 @@ def peak_lr(cfg: DictConfig, batch: BatchPlan, lr: float | None = None) -> float
     """
     options, lr = cfg.optimizer, lr or cfg.optimizer.lr
     if lr is None:
-        taken = inspect.signature(get_method(options._target_)).parameters
+        taken = inspect.signature(get_method(options.target)).parameters
         lr = taken["lr"].default if "lr" in taken else None
     if not isinstance(lr, int | float):
         return None
@@ -289,16 +285,16 @@ def peak_lr(cfg: DictConfig, batch: BatchPlan, lr: float | None = None) -> float
     return scaled_lr(float(lr), options.lr_scaling, size, reference)
 
 
-def asked_steps(cfg: DictConfig, phase: str, step_tokens: int) -> float | None:
+def asked_steps(cfg: RunConfig, phase: str, step_tokens: int) -> float | None:
     """What the scheduler group says of one of PHASES, in steps or as a fraction of the run."""
-    tokens = cfg.scheduler.get(f"{phase}_tokens")
-    if tokens is None:
-        return cfg.scheduler.get(f"{phase}_steps")
+    asked = cfg.scheduler.phase(phase)
+    if asked.tokens is None:
+        return asked.steps
     with as_config_errors(cfg, f"scheduler.{phase}_tokens"):
-        return token_steps(tokens, step_tokens)
+        return token_steps(asked.tokens, step_tokens)
 
 
-def warmup_of(cfg: DictConfig, lengths: Lengths) -> int:
+def warmup_of(cfg: RunConfig, lengths: Lengths) -> int:
     """Steps of the run's warm-up: of its first start, where a resume keeps it, or as asked."""
     if lengths.warmup_steps is not None:
         return lengths.warmup_steps
@@ -308,15 +304,14 @@ def warmup_of(cfg: DictConfig, lengths: Lengths) -> int:
 
 
 def build_schedule(
-    cfg: DictConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
+    cfg: RunConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Lightning's lr_scheduler entry of the scheduler group: a function of the step, or a class.
 
     A user's own takes besides its own keys those of our four keywords that it names. One that
     looks at a metric is stepped after each validation, with checkpoint.monitor.
     """
-    options = options_of(cfg.scheduler)
-    schedule = get_method(options.pop("_target_"))
+    options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
     decay, total = (asked_steps(cfg, name, lengths.step_tokens) for name in ("decay", "total"))
     options["total_steps"] = total_steps = int(total) if total else lengths.n_steps
     options["warmup_steps"] = warmup_of(cfg, lengths)
@@ -330,8 +325,9 @@ def build_schedule(
         return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}
     if not issubclass(schedule, ReduceLROnPlateau):
         return {"scheduler": schedule(optimizer, **options)}
+    options.setdefault("mode", cfg.checkpoint.mode)
     return {
-        "scheduler": schedule(optimizer, **{"mode": cfg.checkpoint.mode, **options}),
+        "scheduler": schedule(optimizer, **options),
         "monitor": cfg.checkpoint.monitor,
         "frequency": lengths.validate_every * lengths.batch.accumulate,
     }

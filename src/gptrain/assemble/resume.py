@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
-from gptrain.assemble.parts import batch_of, options_of
+from gptrain.assemble.parts import batch_of
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import STRATEGIES, parallel_dims
 from gptrain.lengths import Lengths
 from gptrain.nets.weights import find_weights, named_source
-from gptrain.parallel.dims import STRATEGIES, parallel_dims
 from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
 from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import Checkpoint, read_manifest
@@ -50,7 +50,7 @@ OF_PARTS = tuple(
 # Which checkpoint
 
 
-def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | None:
+def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | None:
     """The folder that ckpt_path names, every byte of it verified; None for a fresh run.
 
     Call it in one process, under the run lock, before any rank starts.
@@ -88,7 +88,7 @@ def find_checkpoint(cfg: DictConfig, lock: RunLock, world_size: int) -> Path | N
     return found.path
 
 
-def _find_start(cfg: DictConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
+def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
     """What a training goes on from; None where it begins."""
     asked = cfg.ckpt_path
     if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
@@ -99,7 +99,7 @@ def _find_start(cfg: DictConfig, store: CheckpointStore, lock: RunLock) -> Check
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
         Mirror(url).join(store, lock, restore=asked == "last" and not store.steps())
     found, monitor = None, cfg.checkpoint.monitor
-    with named_source("ckpt_path", asked):
+    with named_source("ckpt_path", asked or ""):
         if asked == "last":
             store.clean()
             found = store.newest_good()
@@ -114,7 +114,7 @@ def _find_start(cfg: DictConfig, store: CheckpointStore, lock: RunLock) -> Check
     return found
 
 
-def find_trained(cfg: DictConfig) -> Checkpoint | Path:
+def find_trained(cfg: RunConfig) -> Checkpoint | Path:
     """What an evaluation or an export reads: what ckpt_path names, or the best of a run.
 
     `best` and `last` are those of from_run, or of this run's own folder.
@@ -124,14 +124,14 @@ def find_trained(cfg: DictConfig) -> Checkpoint | Path:
     asked, which = cfg.ckpt_path, "last" if cfg.ckpt_path == "last" else "best"
     source = cfg.from_run or cfg.run_dir if asked in (None, "best", "last") else asked
     key = "from_run" if asked is None else "ckpt_path"
-    with named_source(key, cfg[key]):
+    with named_source(key, cfg.value_of(key)):
         return find_weights(source, which, cfg.checkpoint)
 
 
 # The same run
 
 
-def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
+def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     """Flat key -> value of all that a config says and that must not change for an exact resume.
 
     Keys inside data.train and data.val that only repeat a key of data or model are left out.
@@ -139,7 +139,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
     Args:
         global_batch_size: sequences per optimizer step, however they are divided.
     """
-    precision = str(cfg.trainer.precision)
+    precision, plain = str(cfg.trainer.precision), cfg.plain()
     facts = {
         "seed": cfg.seed,
         "data.global_batch_size": global_batch_size,
@@ -148,7 +148,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
     }
     row = STRATEGIES.get(cfg.strategy.name)  # of "auto" none
     for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):
-        node = options_of(cfg[group])
+        node = plain[group]
         facts |= {
             key: value
             for key, value in flatten(node, group).items()
@@ -157,7 +157,7 @@ def identity(cfg: DictConfig, global_batch_size: int) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 
-def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) -> list[Problem]:
+def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[Problem]:
     """One problem per key that differs from the saved run's and was not allowed to.
 
     A key that the saved run lacked is younger than that run: it is a change only where it was typed
@@ -178,7 +178,7 @@ def differences(cfg: DictConfig, saved: dict[str, Any], global_batch_size: int) 
     ]
 
 
-def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
+def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
     """Raises ConfigError where the content of the training data is not what it was."""
     if checkpoint is None or cfg.task != "fit" or covers(cfg.allow_changes, "data"):
         return
@@ -187,7 +187,7 @@ def check_data(cfg: DictConfig, checkpoint: Path | None, fingerprint: str | None
         raise ConfigError([_changed("data", saved, fingerprint)])
 
 
-def keep_warmup(cfg: DictConfig, lengths: Lengths, saved: Mapping[str, Any]) -> Lengths:
+def keep_warmup(cfg: RunConfig, lengths: Lengths, saved: Mapping[str, Any]) -> Lengths:
     """The lengths with the warm-up of the run's first start, as long as the same is asked for.
 
     One that follows from the run's length would be another in a run that goes on to another end.
@@ -195,14 +195,16 @@ def keep_warmup(cfg: DictConfig, lengths: Lengths, saved: Mapping[str, Any]) -> 
     Args:
         saved: what the manifest keeps of the run.
     """
-    asked, first = cfg.scheduler.get("warmup_steps"), saved.get("warmup_steps")
-    is_other = asked != saved.get("scheduler.warmup_steps") or cfg.scheduler.get("warmup_tokens")
+    asked, first = cfg.scheduler.warmup_steps, saved.get("warmup_steps")
+    is_other = asked != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
     return lengths if first is None or is_other else replace(lengths, warmup_steps=first)
 
 
-def changed_options(cfg: DictConfig) -> tuple[str, ...]:
+def changed_options(cfg: RunConfig) -> tuple[str, ...]:
     """Options of the optimizer that allow_changes names: a resume gives them their new value."""
-    changed = (key for key in cfg.optimizer if covers(cfg.allow_changes, f"optimizer.{key}"))
+    changed = (
+        key for key in cfg.optimizer.plain() if covers(cfg.allow_changes, f"optimizer.{key}")
+    )
     return tuple("lr" if key.endswith("_lr") else key for key in changed)  # of a group: its lr
 
 

@@ -16,12 +16,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.callbacks import ProgressBar as LightningBar
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import as_config_errors, options_of, peak_lr, warmup_of
+from gptrain.assemble.parts import as_config_errors, peak_lr, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN, typed_again
+from gptrain.core.schema import RunConfig
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
 from gptrain.law import count_parameters
@@ -57,7 +57,7 @@ SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told 
 
 
 def build_trainer(
-    cfg: DictConfig,
+    cfg: RunConfig,
     machine: Machine,
     strategy: Strategy,
     lengths: Lengths,
@@ -65,8 +65,7 @@ def build_trainer(
     train: Dataset,
 ) -> pl.Trainer:
     """Lightning's Trainer over the run's steps, in epochs of whole steps."""
-    options = options_of(cfg.trainer)
-    make = get_method(options.pop("_target_"))
+    options, make = cfg.trainer.arguments, get_method(cfg.trainer.target)
     callbacks = build_callbacks(cfg, lengths, guard, train)
     options |= {
         "accelerator": machine.accelerator,
@@ -86,7 +85,7 @@ def build_trainer(
         "callbacks": callbacks,
         "enable_checkpointing": any(isinstance(part, Checkpoint) for part in callbacks),
         "logger": build_loggers(cfg),
-        "profiler": build_target(cfg.profiler) if cfg.profiler else None,
+        "profiler": build_target(cfg.profiler.node()) if cfg.profiler else None,
         "use_distributed_sampler": False,
         "default_root_dir": cfg.run_dir,
     }
@@ -94,14 +93,14 @@ def build_trainer(
         return start_as_asked(make(**options))
 
 
-def build_loggers(cfg: DictConfig) -> list[Logger]:
+def build_loggers(cfg: RunConfig) -> list[Logger]:
     """Return the loggers of a run; under fast_dev_run one that keeps nothing stands for them all.
 
     Callbacks that log, such as LearningRateMonitor, would refuse a Trainer without a logger.
     """
     if cfg.trainer.fast_dev_run:
         return [DummyLogger()] if cfg.logger else []
-    return [build_target(node) for node in cfg.logger.values()]
+    return [build_target(node.node()) for node in cfg.logger.values()]
 
 
 def assign_devices(strategy: Strategy, machine: Machine) -> int:
@@ -117,25 +116,25 @@ def assign_devices(strategy: Strategy, machine: Machine) -> int:
     return 1
 
 
-def resolve_precision(cfg: DictConfig, machine: Machine) -> str:
+def resolve_precision(cfg: RunConfig, machine: Machine) -> str:
     """Lightning's one name of it, "auto" decided."""
     precision = str(cfg.trainer.precision)
     return native_precision(machine) if precision == "auto" else SPELT_OUT.get(precision, precision)
 
 
 def build_callbacks(
-    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset
+    cfg: RunConfig, lengths: Lengths, guard: Guard | None, train: Dataset
 ) -> list[pl.Callback]:
     """Those of the callbacks group, between what every run needs before and after them.
 
     The order counts: Steps makes a step's values that the others read, and checks it before they
     see it; Checkpoints saves what all of them have done.
     """
-    named = {key: build_target(node) for key, node in cfg.callbacks.items() if node}
+    named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
     theirs = [*named.values()]
     if cfg.law is not None and cfg.task == "fit":
-        net = make_to_look_at(partial(build_net, cfg))
-        counts = count_parameters(net, cfg.model.get("vocab_size"))
+        net = make_to_look_at(partial(build_net, cfg.model))
+        counts = count_parameters(net, cfg.model.arguments.get("vocab_size"))
         with as_config_errors(cfg, "law"):
             theirs.append(LawWatch(cfg.law, counts, cfg.objective, lengths))
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
@@ -146,7 +145,7 @@ def build_callbacks(
     steps = Steps(
         cfg.trainer.log_every_n_steps,
         lengths,
-        options_of(cfg.model),
+        cfg.model.plain(),
         on_nonfinite=cfg.on_nonfinite,
         max_skips=cfg.max_skips,
         guard=guard,
@@ -155,11 +154,15 @@ def build_callbacks(
     )
     if checkpoints is None:
         return [steps, *theirs]
-    typed = {f"callbacks.{key}": (named[key], options_of(cfg.callbacks[key])) for key in named}
+    typed = {
+        f"callbacks.{key}": (named[key], node.node())
+        for key, node in cfg.callbacks.items()
+        if node is not None
+    }
     return [steps, *theirs, TypedOptions(typed), checkpoints]
 
 
-def check_callbacks(cfg: DictConfig, strategy: str) -> None:
+def check_callbacks(cfg: RunConfig, strategy: str) -> None:
     """Check that the run can have the callbacks of its config; none is built.
 
     Classes are judged here, before any process starts. What a function makes, and what a module
@@ -169,7 +172,7 @@ def check_callbacks(cfg: DictConfig, strategy: str) -> None:
         Unfit: For a callback that a run with this strategy, loggers and progress bar cannot have.
     """
     nodes = ((name, node) for name, node in cfg.callbacks.items() if node)
-    made = {f"callbacks.{name}._target_": get_method(node._target_) for name, node in nodes}
+    made = {f"callbacks.{name}._target_": get_method(node.target) for name, node in nodes}
     kinds = {key: kind for key, kind in made.items() if inspect.isclass(kind)}
     for key, kind in kinds.items():
         has_bar = cfg.trainer.enable_progress_bar is not False
@@ -180,7 +183,7 @@ def check_callbacks(cfg: DictConfig, strategy: str) -> None:
 
 
 def build_checkpoints(
-    cfg: DictConfig, lengths: Lengths, guard: Guard | None, train: Dataset
+    cfg: RunConfig, lengths: Lengths, guard: Guard | None, train: Dataset
 ) -> Checkpoints:
     """The callback that saves; long saves give signs of life."""
     store = CheckpointStore(
@@ -191,7 +194,7 @@ def build_checkpoints(
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
-    states = states_per_weight(cfg.optimizer._target_, cfg.optimizer.get("momentum") or 0.0)
+    states = states_per_weight(cfg.optimizer.target, cfg.optimizer.arguments.get("momentum") or 0.0)
     bytes_of_each = FP32_BYTES * (1 + states)
     changed, objective = changed_options(cfg), cfg.objective
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
@@ -202,12 +205,12 @@ def build_checkpoints(
 
 
 def build_report(
-    cfg: DictConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, train: Dataset
+    cfg: RunConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, train: Dataset
 ) -> Report:
     """The run in six lines: model, strategy, data where it says so, batch, plan, folder."""
-    batch, info = lengths.batch, strategy_of(trainer).info
+    batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
     n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
-    sizes = (f"{key} {cfg.model[key]}" for key in SIZES if key in cfg.model)
+    sizes = (f"{key} {arguments[key]}" for key in SIZES if key in arguments)
     devices = f"{machine.world_size} x {machine.accelerator}"
     strategy = [info.name, devices, f"precision {trainer.precision}"]
     if machine.accelerator == "cpu":
@@ -229,13 +232,12 @@ def build_report(
         lines["data"] = about((lengths.n_steps or 0) * batch.global_batch_size)
     lines["batch"] = " · ".join(parts)
     facts: dict[str, Any] = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
-    options = options_of(cfg) | {"typed": typed_options(cfg, facts)}
+    options = cfg.plain() | {"typed": typed_options(cfg, facts)}
     planned = None
     if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
-        precise = options["trainer"] | {"precision": trainer.precision}
-        config = options | {"trainer": precise}
+        precise = cfg.changed({"trainer.precision": str(trainer.precision)})
         try:
-            lines["plan"], planned = plan_run(config, info.name, lengths.sample_tokens, machine)
+            lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, machine)
         except DamagedMeasurement as error:
             lines["plan"] = f"none: {error}"
         except ValueError:
@@ -248,7 +250,7 @@ def build_report(
     return Report(lines, options, facts, planned, outside)
 
 
-def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
+def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """Key -> value, of a group its choice, of the overrides that tell this run from another.
 
     Not where it lies; and in a sweep not what is the same in all of its jobs.
@@ -259,6 +261,6 @@ def typed_options(cfg: DictConfig, facts: dict[str, Any]) -> dict[str, Any]:
     for line in facts["overrides"]:
         key, _, text = line.lstrip("+").partition("=")
         if not {re.split("[./]", key)[0], key} & {*NOT_TAKEN, *same} and key[0] != "~":
-            value = OmegaConf.select(cfg, key)
+            value = cfg.value_of(key)
             typed[key] = value if isinstance(value, int | float | str) else text
     return typed

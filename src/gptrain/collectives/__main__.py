@@ -15,11 +15,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-from omegaconf import DictConfig
-
 from gptrain import config
-from gptrain.config.kinds import between
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import between
 
 if TYPE_CHECKING:
     from gptrain.resilience.watchdog import Guard
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULTS = {"max_bytes": 2**24}
 
 
-class CollectivesRun(Run):
+class CollectivesRun(RunConfig):
     """A run's keys and the command's own."""
 
     max_bytes: Annotated[int, between(2**16)]
@@ -45,14 +43,14 @@ def default_devices() -> str:
     return f"trainer.devices={'auto' if 'RANK' in os.environ else 2}"
 
 
-def start(cfg: DictConfig) -> None:
+def start(cfg: CollectivesRun) -> None:
     """Starts the ranks, or is one of those that torchrun started."""
     from gptrain import ranks  # here, so that a wrong option is answered without torch
 
     ranks.run(work, cfg, lambda *_: None)
 
 
-def work(cfg: DictConfig, guard: Guard) -> dict[str, float]:
+def work(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
     """What each rank does; rank 0 prints."""
     from gptrain.collectives import operations
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import Tensor
 
+from gptrain.core.schema import RunConfig
 from gptrain.measure import wait_for
 from gptrain.parallel.mesh import start_group
 from gptrain.ranks.devices import find_machine, set_threads
@@ -38,7 +38,7 @@ COLLECTIVES = {
 
 
 @contextmanager
-def group_of(cfg: DictConfig) -> Generator[torch.device, None, None]:
+def group_of(cfg: RunConfig) -> Generator[torch.device, None, None]:
     """The device of this rank, which is in a group with all others as long as the block runs."""
     machine, rank = find_machine(cfg), this_process().rank
     backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size

@@ -1,7 +1,7 @@
 """What must fit together in a config, known without torch and without looking at the machine.
 
-A rule is one `if wrong: yield Problem(...)`. `run.get` gives None for a key that was found wrong,
-so that no mistake is told twice. Rules about `model.*` hold for the nets that ship.
+A rule is one `if …: yield checked.error(...)`. A key that was found wrong is None in `checked.run`,
+so that no mistake is reported twice. Rules about `model.*` hold for the nets that ship.
 """
 
 from __future__ import annotations
@@ -16,30 +16,47 @@ from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gptrain.config.compose import plain
-from gptrain.config.data_schema import DATA, DUMMY
-from gptrain.config.schema import NETS, STRATEGIES, Run
-from gptrain.config.values import find_wrong_values, walk
+from gptrain.config.values import read_config, walk
+from gptrain.core.data_schema import DATA, DummyTextConfig
+from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
+from gptrain.core.strategies import (
+    ANY_NET,
+    PIPELINE,
+    STAGES_PER_RANK,
+    STRATEGIES,
+    TENSOR,
+    DDPOptions,
+    PipelineOptions,
+    count_microbatches,
+    parallel_dims,
+)
 from gptrain.lengths import effective_max_epochs, plan_batch, run_steps
-from gptrain.parallel.dims import ANY_NET, STAGES_PER_RANK, count_microbatches, parallel_dims
 from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
 from gptrain.ranks.process import count_devices, count_nodes, this_process
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16
-AXIS_SIZES = ("strategy.tensor_parallel_size", "strategy.pipeline_parallel_size")
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
 @dataclass
-class Config:
-    """A config as plain values, every reference resolved, and what was found wrong with it."""
+class CheckedConfig:
+    """A config and what was found wrong with it.
 
+    Attributes:
+        run: The typed config. If there are problems, wrong and missing values are None in it.
+        values: The same config as nested dicts, with all references resolved.
+        schema: Type of the config.
+    """
+
+    run: RunConfig
     values: dict[str, Any]
-    schema: type[Run] = Run
+    schema: type[RunConfig] = RunConfig
     problems: list[Problem] = field(default_factory=list)
 
     @property
     def errors(self) -> list[Problem]:
+        """Problems that are not only warnings."""
         return [problem for problem in self.problems if problem.code != DONE]
 
     @property
@@ -49,16 +66,15 @@ class Config:
 
     @cached_property
     def flat(self) -> dict[str, Any]:
+        """The value of each dotted key."""
         return dict(walk(self.values))
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key; `default` where it is absent, null, or was found wrong."""
-        is_wrong = any(f"{key}.".startswith(f"{wrong}.") for wrong in self.wrong)
-        found = None if is_wrong else self.flat.get(key)
-        return default if found is None else found
+    def is_wrong(self, *keys: str) -> bool:
+        """Return whether an error has named one of the keys or a group that holds it."""
+        return any(f"{key}.".startswith(f"{wrong}.") for key in keys for wrong in self.wrong)
 
     def add(self, found: Iterator[Problem]) -> None:
-        """Keeps one error a key."""
+        """Keep one error for each key."""
         for problem in found:
             if problem.key not in self.wrong:
                 self.problems.append(problem)
@@ -66,219 +82,249 @@ class Config:
     def error(
         self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
     ) -> Problem:
-        """A problem of a key, with its value."""
+        """Return a problem of a key, with the value of the key."""
         return Problem(key, show(self.flat.get(key)), wrong, allowed, attempt, code)
 
 
-def check_config(cfg: DictConfig, schema: type[Run] = Run) -> Config:
-    """Everything that is wrong with a config by itself. Hydra's own node is not looked at."""
+def check_config(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> CheckedConfig:
+    """Return the typed config and everything that is wrong with it by itself.
+
+    Hydra's own node is left out.
+    """
     try:
-        run = Config(plain(cfg, resolve=True), schema)
+        values = plain(cfg, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         is_unset = isinstance(error, MissingMandatoryValue)
         wrong = "required and not set" if is_unset else f"cannot be resolved: {first_line(error)}"
         key = getattr(error, "full_key", None) or ""
-        return Config({}, schema, [Problem(key, None, wrong)])
-    run.add(find_wrong_values(run.values, schema))
+        nothing, _ = read_config({}, schema)
+        return CheckedConfig(nothing, {}, schema, [Problem(key, None, wrong)])
+    run, problems = read_config(values, schema)
+    checked = CheckedConfig(run, values, schema)
+    checked.add(iter(problems))
     for rule in (check_sizes, check_length, check_strategy, check_start):
-        run.add(rule(run))
+        checked.add(rule(checked))
     if (world_size := find_world_size(run)) is not None:
-        run.add(check_world(run, world_size))
-    return run
+        checked.add(check_world(checked, world_size))
+    return checked
 
 
-def find_world_size(run: Config) -> int | None:
-    """Ranks of the whole job, where the config or a launcher says it."""
-    n_local, asked = count_devices(run.get("trainer.devices")), run.get("trainer.num_nodes")
+def find_world_size(run: RunConfig) -> int | None:
+    """Return the number of ranks of the whole job if the config or a launcher says it."""
+    n_local, asked = count_devices(run.trainer.devices), run.trainer.num_nodes
     if this_process().is_rank:
         return this_process().world_size
     return n_local * count_nodes(asked) if n_local and asked else None
 
 
-def check_sizes(run: Config) -> Iterator[Problem]:
-    """The sizes of a net that ships, and of the data that it is trained on."""
-    if run.get("model._target_") not in NETS:
+def check_sizes(checked: CheckedConfig) -> Iterator[Problem]:
+    """Check the sizes of a net that ships, and of the data that it is trained on."""
+    model, data = checked.run.model, checked.run.data
+    if not isinstance(model, DecoderConfig):
         return
-    width, heads = run.get("model.d_model"), run.get("model.n_heads")
-    pair = 2 if "rope_base" in run.values["model"] else 1  # a head's numbers turn in pairs
+    width, heads, is_llama = model.d_model, model.n_heads, isinstance(model, LlamaConfig)
+    pair = 2 if is_llama else 1  # rotary positions turn the features of a head in pairs
     if width and heads and width % (pair * heads):
         step, by = pair * heads, "2 x " * (pair - 1) + f"model.n_heads={heads}"
         near = ", ".join(str(n) for n in (width // step * step, (width // step + 1) * step) if n)
-        yield run.error("model.d_model", f"not divisible by {by}; nearest: {near}")
-    if heads and (shared := run.get("model.n_kv_heads")) and heads % shared:
+        yield checked.error("model.d_model", f"not divisible by {by}; nearest: {near}")
+    if isinstance(model, LlamaConfig) and heads and (shared := model.n_kv_heads) and heads % shared:
         wrong = f"does not divide model.n_heads={heads}"
-        yield run.error("model.n_kv_heads", wrong, allowed=divisors(heads))
-    target, length = run.get("data.train._target_"), run.get("data.seq_len")
-    longest, vocabulary = run.get("model.max_seq_len"), run.get("model.vocab_size")
-    if target not in DATA:
-        return  # what the keys of other data mean is theirs
-    positions = (length or 0) - (target == DUMMY)  # the last token of its samples is a target only
+        yield checked.error("model.n_kv_heads", wrong, allowed=divisors(heads))
+    if data.train.target not in DATA:
+        return  # the keys of other data have a meaning of their own
+    longest, vocabulary, positions = model.max_seq_len, model.vocab_size, data.sample_tokens or 0
     if longest and positions > longest:
         wrong = f"longer than model.max_seq_len={longest}"
         attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
-        yield run.error("data.seq_len", wrong, attempt)
-    tokenizer = run.get("data.tokenizer")
+        yield checked.error("data.seq_len", wrong, attempt)
+    tokenizer = data.extra.get("tokenizer")
     if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
         wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
-        yield run.error("model.vocab_size", wrong, "model.vocab_size=256")
+        yield checked.error("model.vocab_size", wrong, "model.vocab_size=256")
 
 
-def check_length(run: Config) -> Iterator[Problem]:
-    """What ends the run, and a schedule that needs to know when."""
-    for phase in ("warmup", "decay", "total"):
-        key, asked = f"scheduler.{phase}_steps", run.get(f"scheduler.{phase}_steps")
-        if asked is not None and run.get(f"scheduler.{phase}_tokens"):
-            wrong = f"excludes {key}={asked}: they say the same"
-            yield run.error(f"scheduler.{phase}_tokens", wrong, f"{key}=null")
-    for unit in ("steps", "tokens"):
-        key, total = f"scheduler.warmup_{unit}", run.get(f"scheduler.total_{unit}")
-        if total and run.get(key, 0) > total:
-            wrong = f"must be <= scheduler.total_{unit}={total}"
-            yield run.error(key, wrong, f"{key}={int(total // 10)}")
-    total = run.get("scheduler.total_steps") or run.get("scheduler.total_tokens")
-    steps, tokens = run.get("trainer.max_steps", -1), run.get("max_tokens")
+def check_length(checked: CheckedConfig) -> Iterator[Problem]:
+    """Check what ends the run, and a schedule that needs to know when."""
+    run, trainer, scheduler = checked.run, checked.run.trainer, checked.run.scheduler
+    for name in ("warmup", "decay", "total"):
+        phase = scheduler.phase(name)
+        if phase.steps is not None and phase.tokens:
+            key = f"scheduler.{name}_steps"
+            wrong = f"excludes {key}={show(checked.flat.get(key))}: they say the same"
+            yield checked.error(f"scheduler.{name}_tokens", wrong, f"{key}=null")
+    warmup, total = scheduler.phase("warmup"), scheduler.phase("total")
+    for unit, asked, most in (
+        ("steps", warmup.steps, total.steps),
+        ("tokens", warmup.tokens, total.tokens),
+    ):
+        if most and (asked or 0) > most:
+            key = f"scheduler.warmup_{unit}"
+            wrong = f"must be <= scheduler.total_{unit}={show(most)}"
+            yield checked.error(key, wrong, f"{key}={int(most // 10)}")
+    is_total_given = bool(total.steps or total.tokens)
+    steps, tokens = -1 if trainer.max_steps is None else trainer.max_steps, run.max_tokens
     if tokens and steps != -1:
         wrong = f"excludes trainer.max_steps={steps}: both end the run"
-        yield run.error("max_tokens", wrong, "trainer.max_steps=-1, or max_tokens=null")
-    if run.get("task") != "fit" or run.get("trainer.fast_dev_run"):
+        yield checked.error("max_tokens", wrong, "trainer.max_steps=-1, or max_tokens=null")
+    if run.task != "fit" or trainer.fast_dev_run:
         return
-    if run.wrong & {*LIMITS, "max_tokens", "trainer"}:
+    if checked.wrong & {*LIMITS, "max_tokens", "trainer"}:
         return
-    trainer = run.values["trainer"]
     if steps != -1 or tokens or effective_max_epochs(trainer, tokens) is not None:
         return
-    if trainer["max_time"] is None:
+    if trainer.max_time is None:
         wrong = f"no stop condition: set one of {', '.join(LIMITS)}"
         yield Problem("", None, wrong, attempt="trainer.max_epochs=3")
-    elif run.get("scheduler._target_") in DECAYING and total is None:
-        wrong = "this schedule decays over a run whose length in steps trainer.max_time hides"
+    elif scheduler.target in DECAYING and not is_total_given:
+        wrong = "this schedule decays over a run of unknown length: trainer.max_time ends it"
         attempt = "scheduler=warmup_constant, or scheduler.total_steps=<steps>"
-        yield run.error("scheduler.total_steps", wrong, attempt)
+        yield checked.error("scheduler.total_steps", wrong, attempt)
 
 
-def check_strategy(run: Config) -> Iterator[Problem]:
-    """Strategy against devices, precision and compilation."""
-    name, precision = run.get("strategy.name"), run.get("trainer.precision")
-    if run.get("trainer.accelerator") == "cpu":
-        yield from check_cpu(run)
+def check_strategy(checked: CheckedConfig) -> Iterator[Problem]:
+    """Check the strategy against devices, precision and compilation."""
+    run = checked.run
+    name, precision = run.strategy.name, run.trainer.precision
+    if run.trainer.accelerator == "cpu":
+        yield from check_cpu(checked)
     if name not in STRATEGIES or name in ("auto", "single", "ddp"):
         return
     if precision in FP16:
         wrong = f"strategy={name} does not scale losses"
-        yield run.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")
-    if name not in ANY_NET and run.get("model.compile") == "model":
+        yield checked.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")
+    if name not in ANY_NET and run.model.compile == "model":
         wrong = f"under strategy={name} collectives and hooks lie between the blocks"
-        yield run.error("model.compile", wrong, "model.compile=blocks")
-    recomputes = run.get("model.activation_checkpointing", "none") != "none"
-    if "tensor" in name and recomputes and run.get("model.compile", "none") != "none":
+        yield checked.error("model.compile", wrong, "model.compile=blocks")
+    recomputes = (run.model.activation_checkpointing or "none") != "none"
+    if "tensor" in name and recomputes and (run.model.compile or "none") != "none":
         wrong = f"under strategy={name} torch cannot compile what is recomputed of sharded weights"
-        yield run.error("model.compile", wrong, "model.activation_checkpointing=none")
+        yield checked.error("model.compile", wrong, "model.activation_checkpointing=none")
 
 
-def check_cpu(run: Config) -> Iterator[Problem]:
-    """What no CPU can do."""
-    precision = run.get("trainer.precision")
+def check_cpu(checked: CheckedConfig) -> Iterator[Problem]:
+    """Check for options that no CPU supports."""
+    precision, backend = checked.run.trainer.precision, checked.run.strategy.backend
     if precision in FP16 or str(precision).startswith("transformer-engine"):
-        yield run.error("trainer.precision", "not supported on CPU", "trainer.precision=bf16-mixed")
-    if run.get("strategy.backend") == "nccl":
-        yield run.error("strategy.backend", "nccl needs GPUs", "strategy.backend=gloo")
+        attempt = "trainer.precision=bf16-mixed"
+        yield checked.error("trainer.precision", "not supported on CPU", attempt)
+    if backend == "nccl":
+        yield checked.error("strategy.backend", "nccl needs GPUs", "strategy.backend=gloo")
 
 
-def check_start(run: Config) -> Iterator[Problem]:
-    """Where the run starts from."""
-    if run.get("ckpt_path") and run.get("init_from"):
+def check_start(checked: CheckedConfig) -> Iterator[Problem]:
+    """Check where the run starts from."""
+    run = checked.run
+    if run.ckpt_path and run.init_from:
         wrong = "excludes ckpt_path: fresh weights or an exact resume, not both"
-        yield run.error("init_from", wrong)
-    starts = any(run.get(key) for key in ("ckpt_path", "init_from", "from_run"))
-    if run.get("task", "fit") != "fit" and not starts and not run.get("trainer.fast_dev_run"):
+        yield checked.error("init_from", wrong)
+    starts = run.ckpt_path or run.init_from or run.from_run
+    if (run.task or "fit") != "fit" and not starts and not run.trainer.fast_dev_run:
         wrong = "no ckpt_path: it measures initial weights"
-        yield run.error("task", wrong, "ckpt_path=best", code=DONE)
+        yield checked.error("task", wrong, "ckpt_path=best", code=DONE)
 
 
-def check_world(run: Config, world_size: int) -> Iterator[Problem]:
-    """How so many ranks share the work: sizes, batch and steps."""
-    name = run.get("strategy.name")
-    if name not in STRATEGIES or any(key.startswith("strategy.") for key in run.wrong):
+def check_world(checked: CheckedConfig, world_size: int) -> Iterator[Problem]:
+    """Check how so many ranks share the work: sizes, batch and steps."""
+    run, options = checked.run, checked.run.strategy
+    name = options.name
+    if name not in ("auto", *STRATEGIES) or any(
+        key.startswith("strategy.") for key in checked.wrong
+    ):
         return
     try:
-        dims = parallel_dims(run.values["strategy"], world_size)
+        dims = parallel_dims(options, world_size)
     except ValueError as error:
-        yield run.error(next(filter(run.get, AXIS_SIZES), "trainer.devices"), str(error))
+        given = (axis for axis in (TENSOR, PIPELINE) if options.axis_size(axis))
+        key = next((f"strategy.{axis}_parallel_size" for axis in given), "trainer.devices")
+        yield checked.error(key, str(error))
         return
     if world_size == 1 and name not in ("auto", "single"):
         attempt = "trainer.devices=2"
         yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
-    if run.get("model._target_") in NETS:
-        yield from _check_split(run, dims.tensor, dims.pipeline)
+    if isinstance(run.model, DecoderConfig):
+        yield from _check_split(checked, dims.tensor, dims.pipeline)
     if dims.data % dims.replicas:
         wrong = f"does not divide the {dims.data} data-parallel ranks"
-        yield run.error("strategy.replicas", wrong, allowed=divisors(dims.data))
-    if "pipeline" in name:
-        yield from _check_microbatches(run, dims.pipeline)
-    yield from _check_steps(run, dims.data)
+        yield checked.error("strategy.replicas", wrong, allowed=divisors(dims.data))
+    if isinstance(options, PipelineOptions):
+        yield from _check_microbatches(checked, options, dims.pipeline)
+    yield from _check_steps(checked, dims.data)
 
 
 def divisors(number: int) -> str:
-    """All divisors of a number, as one writes them."""
+    """Return all divisors of a number, joined by commas."""
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
 
-def _check_split(run: Config, tensor: int, pipeline: int) -> Iterator[Problem]:
-    layers = run.get("model.n_layers")
-    for key in ("model.n_kv_heads", "model.n_heads"):
-        if (heads := run.get(key)) and heads % tensor:
-            wrong = f"does not divide {key}={heads}, a rank must hold whole heads"
-            yield run.error("strategy.tensor_parallel_size", wrong, allowed=divisors(heads))
-    stages = pipeline * STAGES_PER_RANK.get(run.get("strategy.schedule"), 1)
+def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator[Problem]:
+    model, options = checked.run.model, checked.run.strategy
+    heads = {}
+    if isinstance(model, LlamaConfig):
+        heads["model.n_kv_heads"] = model.n_kv_heads
+    if isinstance(model, DecoderConfig):
+        heads["model.n_heads"] = model.n_heads
+    for key, n_heads in heads.items():
+        if n_heads and n_heads % tensor:
+            wrong = f"does not divide {key}={n_heads}, a rank must hold whole heads"
+            allowed = divisors(n_heads)
+            yield checked.error("strategy.tensor_parallel_size", wrong, allowed=allowed)
+    is_interleaved = isinstance(options, PipelineOptions)
+    stages = pipeline * (STAGES_PER_RANK[options.schedule] if is_interleaved else 1)
+    layers = model.n_layers if isinstance(model, DecoderConfig) else None
     if layers and stages > layers:
         wrong = f"{stages} stages, but model.n_layers={layers}: each holds at least one"
-        yield run.error("strategy.pipeline_parallel_size", wrong)
+        yield checked.error("strategy.pipeline_parallel_size", wrong)
 
 
-def _check_microbatches(run: Config, stages: int) -> Iterator[Problem]:
-    batch, schedule = run.get("data.batch_size"), run.get("strategy.schedule")
-    micro = count_microbatches(run.get("strategy.microbatches"), stages)
+def _check_microbatches(
+    checked: CheckedConfig, options: PipelineOptions, stages: int
+) -> Iterator[Problem]:
+    batch, schedule = checked.run.data.batch_size, options.schedule
+    micro = count_microbatches(options.microbatches, stages)
     if batch and batch % micro:
         wrong = f"not divisible into {micro} microbatches"
         attempt = f"data.batch_size={micro * max(1, batch // micro)}"
-        yield run.error("data.batch_size", wrong, attempt)
+        yield checked.error("data.batch_size", wrong, attempt)
     attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
     if schedule == "1f1b" and micro < stages:
         wrong = f"1f1b needs at least one microbatch per stage ({stages})"
-        yield run.error("strategy.microbatches", wrong, attempt)
+        yield checked.error("strategy.microbatches", wrong, attempt)
     if schedule == "interleaved_1f1b" and micro % stages:
         wrong = f"interleaved_1f1b needs equally many microbatches per stage ({stages})"
-        yield run.error("strategy.microbatches", wrong, attempt)
+        yield checked.error("strategy.microbatches", wrong, attempt)
 
 
-def _check_steps(run: Config, n_data: int) -> Iterator[Problem]:
-    size, accumulate = run.get("data.batch_size"), run.get("trainer.accumulate_grad_batches")
-    if not size or not accumulate or "data.global_batch_size" in run.wrong:
+def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[Problem]:
+    run, data, trainer = checked.run, checked.run.data, checked.run.trainer
+    size, accumulate = data.batch_size, trainer.accumulate_grad_batches
+    if not size or not accumulate or "data.global_batch_size" in checked.wrong:
         return
     try:
-        batch = plan_batch(size, run.get("data.global_batch_size"), accumulate, n_data)
+        batch = plan_batch(size, data.global_batch_size, accumulate, n_data)
     except ValueError as error:
-        yield run.error("data.global_batch_size", str(error))
+        yield checked.error("data.global_batch_size", str(error))
         return
-    if batch.accumulate > 1 and run.get("strategy.static_graph"):
+    is_static = isinstance(run.strategy, DDPOptions) and run.strategy.static_graph
+    if batch.accumulate > 1 and is_static:
         wrong = "torch keeps no static graph over the micro-steps of an accumulation (2.13)"
-        yield run.error("strategy.static_graph", wrong, "strategy.static_graph=false")
-    is_dummy = run.get("data.train._target_") == DUMMY  # of other data the length is read later
-    n_samples = run.get("data.num_samples") if is_dummy else None
-    if run.get("task") != "fit":
+        yield checked.error("strategy.static_graph", wrong, "strategy.static_graph=false")
+    # The length of other data is read later.
+    n_samples = data.num_samples if isinstance(data, DummyTextConfig) else None
+    if run.task != "fit":
         return
     epoch_steps = batch.steps_per_epoch(n_samples) if n_samples else None
     if epoch_steps == 0:
         wrong = f"{n_samples} sequences, one step needs {batch.global_batch_size}"
         attempt = "a smaller data.batch_size or data.global_batch_size"
-        yield run.error("data.num_samples", wrong, attempt)
-    trainer, warmup = run.values["trainer"], run.get("scheduler.warmup_steps", 0)
-    ends_early = run.get("max_tokens") or run.get("trainer.fast_dev_run")
-    if run.wrong & {*LIMITS, "trainer"} or ends_early:
+        yield checked.error("data.num_samples", wrong, attempt)
+    ends_early = run.max_tokens or trainer.fast_dev_run
+    if checked.wrong & {*LIMITS, "trainer"} or ends_early:
         return
     epochs = effective_max_epochs(trainer, None) if epoch_steps else None
-    steps = run_steps(epoch_steps or 0, epochs, trainer["max_steps"])
-    if steps and warmup > steps and not run.get("scheduler.total_steps"):
+    steps = run_steps(epoch_steps or 0, epochs, trainer.max_steps)
+    warmup = run.scheduler.warmup_steps
+    if steps and warmup and warmup > steps and not run.scheduler.total_steps:
         wrong = f"longer than the run of {steps} steps"
-        yield run.error("scheduler.warmup_steps", wrong, code=DONE)
+        yield checked.error("scheduler.warmup_steps", wrong, code=DONE)

@@ -24,10 +24,9 @@ from yaml import YAMLError
 
 from gptrain import home, problems, shell
 from gptrain.config.check import check_config
-from gptrain.config.compose import compose_and_explain, line_of, open_hydra, parse
+from gptrain.config.compose import compose_and_explain, line_of, open_hydra, parse, plain
 from gptrain.config.from_run import expand
 from gptrain.config.preflight import check_machine, check_place
-from gptrain.config.schema import Run
 from gptrain.config.study import continue_study
 from gptrain.config.sweep import (
     find_finished,
@@ -38,6 +37,8 @@ from gptrain.config.sweep import (
     report_finished,
     report_sweep,
 )
+from gptrain.config.values import read_config
+from gptrain.core.schema import RunConfig
 from gptrain.problems import ConfigError, JobFailed, Parser, Problem, ending_of, first_line, quoted
 from gptrain.ranks.process import calm_threads, take_gpus, this_process
 from gptrain.resilience.status import write_status
@@ -46,12 +47,12 @@ from gptrain.streams import bear_lost_streams
 LINGER_S = 10.0  # ranks start within seconds of each other
 # The user or the scheduler wants all to end, not one job.
 STOPPED = (problems.PREEMPTED, problems.INTERRUPTED)
-Job = Callable[[DictConfig], "float | None"]
+Job = Callable[[Any], "float | None"]  # takes the config, of the command's own type
 
 
 def main(
     job: Job,
-    schema: type[Run] = Run,
+    schema: type[RunConfig] = RunConfig,
     defaults: Mapping[str, Any] | None = None,
     usage: str | None = None,
     conf: str | Path | None = None,
@@ -81,7 +82,7 @@ def main(
 def run_command(
     job: Job,
     argv: list[str],
-    schema: type[Run] = Run,
+    schema: type[RunConfig] = RunConfig,
     defaults: Mapping[str, Any] | None = None,
     usage: str | None = None,
 ) -> int:
@@ -116,9 +117,10 @@ def run_command(
                 found.append(Problem("hydra.mode", "MULTIRUN", "no sweep", attempt="-m"))
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-            _print(check(cfg, schema, found, folder))
+            run, warnings = check(cfg, schema, found, folder)
+            _print(warnings)
             if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
-                job(cfg)
+                job(run)
                 return problems.DONE
         if _rank() > 0:
             overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
@@ -139,25 +141,35 @@ def asks_for_tracebacks(words: Iterable[str]) -> bool:
 
 def check(
     cfg: DictConfig,
-    schema: type[Run] = Run,
+    schema: type[RunConfig] = RunConfig,
     found: Sequence[Problem] = (),
     folder: str | None = None,
-) -> list[str]:
-    """The warnings, a line each, of a composed config that can run.
+) -> tuple[RunConfig, list[str]]:
+    """Check a composed config and return it typed, with one line for each warning.
 
     Args:
-        found: what was wrong already.   folder: that of the job; None: its run_dir.
-    Raises: ConfigError with every problem.
+        schema: Type of the config.
+        found: Problems that are known already.
+        folder: Folder of the job. Defaults to its run_dir.
+
+    Raises:
+        ConfigError: If the config cannot run, with every problem.
     """
-    run = check_config(cfg, schema)
-    if schema.runs_here and run.values and not found:
-        run.add(check_place(run, folder or run.get("run_dir", "")))
-        if not run.errors:  # torch is worth it now
-            run.add(check_machine(run))
-    all_found = [*found, *run.problems]
+    checked = check_config(cfg, schema)
+    if schema.runs_here and checked.values and not found:
+        checked.add(check_place(checked, folder or checked.run.run_dir or ""))
+        if not checked.errors:  # importing torch is worth its time now
+            checked.add(check_machine(checked))
+    all_found = [*found, *checked.problems]
     if any(problem.code for problem in all_found):
         raise ConfigError(all_found)
-    return [problem.line for problem in all_found]
+    return checked.run, [problem.line for problem in all_found]
+
+
+def typed(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunConfig:
+    """Return the typed config of a job that was checked, with the folder that Hydra made for it."""
+    run, _ = read_config(plain(cfg, resolve=True), schema)
+    return run.changed({"run_dir": str(Path(folder))})
 
 
 def check_environment() -> None:
@@ -231,11 +243,11 @@ def help_text(usage: str | None) -> str:
   --cfg job        shows the composed config         -m           runs a sweep
   debug=true       shows tracebacks
   conf/            your choices and values; those of the library, with every key's default and
-                   type, are in conf/ and config/schema.py of {home.LIBRARY}"""
+                   type, are in conf/ and core/schema.py of {home.LIBRARY}"""
 
 
 def _run(
-    job: Job, overrides: list[str], schema: type[Run], sweep: Path | None, *, debug: bool
+    job: Job, overrides: list[str], schema: type[RunConfig], sweep: Path | None, *, debug: bool
 ) -> int:
     """Let Hydra run the job, or the jobs of a sweep, and return the first exit code that is not 0.
 
@@ -257,9 +269,12 @@ def _run(
                     codes.append(problems.DONE)
                     return report_finished(finished, cfg.objective)
                 take_gpus(cfg.trainer.devices)
-                _print(check(cfg, schema, folder=node.runtime.output_dir))
+                _print(check(cfg, schema, folder=node.runtime.output_dir)[1])
             earlier = find_repeated(sweep, node) if sweep else None
-            value = repeat(earlier, node, cfg.objective) if earlier else job(cfg)
+            if earlier:
+                value = repeat(earlier, node, cfg.objective)
+            else:
+                value = job(typed(cfg, schema, node.runtime.output_dir))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             code, said = _end(error, bool(cfg.get("debug")))
             codes.append(code)

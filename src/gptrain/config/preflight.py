@@ -16,13 +16,13 @@ from typing import Any
 
 from hydra.utils import get_class, get_method
 
-from gptrain.config.check import Config, check_cpu, check_world, find_world_size
-from gptrain.config.data_schema import DATA, Mixture, sample_tokens
-from gptrain.config.schema import KNOWN, Model, Optimizer, Run, Scheduler
+from gptrain.config.check import CheckedConfig, check_cpu, check_world, find_world_size
 from gptrain.config.values import OF_HYDRA, targets
+from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig, PartConfig
+from gptrain.core.schema import SHIPPED, ModelConfig, OptimizerConfig, RunConfig, SchedulerConfig
+from gptrain.core.strategies import ShardedOptions, strategy_name
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
-from gptrain.parallel.dims import strategy_name
 from gptrain.problems import BAD_DATA, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
 from gptrain.ranks.process import (
     LAUNCHERS,
@@ -40,10 +40,10 @@ DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 # Place -> arguments that our code gives, by position or name, and keys that only our code reads.
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {
-    "model": Model.model_fields.keys(),
+    "model": ModelConfig.OWN_KEYS,
     "module": {"loss", "metrics"},
-    "optimizer": Optimizer.model_fields.keys(),
-    "scheduler": Scheduler.model_fields.keys(),
+    "optimizer": OptimizerConfig.model_fields.keys(),
+    "scheduler": SchedulerConfig.model_fields.keys(),
 }
 
 LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics")
@@ -60,15 +60,15 @@ KINDS = {
 }
 
 
-def check_place(run: Config, folder: str) -> Iterator[Problem]:
+def check_place(checked: CheckedConfig, folder: str) -> Iterator[Problem]:
     """Launcher, the folder that the job will write into, files; by the standard library alone."""
-    yield from check_launcher(run)
-    if this_process().rank == 0 and not run.wrong & {"run_dir", "name"}:
-        yield from check_folder(run, folder)
-    yield from check_files(run)
+    yield from check_launcher(checked)
+    if this_process().rank == 0 and not checked.wrong & {"run_dir", "name"}:
+        yield from check_folder(checked, folder)
+    yield from check_files(checked)
 
 
-def check_machine(run: Config) -> Iterator[Problem]:
+def check_machine(checked: CheckedConfig) -> Iterator[Problem]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
     from torch.cuda import device_count as count_gpus
     from torch.distributed import is_backend_available
@@ -76,36 +76,37 @@ def check_machine(run: Config) -> Iterator[Problem]:
     from gptrain.ranks.devices import accelerator_of, count_local
 
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it also logs what it raises
-    yield from check_classes(run)
-    asked, n_nodes = run.get("trainer.accelerator"), count_nodes(run.get("trainer.num_nodes"))
+    yield from check_classes(checked)
+    trainer = checked.run.trainer
+    asked, n_nodes = trainer.accelerator, count_nodes(trainer.num_nodes)
     kind = accelerator_of(asked)
     if kind is None:
         name = {"gpu": "GPU", "cuda": "GPU", "mps": "Apple GPU"}.get(asked, asked.upper())
-        yield run.error("trainer.accelerator", f"no {name} on this machine", "trainer=cpu")
+        yield checked.error("trainer.accelerator", f"no {name} on this machine", "trainer=cpu")
         return
-    n_local = count_local(run.get("trainer.devices"), kind)
+    n_local = count_local(checked.run.trainer.devices, kind)
     if kind == "cpu":
-        yield from check_cpu(run)
-    if (backend := run.get("strategy.backend")) and not is_backend_available(backend):
+        yield from check_cpu(checked)
+    if (backend := checked.run.strategy.backend) and not is_backend_available(backend):
         built = ", ".join(filter(is_backend_available, ("nccl", "gloo", "mpi")))
-        yield run.error("strategy.backend", "torch here was built without it", allowed=built)
+        yield checked.error("strategy.backend", "torch here was built without it", allowed=built)
     if kind == "cuda":
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        yield from check_visible(run, count_gpus(), shown, this_process().is_rank)
-    world_size = find_world_size(run) or n_local * n_nodes
-    yield from check_world(run, world_size)
-    if not run.errors:
-        yield from check_memory(run, kind, n_local, world_size)
+        yield from check_visible(checked, count_gpus(), shown, this_process().is_rank)
+    world_size = find_world_size(checked.run) or n_local * n_nodes
+    yield from check_world(checked, world_size)
+    if not checked.errors:
+        yield from check_memory(checked, kind, n_local, world_size)
 
 
-def check_launcher(run: Config) -> Iterator[Problem]:
+def check_launcher(checked: CheckedConfig) -> Iterator[Problem]:
     """What the launcher started, against what the config says."""
-    process, n_nodes = this_process(), count_nodes(run.get("trainer.num_nodes", 1))
-    n_local = count_devices(run.get("trainer.devices"))
+    process, n_nodes = this_process(), count_nodes(checked.run.trainer.num_nodes or 1)
+    n_local = count_devices(checked.run.trainer.devices)
     if process.launcher == "none" and n_nodes > 1:
         wrong = "a single process starts ranks on its own machine only"
         attempt = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun, or mpirun"
-        yield run.error("trainer.num_nodes", wrong, attempt)
+        yield checked.error("trainer.num_nodes", wrong, attempt)
     if not process.is_rank:
         return
     each = process.world_size // process.n_nodes
@@ -114,26 +115,26 @@ def check_launcher(run: Config) -> Iterator[Problem]:
         product = f"{n_local} x trainer.num_nodes={n_nodes} = {n_local * n_nodes}"
         attempt = f"trainer.devices={each} trainer.num_nodes={process.n_nodes}"
         wrong = f"{product}, but {LAUNCHERS[process.launcher][1]}={process.world_size}"
-        yield run.error("trainer.devices", wrong, attempt)
+        yield checked.error("trainer.devices", wrong, attempt)
     elif process.n_nodes != n_nodes:
         wrong, attempt = f"{process.launcher} started ranks on {process.n_nodes}", process.n_nodes
-        yield run.error("trainer.num_nodes", wrong, f"trainer.num_nodes={attempt}")
+        yield checked.error("trainer.num_nodes", wrong, f"trainer.num_nodes={attempt}")
     if n_nodes > 1 and process.launcher in ("openmpi", "mpich") and "MASTER_ADDR" not in os.environ:
         attempt = "mpirun -x MASTER_ADDR=<first node> -x MASTER_PORT=29500 ... (MPICH: -genv)"
         yield Problem("MASTER_ADDR", None, "not set: where the ranks meet", attempt=attempt)
-    if process.launcher != "slurm" and n_nodes > 1 and run_stamp() in run.get("run_dir", ""):
+    if process.launcher != "slurm" and n_nodes > 1 and run_stamp() in (checked.run.run_dir or ""):
         wrong = "each node would name its folder by its own clock"
-        yield run.error("run_dir", wrong, "run_dir=<a folder that all nodes see>")
+        yield checked.error("run_dir", wrong, "run_dir=<a folder that all nodes see>")
     if process.launcher == "torchrun" and n_nodes > 1 and os.environ.get(OWN_STORE) != "1":
         wrong = "torchrun cannot start a lost node again (pytorch#135712)"
         yield Problem(OWN_STORE, "", wrong, attempt=f"{OWN_STORE}=1 torchrun ...", code=DONE)
 
 
-def check_folder(run: Config, name: str) -> Iterator[Problem]:
+def check_folder(checked: CheckedConfig, name: str) -> Iterator[Problem]:
     """A run folder that can be made, or written into, and holds no finished run."""
     folder = Path(name).expanduser().absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
-    trains = run.get("task") == "fit" and run.schema is Run and not run.get("ckpt_path")
+    trains = checked.run.task == "fit" and checked.schema is RunConfig and not checked.run.ckpt_path
     wrong, attempt = "", "run_dir=<folder>"
     if not parent.is_dir():
         wrong = f"cannot write ({parent} is a file)"
@@ -145,27 +146,30 @@ def check_folder(run: Config, name: str) -> Iterator[Problem]:
         yield Problem("run_dir", name, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
 
 
-def check_files(run: Config) -> Iterator[Problem]:
+def check_files(checked: CheckedConfig) -> Iterator[Problem]:
     """Data, checkpoints and old runs that are named exist; of data groups those that ship.
 
     A command that is no run reads none of a run's data.
     """
-    is_mixture = DATA.get(run.get("data.train._target_")) is Mixture
-    parts = run.get("data.parts", {}) if is_mixture else {}
-    groups = ["data", *(f"data.parts.{name}" for name in parts)]
-    groups = [group for group in groups if run.get(f"{group}.train._target_") in DATA]
-    keys = [f"{group}.{name}" for group in groups for name in DATA_FILES if run.schema is Run]
-    if mirror := run.get("checkpoint.mirror"):
+    run = checked.run
+    groups: dict[str, DataConfig | PartConfig] = {"data": run.data}
+    if isinstance(run.data, MixtureConfig):
+        groups |= {f"data.parts.{name}": part for name, part in (run.data.parts or {}).items()}
+    named = {"ckpt_path": run.ckpt_path, "init_from": run.init_from}
+    for group, section in groups.items():
+        if checked.schema is RunConfig and section.train.target in DATA:
+            given = section.plain()
+            named |= {f"{group}.{name}": given.get(name) for name in DATA_FILES}
+    if mirror := checked.run.checkpoint.mirror:
         from fsspec import get_filesystem_class  # 0.2 s
         from fsspec.core import split_protocol
 
         try:
             get_filesystem_class(split_protocol(mirror)[0])
         except (ValueError, ImportError) as error:  # which says what to install
-            yield run.error("checkpoint.mirror", first_line(error))
-    for key in (*keys, "ckpt_path", "init_from"):
-        paths = run.get(key, [])
-        for path in paths if isinstance(paths, list) else [paths]:
+            yield checked.error("checkpoint.mirror", first_line(error))
+    for key, paths in named.items():
+        for path in paths if isinstance(paths, list) else filter(None, [paths]):
             found = os.path.expanduser(path)
             if path in WORDS.get(key.rpartition(".")[2], ()):
                 continue
@@ -180,7 +184,7 @@ def check_files(run: Config) -> Iterator[Problem]:
 
 
 def check_visible(
-    run: Config, visible: int, shown: str | None, is_rank: bool = False
+    checked: CheckedConfig, visible: int, shown: str | None, is_rank: bool = False
 ) -> Iterator[Problem]:
     """As many GPUs as asked for, and of the numbers asked for.
 
@@ -188,19 +192,19 @@ def check_visible(
         visible: GPUs that this process sees.   shown: CUDA_VISIBLE_DEVICES.
         is_rank: a launcher started it, and may show each rank one GPU, its own, as number 0.
     """
-    asked = run.get("trainer.devices")
+    asked = checked.run.trainer.devices
     numbers = listed_numbers(asked) or range(count_devices(asked) or 0)
     if max(numbers, default=0) < visible or (is_rank and visible == 1):
         return
     wrong = f"only {visible} GPU{'s' * (visible != 1)} visible"
     wrong += f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
-    yield run.error("trainer.devices", wrong, f"trainer.devices={visible}")
+    yield checked.error("trainer.devices", wrong, f"trainer.devices={visible}")
 
 
-def check_classes(run: Config) -> Iterator[Problem]:
+def check_classes(checked: CheckedConfig) -> Iterator[Problem]:
     """Every `_target_` that does not ship: what it is, and the keywords that it is given."""
-    for place, node in targets(run.values):
-        target, model = node["_target_"], KNOWN.get(node["_target_"])
+    for place, node in targets(checked.values):
+        target, model = node["_target_"], SHIPPED.get(node["_target_"])
         given = {k: value for k, value in node.items() if k not in OF_HYDRA and k != "_target_"}
         if target in DATA or (model is not None and given.keys() <= model.model_fields.keys()):
             continue
@@ -233,23 +237,25 @@ def _check_keywords(
         bind(*[None] * SUPPLIED.get(place, 0), **given)
     except TypeError as error:
         allowed, target = ", ".join(signature.parameters), node["_target_"]
-        is_typed = place in KINDS and target not in KNOWN  # over the keys of another class
+        is_typed = place in KINDS and target not in SHIPPED  # over the keys of another class
         attempt = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys" if is_typed else ""
         yield Problem(f"{place}._target_", target, str(error), allowed, attempt)
 
 
-def check_memory(run: Config, kind: str, n_local: int, world_size: int) -> Iterator[Problem]:
+def check_memory(
+    checked: CheckedConfig, kind: str, n_local: int, world_size: int
+) -> Iterator[Problem]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
     from torch import cuda
 
-    name, work = strategy_name(run.get("strategy.name"), world_size), None
+    run, work = checked.run, None
+    name = strategy_name(run.strategy.name, world_size)
     with suppress(ValueError):  # of sizes that do not divide
-        n_tokens = sample_tokens(run.values["data"])
-        work = find_work(run.values, n_tokens, name, world_size, kind == "cpu")
-    if work is None or run.get("task") != "fit":
+        work = find_work(run, run.data.sample_tokens, name, world_size, kind == "cpu")
+    if work is None or run.task != "fit":
         return  # of another net the size is not known without making it
     need = max(sum(estimate_states(end).values()) for end in work.ends)
-    if kind == "cpu" or run.get("strategy.cpu_offload"):
+    if kind == "cpu" or (isinstance(run.strategy, ShardedOptions) and run.strategy.cpu_offload):
         need, where = need * n_local, "this machine"
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gptrain.config.data_schema import DATA, Mixture
-from gptrain.config.kinds import Closed
-from gptrain.config.schema import KNOWN, STRATEGIES, Run
 from gptrain.config.suggest import find_alias, nearest, nearest_key
+from gptrain.core.data_schema import DATA, MixtureConfig
+from gptrain.core.schema import SHIPPED, RunConfig
+from gptrain.core.strategies import STRATEGIES, options_type
+from gptrain.core.value_types import Section
 from gptrain.problems import Problem, show
 from gptrain.shell import command
 
@@ -29,12 +31,45 @@ SHORTER = {
 }
 
 
-def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterator[Problem]:
-    """Each value that is wrong by itself, each key that nothing reads or that is missing.
+def read_config(
+    values: dict[str, Any], schema: type[RunConfig] = RunConfig
+) -> tuple[RunConfig, list[Problem]]:
+    """Return the typed config and a problem for each value that is wrong by itself.
 
-    A key may be told twice, in the words of its class and in those of its group.
+    If there is a problem, the values that are wrong or missing are None in the returned config, so
+    that rules about other keys can still be applied.
+
+    Args:
+        values: The config as nested dicts and lists, with all references resolved.
+        schema: Type of the config.
     """
     flat = dict(walk(values))
+    problems = list(_find_wrong_values(values, flat, schema))
+    if problems:
+        wrong = {problem.key for problem in problems}
+        return _construct(schema, values, "", flat, wrong), problems
+    typed = dict(values)
+    for group, field in schema.model_fields.items():
+        base, node = _section_in(field.annotation), values.get(group)
+        if base is None or not isinstance(node, dict) or not node:
+            continue
+        if typing.get_origin(field.annotation) is dict:  # callbacks and loggers, by name
+            typed[group] = {
+                name: item and _section_type(f"{group}.{name}", base, flat).model_validate(item)
+                for name, item in node.items()
+            }
+        else:
+            typed[group] = _section_type(group, base, flat).model_validate(node)
+    return schema.model_validate(typed), []
+
+
+def _find_wrong_values(
+    values: dict[str, Any], flat: dict[str, Any], schema: type[RunConfig]
+) -> Iterator[Problem]:
+    """Yield a problem for each wrong value, unknown key and missing key.
+
+    A key may be reported twice: by the type of its class and by the type of its group.
+    """
     for place, node in flat.items():
         if not isinstance(node, dict):
             continue
@@ -42,9 +77,9 @@ def find_wrong_values(values: dict[str, Any], schema: type[Run] = Run) -> Iterat
         if not re.fullmatch(CLASS, target) or target.split(".")[0] in sys.stdlib_module_names:
             wrong = "not a dotted name of a class outside of Python's own library"
             yield Problem(f"{place}._target_", target, wrong)
-        elif model := _model_of(place, flat):
+        elif section := _shipped_section(place, flat):
             own = {key: value for key, value in node.items() if key not in OF_HYDRA}
-            yield from _judge(model, own, place, values)
+            yield from _judge(section, own, place, values)
     yield from _judge(schema, values, "", values)
 
 
@@ -74,7 +109,7 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
     group, _, leaf = key.rpartition(".")
     node = values.get(group) or {}
     siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
-    readers = [name for name, model in STRATEGIES.items() if leaf in model.model_fields]
+    readers = [name for name, row in STRATEGIES.items() if leaf in row.options.model_fields]
     if group == "strategy" and readers:
         wrong = f"no effect under strategy={node.get('name')}"
         return Problem(key, value, wrong, f"under strategy={', '.join(readers)}")
@@ -87,14 +122,51 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
     return Problem(key, value, wrong, ", ".join(siblings), "" if siblings else "--help")
 
 
-def _model_of(place: str, flat: dict[str, Any]) -> type[Closed] | None:
-    """The type of all keys of a group, where the class that reads them ships."""
+def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
+    """Return the type of all keys of a node if the class that reads them ships with gptrain."""
     if place == "strategy":
-        return STRATEGIES.get(show(flat.get("strategy.name")))
-    is_part = re.fullmatch(r"data\.parts\.[^.]+", place) and _model_of("data", flat) is Mixture
-    if place == "data" or is_part:
+        return options_type(flat.get("strategy.name"))
+    is_part = re.fullmatch(r"data\.parts\.[^.]+", place)
+    if place == "data" or (is_part and _shipped_section("data", flat) is MixtureConfig):
         return DATA.get(show(flat.get(f"{place}.train._target_")))
-    return KNOWN.get(show(flat.get(f"{place}._target_")))
+    return SHIPPED.get(show(flat.get(f"{place}._target_")))
+
+
+def _section_type(place: str, base: type[Section], flat: dict[str, Any]) -> type[Section]:
+    """Return the most specific type of the section at a place: `base`, or a subclass of it."""
+    shipped = _shipped_section(place, flat)
+    return shipped if shipped is not None and issubclass(shipped, base) else base
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """Return the type of section that an annotation of a field contains, or None."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
+
+
+def _construct(
+    section: type[Section], node: Any, place: str, flat: dict[str, Any], wrong: set[str]
+) -> Any:
+    """Return a section without validation, in which missing and wrong values are None."""
+    node, section = node if isinstance(node, dict) else {}, _section_type(place, section, flat)
+    made: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        key, kind = field.alias or name, _section_in(field.annotation)
+        inner = f"{place}.{key}" if place else key
+        value = None if inner in wrong else node.get(key, field.get_default())
+        if kind is None or (kind is not field.annotation and value is None):
+            made[key] = None if field.is_required() and key not in node else value
+        elif typing.get_origin(field.annotation) is dict:
+            named = value if isinstance(value, dict) else {}
+            made[key] = {
+                name: item and _construct(kind, item, f"{inner}.{name}", flat, wrong)
+                for name, item in named.items()
+            }
+        else:
+            made[key] = _construct(kind, value, inner, flat, wrong)
+    extra = {key: value for key, value in node.items() if key not in made}
+    return section.model_construct(**made, **extra)
 
 
 def _judge(

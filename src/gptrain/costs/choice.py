@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import ANY_NET, STRATEGIES
 from gptrain.costs.shape import find_shape
 from gptrain.costs.speed import TIMES, Machine, estimate
 from gptrain.costs.work import find_work
-from gptrain.parallel.dims import ANY_NET, STRATEGIES
 
 SELECTIVE, FULL = ({"model.activation_checkpointing": mode} for mode in ("selective", "full"))
 LEVELS = ({}, SELECTIVE, FULL, {**FULL, "data.batch_size": 1})  # tried in turn until one fits
@@ -18,32 +19,28 @@ EQUAL = 0.98  # of the highest speed: less is no reason for a strategy that does
 
 
 def compare(
-    config: Mapping[str, Any], sample_tokens: int | None, machine: Machine, n_nodes: int
+    run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, Any]:
     """The estimate of each strategy that divides the work, and what is best.
 
     Args:
-        config: checked, as plain values.   sample_tokens: positions of a sample of its data.
+        sample_tokens: Positions of a sample of the run's data.
 
     Returns: {"parameters", "strategies": {name: estimate}, "best": a name, "changes": of keys, for
         the first in the table of strategies of those that fit and are about as fast as the
         fastest}; both None where nothing fits; no strategies without a shape; TIMES are None of a
         machine that was not measured.
     """
-    shape, rows = find_shape(config["model"]), estimates(config, sample_tokens, machine, n_nodes)
+    shape, rows = find_shape(run.model), estimates(run, sample_tokens, machine, n_nodes)
     found = {"parameters": shape and shape.n_parameters, "strategies": rows}
     if not machine.is_measured:
         for row in rows.values():
             row |= dict.fromkeys(key for key in TIMES if key in row)
-    is_fp16 = str(config["trainer"]["precision"]) in ("16-mixed", "16", "16-true")
-    is_compiled = config["model"].get("compile") == "model"
+    is_fp16 = str(run.trainer.precision) in ("16-mixed", "16", "16-true")
+    is_compiled = run.model.compile == "model"
     allowed = ANY_NET if is_fp16 or is_compiled else STRATEGIES  # by train.py
     for changes in LEVELS:
-        changed = dict(config)
-        for key, value in changes.items():
-            group, _, leaf = key.partition(".")
-            changed[group] = changed[group] | {leaf: value}
-        tried = estimates(changed, sample_tokens, machine, n_nodes).items()
+        tried = estimates(run.changed(changes), sample_tokens, machine, n_nodes).items()
         exact = {name for name in allowed if STRATEGIES[name].is_exact}
         speeds = {k: row["tokens_per_s"] for k, row in tried if row["fits"] and k in exact}
         for name, speed in speeds.items():
@@ -54,7 +51,7 @@ def compare(
 
 
 def estimates(
-    config: Mapping[str, Any], sample_tokens: int | None, machine: Machine, n_nodes: int
+    run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, dict[str, Any]]:
     """Those of the strategies that divide the work, by name."""
     rows, world_size = {}, machine.n_local * n_nodes
@@ -62,11 +59,11 @@ def estimates(
         n_ranks, work = world_size if strategy.axes else 1, None
         with suppress(ValueError):  # sizes that do not divide
             if world_size > 1 or name == "single":
-                work = find_work(config, sample_tokens, name, n_ranks, machine.is_cpu)
+                work = find_work(run, sample_tokens, name, n_ranks, machine.is_cpu)
         if work is not None:
             work = replace(work, has_bf16=machine.has_bf16)
             rows[name] = row = estimate(work, machine)
-            if tokens := config["max_tokens"]:
+            if tokens := run.max_tokens:
                 row["hours"] = tokens / row["tokens_per_s"] / 3600
                 row["device_hours"] = row["hours"] * n_ranks
     return rows

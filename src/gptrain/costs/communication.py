@@ -9,10 +9,18 @@ clipping and the vote on stopping send some hundred bytes and are left out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from gptrain.core.strategies import (
+    DATA,
+    PIPELINE,
+    TENSOR,
+    DDPOptions,
+    DiLoCoOptions,
+    ShardedOptions,
+    default_options,
+)
 from gptrain.costs.work import Work
-from gptrain.parallel.dims import DATA, PIPELINE, TENSOR
 
 
 class Traffic(NamedTuple):
@@ -46,9 +54,10 @@ def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
 
 def find_traffic(work: Work) -> list[Traffic]:
     """What work.rank sends in a step; nothing on one device."""
-    data = _fsdp if work.has_fsdp else _ddp
-    alone = _diloco(work) if work.strategy == "diloco" else ()
-    found = (*_tensor_parallel(work), *_pipeline(work), *data(work), *_muon(work), *alone)
+    options = work.options
+    data = _fsdp(work, options) if isinstance(options, ShardedOptions) else _ddp(work)
+    alone = _diloco(work, options) if isinstance(options, DiLoCoOptions) else ()
+    found = (*_tensor_parallel(work), *_pipeline(work), *data, *_muon(work), *alone)
     return [traffic for traffic in found if traffic.n_bytes]
 
 
@@ -59,8 +68,10 @@ def _ddp(work: Work) -> Iterator[Traffic]:
     average when all is computed. PowerSGD sends gradients whole for its first 1000 steps.
     """
     n, held = work.step_ranks, sum(work.held)
-    each = 2 if work.options.get("comm_hook") in ("bf16", "fp16") else work.weight_bytes
-    bucket = work.options.get("bucket_cap_mb", 25.0) * 2**20 / work.weight_bytes  # parameters
+    given = work.options if isinstance(work.options, DDPOptions) else default_options("ddp")
+    options = cast(DDPOptions, given)
+    each = 2 if options.comm_hook in ("bf16", "fp16") else work.weight_bytes
+    bucket = options.bucket_cap_mb * 2**20 / work.weight_bytes  # parameters
     last = max(bucket, work.shape.is_tied * work.shape.table)
     exposed = min(1.0, last / held) if work.dims.pipeline == 1 else 1.0
     sent, n_buckets = all_reduce_bytes(held * each, n), -(-held // bucket)
@@ -68,14 +79,14 @@ def _ddp(work: Work) -> Iterator[Traffic]:
     yield Traffic("gradients", DATA, sent, n_buckets, 2 * (n - 1), exposed, room)
 
 
-def _diloco(work: Work) -> Iterator[Traffic]:
+def _diloco(work: Work, options: DiLoCoOptions) -> Iterator[Traffic]:
     """The change of the replicas' weights, all-reduced every sync_every steps, without overlap.
 
     Each rank of a replica all-reduces a part of it, which it then broadcasts to the others.
     """
     n, held, parts = work.dims.data // work.step_ranks, sum(work.held), work.step_ranks
-    share = 1 / work.options.get("sync_every", 32)
-    each = 2 if work.options.get("outer_dtype") == "bf16" else work.weight_bytes
+    share = 1 / options.sync_every
+    each = 2 if options.outer_dtype == "bf16" else work.weight_bytes
     calls = share * (work.shape.n_layers * len(work.shape.matrices) + 3)  # each matrix; the rest
     sent = share * all_reduce_bytes(held * each, n) / parts
     yield Traffic("what replicas moved", DATA, sent, calls / parts, 2 * (n - 1))
@@ -83,7 +94,7 @@ def _diloco(work: Work) -> Iterator[Traffic]:
     yield Traffic("what all moved", DATA, sent, calls, parts - 1)
 
 
-def _fsdp(work: Work) -> Iterator[Traffic]:
+def _fsdp(work: Work, options: ShardedOptions) -> Iterator[Traffic]:
     """Weights gathered in every pass of every micro-step, gradients reduce-scattered in the last.
 
     With accumulate_shards they are in every micro-step. The root's weights stay from forward to
@@ -92,12 +103,12 @@ def _fsdp(work: Work) -> Iterator[Traffic]:
     """
     (blocks, root), copies, n_blocks = work.held, work.dims.replicas, work.part[0]
     n, whole, each = work.n_shards, blocks + root, work.weight_bytes
-    passes = work.accumulate * (2 if work.options.get("reshard_after_forward", True) else 1)
+    passes = work.accumulate * (2 if options.reshard_after_forward else 1)
     gathered = passes * blocks + work.accumulate * root
     sent, calls = gather_bytes(gathered * work.product_bytes, n), passes * n_blocks + 1
     exposed = work.accumulate * root / gathered
     yield Traffic("weights", DATA, sent, calls, n - 1, exposed, 1.0)
-    times = work.accumulate if work.options.get("accumulate_shards") else 1
+    times = work.accumulate if options.accumulate_shards else 1
     sent, calls = times * gather_bytes(whole * each, n), times * (n_blocks + 1)
     yield Traffic("gradients", DATA, sent, calls, n - 1, root / whole, 1.0)
     sent = times * all_reduce_bytes(whole / n * each, copies)

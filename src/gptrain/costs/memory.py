@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from gptrain.core.strategies import DDPOptions, DiLoCoOptions, PipelineOptions, ShardedOptions
 from gptrain.costs.work import Work
 from gptrain.lengths import loss_rows
 
@@ -21,8 +22,8 @@ def estimate_states(work: Work) -> dict[str, float]:
     states = held * states_per_weight(work.optimizer, work.momentum)
     if work.is_muon:  # one of hidden matrices, AdamW's two of the rest
         states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
-    if work.strategy == "diloco":  # where all were when they last met, and the outer momentum
-        states += held * (1 + bool(work.options.get("outer_momentum", 0.9)))
+    if isinstance(work.options, DiLoCoOptions):  # the last synchronized weights, outer momentum
+        states += held * (1 + bool(work.options.outer_momentum))
     sizes = {"weights": held, "gradients": held, "optimizer": states}
     return {key: n * work.weight_bytes / work.n_shards for key, n in sizes.items()}
 
@@ -50,7 +51,8 @@ def estimate_memory(work: Work) -> dict[str, float]:
     tokens, gradients = work.tokens / n_micro, states["gradients"]
     alive, each = work.dims.pipeline - work.rank, work.stages_per_rank  # microbatches, under 1F1B
     alive += (each > 1) * (work.dims.pipeline - 1) / each
-    alive = n_micro if options.get("schedule") == "gpipe" else min(n_micro, alive)
+    is_gpipe = isinstance(options, PipelineOptions) and options.schedule == "gpipe"
+    alive = n_micro if is_gpipe else min(n_micro, alive)
     kept, again = block_activations(work)
     row = shape.d_model * work.row_bytes / n  # of the residual stream
     activations = tokens * (n_blocks * kept * alive + is_last * 2 * row)
@@ -71,10 +73,10 @@ def estimate_memory(work: Work) -> dict[str, float]:
     has_buckets = work.strategy in ("ddp", "diloco") and work.step_ranks > 1
     stay = work.accumulate > 1 or n_micro > 1 or has_buckets  # during a forward pass
     early, head = stay * gradients, is_last * table
-    if work.has_fsdp:
-        whole = min(1, 2 / n_blocks) if options.get("reshard_after_forward", True) else 1
+    if isinstance(options, ShardedOptions):
+        whole = min(1, 2 / n_blocks) if options.reshard_after_forward else 1
         copies = (root + whole * blocks) * work.product_bytes
-        if work.accumulate > 1 and not options.get("accumulate_shards"):
+        if work.accumulate > 1 and not options.accumulate_shards:
             early = (blocks + root) * work.weight_bytes
         # Gradients as they are formed, and as they are sent, before they are cut.
         cut = work.product_bytes + work.weight_bytes
@@ -83,7 +85,7 @@ def estimate_memory(work: Work) -> dict[str, float]:
     else:
         if work.is_mixed and work.checkpointing != "full":
             copies = 2 * n_blocks * shape.block_matrices / n
-        if work.strategy == "ddp" and not options.get("gradient_as_bucket_view", True):
+        if isinstance(options, DDPOptions) and not options.gradient_as_bucket_view:
             copies += gradients
         last = gradients + is_first * (1 + stay) * table + copies
     peaks = (

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+
+from gptrain.core.schema import LlamaConfig, ModelConfig, SimpleGPTConfig
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ def llama_shape(
     return DecoderShape(*sizes, is_gated=True, is_tied=tie_head, has_qk_norm=qk_norm)
 
 
-def find_shape(model: Mapping[str, Any]) -> DecoderShape | None:
-    """The shape of a checked model group; None for a user's own net."""
-    shapes = {"gptrain.models.SimpleGPT": gpt_shape, "gptrain.models.Llama": llama_shape}
-    make = shapes.get(model["_target_"])
-    return make and make(**{key: model[key] for key in signature(make).parameters if key in model})
+def find_shape(model: ModelConfig) -> DecoderShape | None:
+    """Return the shape of a model group, or None for a net that does not ship."""
+    make = gpt_shape if isinstance(model, SimpleGPTConfig) else llama_shape
+    if not isinstance(model, SimpleGPTConfig | LlamaConfig):
+        return None
+    return make(**{key: getattr(model, key) for key in signature(make).parameters})

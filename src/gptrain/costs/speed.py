@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gptrain.core.strategies import PIPELINE, TENSOR, ParallelDims
 from gptrain.costs.communication import Traffic, find_traffic
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.hardware import LINKS, Device, Link, Reached
 from gptrain.costs.memory import block_activations, estimate_memory
 from gptrain.costs.work import Work
-from gptrain.parallel.dims import PIPELINE, TENSOR, ParallelDims
 
 # What training reaches of a data sheet's bandwidths; of its FLOP/s: costs.hardware.
 BANDWIDTH, GPU_CALL_S = 0.8, 5e-6

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from gptrain.core import strategies
+from gptrain.core.schema import RunConfig, SimpleGPTConfig
+from gptrain.core.strategies import DiLoCoOptions, ParallelDims, PipelineOptions, StrategyOptions
 from gptrain.costs.shape import DecoderShape, find_shape
 from gptrain.lengths import plan_batch
-from gptrain.parallel import dims
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Work:
     """
 
     shape: DecoderShape
-    strategy: str
-    dims: dims.ParallelDims
+    options: StrategyOptions
+    dims: ParallelDims
     batch_size: int
     seq_len: int
     accumulate: int = 1
@@ -37,7 +37,11 @@ class Work:
     is_cpu: bool = False
     has_bf16: bool = True
     rank: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy."""
+        return self.options.name
 
     @property
     def weight_bytes(self) -> int:
@@ -90,8 +94,9 @@ class Work:
     @property
     def step_ranks(self) -> int:
         """Data ranks that average gradients in each step: all of them; of diloco one replica's."""
-        n_replicas = self.options.get("replicas") or self.dims.data
-        return self.dims.data // n_replicas if self.strategy == "diloco" else self.dims.data
+        if isinstance(self.options, DiLoCoOptions):
+            return self.dims.data // (self.options.replicas or self.dims.data)
+        return self.dims.data
 
     @property
     def muon_ranks(self) -> int:
@@ -105,20 +110,23 @@ class Work:
 
     @property
     def stages_per_rank(self) -> int:
-        return dims.STAGES_PER_RANK.get(self.options.get("schedule", ""), 1)
+        is_pipeline = isinstance(self.options, PipelineOptions)
+        return strategies.STAGES_PER_RANK[self.options.schedule] if is_pipeline else 1
 
     @property
     def microbatches(self) -> int:
         """Parts of a micro-step that follow each other through a pipeline; 1 without one."""
-        n_ranks, given = self.dims.pipeline, self.options.get("microbatches")
-        return dims.count_microbatches(given, n_ranks) if n_ranks > 1 else 1
+        n_ranks = self.dims.pipeline
+        if isinstance(self.options, PipelineOptions) and n_ranks > 1:
+            return strategies.count_microbatches(self.options.microbatches, n_ranks)
+        return 1
 
     @property
     def part(self) -> tuple[int, bool, bool]:
         """Blocks that the rank holds, and whether the first and the last stage are its own."""
         n_stages = self.dims.pipeline * self.stages_per_rank
         stages = range(self.rank, n_stages, self.dims.pipeline)
-        blocks = (dims.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
+        blocks = (strategies.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
         return sum(map(len, blocks)), 0 in stages, n_stages - 1 in stages
 
     @property
@@ -144,32 +152,44 @@ class Work:
 
 
 def find_work(
-    config: Mapping[str, Any], sample_tokens: int | None, name: str, world_size: int, is_cpu: bool
+    run: RunConfig, sample_tokens: int | None, name: str, world_size: int, is_cpu: bool
 ) -> Work | None:
-    """The step of a checked config, as plain values, under a strategy; None without a shape.
+    """Return the step of a run under a strategy, or None if the shape of its net is not known.
 
     Args:
-        sample_tokens: positions of a sample; None where the data do not say.
+        sample_tokens: Positions of a sample. None if the data do not say it.
+        name: Name of the strategy. Options that the run does not give have their defaults.
 
-    Raises: ValueError where sizes do not divide.
+    Raises:
+        ValueError: If sizes do not divide.
     """
-    model, data, trainer, optimizer = (config[k] for k in ("model", "data", "trainer", "optimizer"))
+    model, optimizer = run.model, run.optimizer
     if (shape := find_shape(model)) is None or sample_tokens is None:
         return None
-    options = config["strategy"] | {"name": name}
-    if name == "diloco":
-        nodes = trainer["num_nodes"]
-        nodes = nodes if isinstance(nodes, int) else 1
-        options["replicas"] = dims.count_replicas(options.get("replicas"), nodes, world_size)
-    ranks = dims.parallel_dims(options, world_size)
-    accumulate, total = trainer["accumulate_grad_batches"], data["global_batch_size"]
-    batch = plan_batch(data["batch_size"], total, accumulate, ranks.data)
+    options = strategies.options_for(name, run.strategy)
+    if isinstance(options, DiLoCoOptions):
+        nodes = run.trainer.num_nodes
+        n_nodes = nodes if isinstance(nodes, int) else 1
+        n_replicas = strategies.count_replicas(options.replicas, n_nodes, world_size)
+        options = options.model_copy(update={"replicas": n_replicas})
+    ranks = strategies.parallel_dims(options, world_size)
+    accumulate, total = run.trainer.accumulate_grad_batches, run.data.global_batch_size
+    batch = plan_batch(run.data.batch_size, total, accumulate, ranks.data)
     work = Work(
-        shape, name, ranks, batch.batch_size, sample_tokens, batch.accumulate,
-        str(trainer["precision"]), optimizer["_target_"], optimizer.get("momentum") or 0.0,
-        model["activation_checkpointing"], model.get("dropout", 0.0), model["compile"], is_cpu,
-        options=options,
-    )  # fmt: skip
+        shape,
+        options,
+        ranks,
+        batch.batch_size,
+        sample_tokens,
+        batch.accumulate,
+        precision=str(run.trainer.precision),
+        optimizer=optimizer.target,
+        momentum=optimizer.arguments.get("momentum") or 0.0,
+        checkpointing=model.activation_checkpointing,
+        dropout=model.dropout if isinstance(model, SimpleGPTConfig) else 0.0,
+        compile=model.compile,
+        is_cpu=is_cpu,
+    )
     uneven = shape.n_kv_heads % ranks.tensor or batch.batch_size % work.microbatches
     uneven = uneven or ranks.data % ranks.replicas
     if uneven or ranks.pipeline * work.stages_per_rank > shape.n_layers:

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Literal
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from gptrain import config, shell
 from gptrain import export as package
 from gptrain.config.from_run import typed_again
-from gptrain.config.kinds import LocalPath
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import LocalPath
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
 from gptrain.resilience import fileops
 
 log = logging.getLogger(__name__)
 
 
-class ExportRun(Run):
+class ExportRun(RunConfig):
     """A run's keys and the command's own."""
 
     reads_data = False
@@ -38,24 +38,22 @@ def main() -> None:
     config.main(export, ExportRun, DEFAULTS, usage=package.__doc__)
 
 
-def export(cfg: DictConfig) -> None:
+def export(cfg: ExportRun) -> None:
     """Writes the net of a run into run_dir.
 
     Raises: ConfigError: 2 for a net that transformers does not know, 65 or 66 for a checkpoint that
         cannot be taken, 73 where run_dir holds a run.
     """
-    from gptrain import ranks  # here, so that a wrong option is answered without torch
-    from gptrain.assemble.resume import find_trained
+    from gptrain.assemble.resume import find_trained  # imported here: it needs torch
     from gptrain.export.files import check_format, write_around, write_net, write_tokenizer
     from gptrain.nets.load import build_net, find_tokenizer
     from gptrain.nets.weights import load_weights, named_source
 
-    cfg = ranks.settle(cfg)
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():
         wrong = "holds a run, whose record an export would replace"
         raise ConfigError.of("run_dir", folder, wrong, code=FOLDER_UNUSABLE)
-    net = build_net(cfg)
+    net = build_net(cfg.model)
     check_format(net, cfg.format)
     with named_source("from_run", cfg.from_run):
         path, _ = load_weights(net, find_trained(cfg))
@@ -65,7 +63,7 @@ def export(cfg: DictConfig) -> None:
         write_tokenizer(tokenizer, folder, cfg.format)
     write_around(Path(cfg.from_run).expanduser(), folder)
     (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
-    record = OmegaConf.to_yaml(OmegaConf.masked_copy(cfg, ["model"]))
+    record = OmegaConf.to_yaml({"model": cfg.model.plain()})
     fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
     log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
     log.info("%-9s %s", "folder", folder)

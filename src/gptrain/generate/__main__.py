@@ -7,14 +7,13 @@ import sys
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
 from gptrain import generate as package
 from gptrain.config.compose import parse
-from gptrain.config.kinds import Count, Fraction, LocalPath, Name
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import Count, Fraction, LocalPath, Name
 from gptrain.problems import ConfigError, Problem, quoted
 
 Prompt = str | Annotated[list[str], Field(min_length=1)] | None
@@ -26,7 +25,7 @@ OF_A_RUN = {"from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "
             "debug"}  # fmt: skip
 
 
-class GenerateRun(Run):
+class GenerateRun(RunConfig):
     """The command's keys among those of a run, most of which have no effect on it."""
 
     runs_here: ClassVar[bool] = False
@@ -60,7 +59,7 @@ def as_typed(word: str) -> str:
     return f"{key}={quoted(value)}"
 
 
-def generate(cfg: DictConfig) -> None:
+def generate(cfg: GenerateRun) -> None:
     """Writes what the net of from_run makes of each prompt, and on stderr how fast.
 
     Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.

@@ -25,15 +25,11 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
-
-from omegaconf import DictConfig
-from pydantic import Field, PositiveFloat
 
 from gptrain import config, home, shell
-from gptrain.config.kinds import SEED_MAX, Closed, Count, Name, between
+from gptrain.ladder.options import LadderRun
 from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
-from gptrain.plan.__main__ import PlanRun, spelt_out
+from gptrain.plan.__main__ import spelt_out
 from gptrain.problems import INPUT_NOT_FOUND, ConfigError
 from gptrain.ranks.process import this_process
 
@@ -44,25 +40,6 @@ DEFAULTS = OF_PLAN | {
 OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 
 
-class Options(Closed):
-    sizes: list[Annotated[float, Field(gt=0, le=100)] | Name] = Field(min_length=2)
-    target: str
-    tokens_per_parameter: list[Annotated[float, Field(ge=0.01)]] = Field(min_length=1)
-    seeds: list[Annotated[int, between(0, SEED_MAX)]] | None
-    lr_rule: Literal["constant", "sqrt_width", "mup"]
-    lr_width: Count | None
-    count: Literal["auto", "all", "matrices", "blocks"]
-    budget: PositiveFloat | None
-    dollars: PositiveFloat | None
-    price: PositiveFloat | None
-
-
-class LadderRun(PlanRun):
-    """A plan's keys and the command's own."""
-
-    ladder: Options
-
-
 def main() -> None:
     """The command line, in which hardware=… stands for hardware.name."""
     words = spelt_out(word for word in sys.argv[1:] if word != "--plan")
@@ -71,7 +48,7 @@ def main() -> None:
     config.main(lambda cfg: ladder(cfg, typed, only_plan), LadderRun, DEFAULTS, __doc__)
 
 
-def ladder(cfg: DictConfig, typed: list[str], only_plan: bool) -> None:
+def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     """Runs what is missing, and writes what follows.   Raises: ConfigError."""
     from gptrain.ladder import report, runs  # here: a wrong command needs no torch
     from gptrain.ladder.sizes import find_phases, find_sizes, merged, warn

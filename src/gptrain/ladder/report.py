@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gptrain.ladder.options import Options
 from gptrain.ladder.sizes import Phases, Size
 from gptrain.law import COUNTS, FILE, LEVEL, best_for, fit_law, law_loss, left_out
 from gptrain.problems import ConfigError
@@ -50,7 +51,7 @@ def duration(hours: float) -> str:
 
 
 def conclude(
-    options: Any, points: list[dict], sizes: Sequence[Size], target: Size, tokens: float
+    options: Options, points: list[dict], sizes: Sequence[Size], target: Size, tokens: float
 ) -> dict[str, Any]:
     """All that ladder.json holds; its laws as Law.
 
@@ -75,7 +76,7 @@ def conclude(
         "hours": target.hours(tokens), "devices": target.n_devices, "overrides": target.words,
         "loss": law.loss(n, tokens), "interval": law.interval(n, tokens), "level": LEVEL,
     }  # fmt: skip
-    if options.dollars:
+    if options.dollars and options.price:
         if target.row is None:
             wrong = "the speed of this net is not known"
             raise ConfigError.of("ladder.dollars", options.dollars, wrong, attempt="ladder.budget")

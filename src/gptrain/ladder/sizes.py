@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from gptrain.assemble.parts import as_config_errors, build_datasets, check_sample, plan_lengths
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
-from gptrain.config.compose import plain
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.costs.choice import estimates
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.shape import find_shape
 from gptrain.data.samples import len_of
+from gptrain.ladder.options import LadderRun, Options
 from gptrain.law import count_parameters
 from gptrain.lengths import DEFAULT_DECAY, token_steps, warmup_steps
 from gptrain.nets.load import build_net
-from gptrain.parallel.dims import parallel_dims, strategy_name
 from gptrain.parallel.slices import make_to_look_at
-from gptrain.plan.__main__ import find_machine
+from gptrain.plan.__main__ import PlanRun, find_machine
 from gptrain.problems import DONE, ConfigError, Problem
+from gptrain.ranks.process import count_nodes
 
 D_FF_STEP = 8  # a multiple that products of 16 bits are fast for
 FEW_STEPS = 100  # a schedule of fewer leaves a loss that no law is about
@@ -43,7 +43,7 @@ class Size:
     """
 
     words: list[str]
-    cfg: DictConfig
+    cfg: RunConfig
     counts: dict[str, int]
     step_tokens: int
     epoch_tokens: int
@@ -56,20 +56,23 @@ class Size:
         return tokens / self.row["tokens_per_s"] / 3600 if self.row else math.nan
 
 
-def find_sizes(cfg: DictConfig, typed: list[str]) -> tuple[Size, list[Size]]:
+def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
     """The target, and the sizes below it, the smallest first.   Raises: ConfigError."""
     options, found = cfg.ladder, {}
-    width = options.lr_width or cfg.model.get("d_model")
-    place = {key: plain(cfg, resolve=True)[key] for key in ("hardware", "topology")}
+    width = options.lr_width or cfg.model.arguments.get("d_model")
+    place = {"hardware": cfg.hardware, "topology": cfg.topology}
     target = make_size(typed, options.target.split(), options, width, place)
-    place = {"hardware": place["hardware"] | {"name": None}, "topology": None}  # this machine
+    place = {
+        "hardware": cfg.hardware.model_copy(update={"name": None}),
+        "topology": None,
+    }  # this machine
     for one in options.sizes:
         words = one.split() if isinstance(one, str) else scaled(cfg, one)
         size = make_size(typed, words, options, width, place)
         n = size.counts["all"]
         if n in found:
             wrong = f"{' '.join(words)} has {n:,} parameters, as another of them"
-            raise ConfigError.of("ladder.sizes", OmegaConf.to_container(options.sizes), wrong)
+            raise ConfigError.of("ladder.sizes", options.sizes, wrong)
         found[n] = size
     return target, [found[n] for n in sorted(found)]
 
@@ -89,7 +92,7 @@ def warn(sizes: list[Size], fewest_steps: int, most: float) -> None:
 
 
 def make_size(
-    typed: Sequence[str], words: Sequence[str], options: DictConfig, width: int | None,
+    typed: Sequence[str], words: Sequence[str], options: Options, width: int | None,
     place: Mapping[str, Any],
 ) -> Size:  # fmt: skip
     """The size that these words make of what was typed, with the learning rate carried to it.
@@ -99,24 +102,24 @@ def make_size(
         place: values of `hardware` and `topology`: where it trains.
     Raises: ConfigError.
     """
-    cfg = compose_command(merged(typed, words))
-    lrs = carried_lrs(cfg, words, options.lr_rule, width)
-    cfg.merge_with_dotlist(lrs)
-    values = plain(cfg, resolve=True) | dict(place)
-    machine, _ = find_machine(values)
-    if errors := check_config(cfg).errors:
-        raise ConfigError(errors)
+    checked = check_config(compose_command(merged(typed, words)))
+    if checked.errors:
+        raise ConfigError(checked.errors)
+    lrs = carried_lrs(checked.run, words, options.lr_rule, width)
+    changes = {key: float(value) for key, _, value in (lr.partition("=") for lr in lrs)}
+    cfg = checked.run.changed(changes)
+    machine, _ = find_machine(PlanRun.model_construct(**dict(cfg), **place))
     with as_config_errors(cfg, "model._target_"):
-        net = make_to_look_at(partial(build_net, cfg))
-    counts = count_parameters(net, cfg.model.get("vocab_size"))
-    n_nodes, train = cfg.trainer.num_nodes, build_datasets(cfg)[0]
+        net = make_to_look_at(partial(build_net, cfg.model))
+    counts = count_parameters(net, cfg.model.arguments.get("vocab_size"))
+    n_nodes, train = count_nodes(cfg.trainer.num_nodes), build_datasets(cfg)[0]
     n_devices = machine.n_local * n_nodes
     n_data = parallel_dims(cfg.strategy, n_devices).data
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), n_data)
-    shape = find_shape(values["model"])
+    shape = find_shape(cfg.model)
     attention = (shape.n_layers, shape.d_model, lengths.sample_tokens) if shape else ()
     flops = train_flops_per_token(counts["matrices"], *attention)
-    rows = estimates(values, lengths.sample_tokens, machine, n_nodes)
+    rows = estimates(cfg, lengths.sample_tokens, machine, n_nodes)
     row = rows.get(strategy_name(cfg.strategy.name, n_devices))
     epoch_tokens = lengths.epoch_steps * lengths.step_tokens
     return Size(
@@ -124,7 +127,7 @@ def make_size(
     )
 
 
-def carried_lrs(cfg: DictConfig, words: Sequence[str], rule: str, width: int | None) -> list[str]:
+def carried_lrs(cfg: RunConfig, words: Sequence[str], rule: str, width: int | None) -> list[str]:
     """Overrides for the learning rates of a net, carried from one of another width.
 
     mup: updates that move every hidden state alike, whatever the width. That is width^-1 for hidden
@@ -141,34 +144,39 @@ def carried_lrs(cfg: DictConfig, words: Sequence[str], rule: str, width: int | N
     optimizer = cfg.optimizer
     if rule == "constant" or optimizer.lr is None or "optimizer.lr" in map(key_of, words):
         return []
-    if not width or "d_model" not in cfg.model:
+    if not width or "d_model" not in cfg.model.arguments:
         wrong = "the model group has no d_model, by which it carries the learning rate"
         attempt = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
         raise ConfigError.of("ladder.lr_rule", rule, wrong, attempt=attempt)
-    is_muon = rule == "mup" and optimizer["_target_"] == MUON
+    is_muon = rule == "mup" and optimizer.target == MUON
     powers = {"lr": 1.0 if rule == "mup" and not is_muon else 0.5}
     powers |= {"embedding_lr": 0.0, "vector_lr": 0.0, "head_lr": 1.0} if is_muon else {}
-    narrower = width / cfg.model.d_model
-    lrs = {key: (optimizer[key] or optimizer.lr) * narrower**p for key, p in powers.items()}
+    narrower = width / cfg.model.arguments["d_model"]
+    lrs = {
+        key: (optimizer.arguments.get(key) or optimizer.lr) * narrower**p
+        for key, p in powers.items()
+    }
     return [f"optimizer.{key}={float(f'{lr:.6g}')}" for key, lr in lrs.items()]
 
 
-def scaled(cfg: DictConfig, factor: float) -> list[str]:
+def scaled(cfg: RunConfig, factor: float) -> list[str]:
     """Overrides of a net of so much of cfg's depth and width; a head keeps its width.
 
     Raises: ConfigError for a net without these keys.
     """
-    model = cfg.model
+    model = cfg.model.arguments
     if not model.keys() >= {"n_layers", "n_heads", "d_model"}:
         wrong = "the model group has no n_layers, n_heads and d_model to scale"
         attempt = "ladder.sizes=['model.width=64','model.width=128']"
         raise ConfigError.of("ladder.sizes", factor, wrong, attempt=attempt)
-    shared = model.n_heads // model.get("n_kv_heads", model.n_heads)  # heads of q for one of k
-    heads = shared * max(1, round(factor * model.n_heads / shared))
-    width = model.d_model // model.n_heads * heads
-    found = {"n_layers": max(1, round(factor * model.n_layers)), "d_model": width}
+    shared = model["n_heads"] // model.get(
+        "n_kv_heads", model["n_heads"]
+    )  # heads of q for one of k
+    heads = shared * max(1, round(factor * model["n_heads"] / shared))
+    width = model["d_model"] // model["n_heads"] * heads
+    found = {"n_layers": max(1, round(factor * model["n_layers"])), "d_model": width}
     found |= {"n_heads": heads, "n_kv_heads": heads // shared}
-    wide = width / model.d_model * model.get("d_ff", 0) / D_FF_STEP
+    wide = width / model["d_model"] * model.get("d_ff", 0) / D_FF_STEP
     found["d_ff"] = max(1, round(wide)) * D_FF_STEP
     return [f"model.{key}={value}" for key, value in found.items() if key in model]
 
@@ -211,7 +219,7 @@ def find_phases(size: Size, counts: Sequence[float]) -> Phases:
     Raises: ConfigError where they are too few to warm up.
     """
     asked, hundredths = size.cfg.scheduler, [round(100 * one) for one in counts]
-    cooled = asked.get("decay_steps") or DEFAULT_DECAY
+    cooled = asked.phase("decay").steps or DEFAULT_DECAY
     cooled = cooled if cooled < 1 else DEFAULT_DECAY
     unit = math.gcd(*hundredths)
     steps = unit / 100 * size.counts["all"] / size.step_tokens * (1 - cooled)

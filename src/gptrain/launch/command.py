@@ -28,13 +28,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from gptrain import config, shell
 from gptrain.config.compose import line_of, parse
-from gptrain.config.kinds import Closed, Count, LocalPath, between
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import Count, LocalPath, Section, between
 from gptrain.home import find_project
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.ranks.process import run_stamp
@@ -56,7 +55,7 @@ def made_of(characters: str) -> Any:
 Word = Annotated[str, made_of(".,:+@%/_-")]
 
 
-class Slurm(Closed):
+class Slurm(Section):
     partition: Word | None
     account: Word | None
     time: Word | Count | None
@@ -64,12 +63,12 @@ class Slurm(Closed):
     save_s: Annotated[int, between(1, 65535)]  # sbatch takes no more
 
 
-class Kubernetes(Closed):
+class Kubernetes(Section):
     image: Word
     claim: Word
 
 
-class LaunchRun(Run):
+class LaunchRun(RunConfig):
     """A run's keys and those of one engine."""
 
     runs_here = False
@@ -90,14 +89,14 @@ def main() -> None:
     if flags - {"--submit"}:
         shared, jobs = split_sweep(shared)
 
-    def launch(cfg: DictConfig) -> None:
+    def launch(cfg: LaunchRun) -> None:
         if flags and engine != "slurm":
             raise ConfigError.of(min(flags), None, "for slurm alone")
         for job in jobs[1:]:  # the first has been
             own = f"+{engine}={DEFAULTS[engine]}"
             config.check(config.compose_command([own, *shared, *job]), LaunchRun)
         for key in ("devices", "num_nodes"):
-            if type(asked := cfg.trainer[key]) is not int or asked < 1:
+            if type(asked := getattr(cfg.trainer, key)) is not int or asked < 1:
                 wrong = "the cluster chooses which, it must know how many"
                 raise ConfigError.of(f"trainer.{key}", asked, wrong, attempt=f"trainer.{key}=2")
         words = [word for word in shared if not word.startswith((f"{engine}.", "run_dir="))]
@@ -122,7 +121,7 @@ def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
     return shared, [list(job) for job in itertools.product(*choices)]
 
 
-def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> str:
+def batch_script(cfg: LaunchRun, words: list[str], jobs: list[list[str]]) -> str:
     """The text that sbatch takes; several jobs make an array."""
     if (project := find_project()) is None:
         raise ConfigError.of("", None, "no project here, a folder with train.py and conf/")
@@ -138,7 +137,7 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
         "job": label(cfg.name),
         "array": f"0-{len(jobs) - 1}" if cases else None,
         "gpus": None if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices,
-        "cpus": cfg.slurm.cpus_per_task or 1 + cfg.data.num_workers,
+        "cpus": (cfg.slurm and cfg.slurm.cpus_per_task) or 1 + cfg.data.num_workers,
         "log": run_folder(cfg, task) + ".log",
         "cases": cases,
         "command": command,
@@ -146,13 +145,13 @@ def batch_script(cfg: DictConfig, words: list[str], jobs: list[list[str]]) -> st
     })  # fmt: skip
 
 
-def run_folder(cfg: DictConfig, task: str) -> str:
+def run_folder(cfg: LaunchRun, task: str) -> str:
     """A job's folder, of its number where none was typed; else one of that number in it."""
     name, stamp = f"slurm-{task}", run_stamp()
     return cfg.run_dir.replace(stamp, name) if stamp in cfg.run_dir else f"{cfg.run_dir}/{name}"
 
 
-def submit(cfg: DictConfig, script: str) -> str:
+def submit(cfg: LaunchRun, script: str) -> str:
     """Hands a script to sbatch; what to type next. Raises: ConfigError."""
     if not shutil.which("sbatch"):
         raise ConfigError.of("--submit", None, "no sbatch on this machine")
@@ -164,7 +163,7 @@ def submit(cfg: DictConfig, script: str) -> str:
     return f"job       {job}\nlog       {run_folder(cfg, job)}*.log\ncancel    scancel {job}\n"
 
 
-def train_job(cfg: DictConfig, words: list[str]) -> str:
+def train_job(cfg: LaunchRun, words: list[str]) -> str:
     """The manifest that kubectl takes, and above it the Dockerfile of its image."""
     job = f"{label(cfg.name)[:24]}-{label(run_stamp())}"  # a pod's is longer, and at most 63
     folder = os.path.relpath(cfg.run_dir.replace(run_stamp(), job), cfg.output_dir)
@@ -186,11 +185,11 @@ def label(name: str) -> str:
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def fill(name: str, cfg: DictConfig, own: Mapping[str, Any]) -> str:
+def fill(name: str, cfg: LaunchRun, own: Mapping[str, Any]) -> str:
     """A text of this folder with <key> replaced by values; no line of it whose value is None."""
     lines = []
     for line in (HERE / name).read_text().splitlines():
-        values = {key: own.get(key, OmegaConf.select(cfg, key)) for key in re.findall(KEY, line)}
+        values = {key: own.get(key, cfg.value_of(key)) for key in re.findall(KEY, line)}
         if None not in values.values():
             lines.append(re.sub(KEY, lambda key, of=values: str(of[key[1]]), line))
     return "\n".join(lines) + "\n"

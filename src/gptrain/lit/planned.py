@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gptrain.core.schema import RunConfig
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import device_of
 from gptrain.costs.speed import machine_of, this_machine, unit_of
@@ -14,19 +15,19 @@ from gptrain.ranks.devices import Machine
 
 
 def plan_run(
-    config: dict[str, Any], name: str, sample_tokens: int, machine: Machine
+    run: RunConfig, name: str, sample_tokens: int, machine: Machine
 ) -> tuple[str, dict[str, Any]]:
     """The start's line of the strategy that runs, and the estimates of all, for plan.json.
 
     Raises: ValueError for a net or a machine that the planner does not know; DamagedMeasurement.
     """
     if machine.accelerator == "cpu":
-        here = this_machine(Path(config["output_dir"]), machine.n_local)
+        here = this_machine(Path(run.output_dir), machine.n_local)
     elif machine.accelerator == "cuda" and (device := device_of(torch.cuda.get_device_name())):
         here = machine_of(device, machine.n_local)
     else:
         raise ValueError("not in the table of devices")
-    found: dict[str, Any] = compare(config, sample_tokens, here, machine.n_nodes)
+    found: dict[str, Any] = compare(run, sample_tokens, here, machine.n_nodes)
     found["machine"] = here.source
     if name not in found["strategies"]:
         raise ValueError(f"no estimate of {name}")

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gptrain.config.from_run import check_values
+from gptrain.core.schema import ModelConfig
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
-from gptrain.nets.weights import find_weights, load_weights
+from gptrain.nets.weights import BestBy, find_weights, load_weights
 from gptrain.problems import BAD_DATA, ConfigError
 from gptrain.resilience.safe_load import load_file
 from gptrain.small_files import read_yaml
 
 CHOICES = ("best", "last")
-MODEL_KEYS = {"compile", "activation_checkpointing"}  # which the net's class does not take
 _PLACES = 4  # folders above a checkpoint's file in which its run may lie
 
 
@@ -56,13 +55,14 @@ def load(
     if problems := list(check_values(model, allowed_targets)):
         raise ConfigError(problems)
     match content.get("checkpoint"):
-        case {"monitor": str(), "mode": "min" | "max"} as by:
-            found = find_weights(source, which, by)
+        case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
+            found = find_weights(source, which, BestBy(monitor, mode))
         case _:
             found = find_weights(source, which)
     try:
         with torch.random.fork_rng(devices=[]):
-            net = build_net(OmegaConf.create(model))
+            section = ModelConfig.model_construct(**content["model"])
+            net = build_net(section)
     except (TypeError, ValueError, RuntimeError) as error:  # of arguments that do not fit
         wrong = f"cannot be made: {str(error).splitlines()[0]}"
         raise ConfigError.of("model", model["model"]["_target_"], wrong, code=BAD_DATA) from error
@@ -70,8 +70,10 @@ def load(
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
 
 
-def build_target(node: DictConfig) -> Any:
-    """What a node's `_target_` makes of plain lists and dicts; raises what that raises, itself.
+def build_target(node: Mapping[str, Any]) -> Any:
+    """Build the object that a node with a `_target_` describes.
+
+    What the class raises is raised as it is, not in Hydra's wrapper.
 
     Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
     """
@@ -81,10 +83,9 @@ def build_target(node: DictConfig) -> Any:
         raise (error.__cause__ or error) from None
 
 
-def build_net(cfg: DictConfig) -> nn.Module:
-    """The net of the model group, with initial weights that depend on torch's seed alone."""
-    keys = [key for key in cfg.model if key not in MODEL_KEYS]
-    return build_target(OmegaConf.masked_copy(cfg.model, keys))
+def build_net(model: ModelConfig) -> nn.Module:
+    """Build the net of a model group. Its initial weights depend on torch's seed alone."""
+    return build_target(model.node())
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from gptrain.core.schema import CheckpointConfig, RunConfig
 from gptrain.parallel.state import BESIDE, WHOLE, Stages, load_net_state
 from gptrain.parallel.unmatched import Unmatched
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
@@ -28,13 +29,23 @@ from gptrain.resilience.store import CheckpointStore
 from gptrain.small_files import UnreadableFile, open_regular, read_json
 
 log = logging.getLogger(__name__)
-VAL_LOSS = {"monitor": "val/loss", "mode": "min"}  # of a run that says nothing else
+
+
+@dataclass(frozen=True)
+class BestBy:
+    """Metric of the best checkpoint of a run whose config is not at hand."""
+
+    monitor: str = "val/loss"
+    mode: Literal["min", "max"] = "min"
+
+
+VAL_LOSS = BestBy()
 SAFETENSORS = "model.safetensors"
 INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
 
 
 def find_weights(
-    source: str | Path, which: str = "best", by: Mapping[str, str] = VAL_LOSS
+    source: str | Path, which: str = "best", by: BestBy | CheckpointConfig = VAL_LOSS
 ) -> Checkpoint | Path:
     """The verified checkpoint, or the file of another origin, that source means.
 
@@ -49,7 +60,7 @@ def find_weights(
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
         store = CheckpointStore(source / CHECKPOINTS_NAME)
-        best = store.best(by["monitor"], by["mode"]) if which == "best" else None
+        best = store.best(by.monitor, by.mode) if which == "best" else None
         if found := best or store.newest_good():
             return found
     folder = source.parent if source.name == STATE_NAME else source
@@ -116,16 +127,16 @@ def load_weights(
         raise ValueError(f"{path} does not fit the net: {error}") from error
 
 
-def start_from(cfg: DictConfig, net: nn.Module, stages: Stages) -> None:
-    """Fill the net, as this rank holds it, with the weights that init_from names.
+def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> None:
+    """Fill the net, as this rank holds it, with the weights of `source`, which init_from names.
 
     A longer `model.max_seq_len` keeps the learned positions that are there.
 
     Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
     """
     misfit = "init_strict=false to take what fits" if cfg.init_strict else ""
-    with named_source("init_from", cfg.init_from, misfit):
-        found = find_weights(cfg.init_from, by=cfg.checkpoint)
+    with named_source("init_from", source, misfit):
+        found = find_weights(source, by=cfg.checkpoint)
         path, left = load_weights(net, found, strict=cfg.init_strict, resizes=True, stages=stages)
     log.info("%-9s from the weights of %s", "start", path)
     for line in left.describe_positions():

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gptrain.core.strategies import DDPOptions
 from gptrain.parallel.mesh import build_mesh
 from gptrain.parallel.whole import Whole
 
@@ -18,14 +19,14 @@ SYNC_BUFFERS = (  # renamed in torch 2.13
 OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 
 
-class Replicated(Whole):
+class Replicated(Whole[DDPOptions]):
     """A copy of the net on every rank, gradients averaged while they are formed."""
 
     def __post_init__(self):
         self.data_group = dist.group.WORLD
         self.replicas = build_mesh(self.device.type, self.dims)["data"]
         self.comm = comm_hook(self.options.comm_hook)
-        self.ddp = {key: self.options[key] for key in OPTIONS} | {SYNC_BUFFERS: False}
+        self.ddp = {key: getattr(self.options, key) for key in OPTIONS} | {SYNC_BUFFERS: False}
 
 
 def comm_hook(name: str) -> tuple[object, Callable] | None:

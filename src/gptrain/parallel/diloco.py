@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from gptrain.core.strategies import DiLoCoOptions, count_replicas
 from gptrain.parallel.ddp import SYNC_BUFFERS
-from gptrain.parallel.dims import count_replicas
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.state import saved_parameters
 from gptrain.parallel.whole import Whole
@@ -22,7 +22,7 @@ from gptrain.parallel.whole import Whole
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class DiLoCo(Whole):
+class DiLoCo(Whole[DiLoCoOptions]):
     """Loss, clipping and optimizer are a replica's own between two meetings.
 
     A replica is a rank; or neighbours, a node's, that average their gradients at each step.

@@ -5,7 +5,12 @@ from pkgutil import resolve_name
 
 from torch import Tensor, nn
 
-from gptrain.parallel.dims import STRATEGIES, strategy_name
+from gptrain.core.strategies import (
+    STRATEGIES,
+    ParallelDims,
+    StrategyOptions,
+    strategy_name,
+)
 
 
 class Net(nn.Module):
@@ -33,14 +38,19 @@ class Unfit(ValueError):
 
 
 def check_fit(
-    net: nn.Module, options, dims, *, compile: str, activation_checkpointing: str
+    net: nn.Module,
+    options: StrategyOptions,
+    dims: ParallelDims,
+    *,
+    compile: str,
+    activation_checkpointing: str,
 ) -> None:
     """Raises: Unfit for the first thing that the net lacks; it may lie on the meta device.
 
     Args:
         options: the `strategy` group.   dims: ranks along each axis.
     """
-    row = STRATEGIES[strategy_name(options["name"], dims.world_size)]
+    row = STRATEGIES[strategy_name(options.name, dims.world_size)]
     if missing := [name for name in row.needs if not hasattr(net, name)]:
         rows = STRATEGIES.items()
         others = [name for name, it in rows if all(hasattr(net, need) for need in it.needs)]

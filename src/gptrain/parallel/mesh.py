@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gptrain.parallel.dims import DATA, PIPELINE, TENSOR, ParallelDims
+from gptrain.core.strategies import DATA, PIPELINE, TENSOR, ParallelDims
 
 T = TypeVar("T")
 

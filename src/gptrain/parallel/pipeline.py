@@ -20,8 +20,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from gptrain.core.strategies import (
+    STAGES_PER_RANK,
+    ParallelDims,
+    PipelineOptions,
+    count_microbatches,
+    stage_blocks,
+)
 from gptrain.loss import LossOptions, logits_in_chunks
-from gptrain.parallel.dims import STAGES_PER_RANK, count_microbatches, stage_blocks
 from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
@@ -31,7 +37,7 @@ from gptrain.parallel.whole import Whole
 Loss = Callable[[Tensor, Tensor], Tensor]  # of hidden (b, T, D) after the norm, targets (b, T)
 
 
-class Pipeline(Whole):
+class Pipeline(Whole[PipelineOptions]):
     """This rank's stages of a net, and the schedule that runs them.
 
     What this rank holds keeps its name. `net(tokens)` and `net.hidden(tokens)` raise Unfit, since
@@ -229,7 +235,7 @@ def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
             setattr(net, name, None)
 
 
-def check_pipeline(net: Net, options, dims) -> None:
+def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> None:
     """Raises: Unfit if the net cannot be divided into so many stages; says what it lacks."""
     tied = tied_names(net)
     for second, first in tied.items():
@@ -238,11 +244,11 @@ def check_pipeline(net: Net, options, dims) -> None:
             shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
             allowed = "a pipeline can share one weight, between embedding and head"
             raise Unfit("strategy.name", f"{allowed}; this net shares {shared}")
-    n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options["schedule"]]
+    n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options.schedule]
     if n_stages > n_blocks:
         raise Unfit(
             "strategy.pipeline_parallel_size",
-            f"{dims.pipeline} ranks under {options['schedule']} make {n_stages} stages, but the "
+            f"{dims.pipeline} ranks under {options.schedule} make {n_stages} stages, but the "
             f"net has {n_blocks} blocks: a stage must hold at least one",
         )
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Optimizer
 
+from gptrain.core.strategies import ShardedOptions, StrategyOptions
 from gptrain.parallel.fit import Net
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
@@ -36,7 +37,7 @@ from gptrain.parallel.tensor import (
 from gptrain.parallel.whole import Whole
 
 
-class Sharded(Whole):
+class Sharded(Whole[StrategyOptions]):
     """Shards of each tensor over the data axis, where the strategy has FSDP2."""
 
     partitions = True
@@ -48,7 +49,7 @@ class Sharded(Whole):
     def shard(self, net: Net) -> None:
         """By FSDP2 each of net.blocks, then what is left."""
         self.net = net
-        if "fsdp" not in self.options.name:
+        if not isinstance(self.options, ShardedOptions):
             return
         mesh = build_shard_mesh(self.mesh, self.dims)
         # Weights gathered and multiplied in bf16, gradients reduced in fp32; or all in their own.
@@ -86,7 +87,8 @@ class Sharded(Whole):
         With `accumulate_shards` it keeps its shard of them alone: 1/N of the memory, for as many
         times the traffic as a step has micro-steps.
         """
-        waits = isinstance(self.net, FSDPModule) and not self.options.accumulate_shards
+        sums_shards = isinstance(self.options, ShardedOptions) and self.options.accumulate_shards
+        waits = isinstance(self.net, FSDPModule) and not sums_shards
         if waits:
             self.net.set_requires_gradient_sync(False)
         yield

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from gptrain.core.strategies import ParallelDims, StrategyOptions
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.parallel.fit import Net, Unfit
 
@@ -63,7 +64,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
         net.hidden = partial(_without_padding, net.hidden)
 
 
-def check_tensor_parallel(net: Net, options, dims) -> None:
+def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims) -> None:
     """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
     for name in ("n_kv_heads", "n_heads"):  # those of k and v may be fewer
         heads = getattr(net, name, net.n_heads)

@@ -8,8 +8,8 @@ then computes losses, logits and the norm of the gradients. It knows nothing of 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from gptrain.core.strategies import ParallelDims, StrategyOptions, default_options
 from gptrain.loss import (
     LossOptions,
     chunked_next_token_loss,
@@ -25,7 +26,6 @@ from gptrain.loss import (
     next_token_loss,
 )
 from gptrain.parallel import state
-from gptrain.parallel.dims import ParallelDims
 from gptrain.parallel.fit import Net
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.step_mean import StepMean
@@ -33,8 +33,11 @@ from gptrain.parallel.step_mean import StepMean
 ALONE, CPU = ParallelDims(), torch.device("cpu")
 
 
+OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
+
+
 @dataclass(eq=False)
-class Whole:
+class Whole(Generic[OptionsT]):
     """A whole net, trained by this rank alone.
 
     Attributes:
@@ -58,7 +61,7 @@ class Whole:
         stages: what a state must know of a pipeline.
     """
 
-    options: Any = None
+    options: OptionsT = field(default_factory=lambda: cast(OptionsT, default_options("single")))
     dims: ParallelDims = ALONE
     device: torch.device = CPU
     precision: str = "32-true"

@@ -26,22 +26,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import DictConfig
-
 from gptrain import config, shell
 from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
 from gptrain.collectives.__main__ import CollectivesRun, default_devices
-from gptrain.config.compose import plain
-from gptrain.config.data_schema import sample_tokens
-from gptrain.config.kinds import Closed
-from gptrain.config.schema import Run
+from gptrain.core.schema import RunConfig
+from gptrain.core.value_types import Section
 from gptrain.costs.choice import changed_overrides, compare
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.speed import DamagedMeasurement, Machine, machine_of, this_machine, unit_of
 from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
 from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
-from gptrain.ranks.process import count_devices
+from gptrain.ranks.process import count_devices, count_nodes
 from gptrain.runs.table import aligned
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
@@ -50,13 +46,13 @@ CHOSEN = ("strategy", "trainer.devices")  # what is best among those that fit
 DEFAULTS = {"hardware": "{name:null,link:null,network:infiniband_ndr}", "topology": "null"}
 
 
-class Hardware(Closed):
+class Hardware(Section):
     name: Literal[tuple(DEVICES)] | None  # ty: ignore[invalid-type-form]
     link: Literal[tuple(LINKS)] | None  # ty: ignore[invalid-type-form]
     network: Literal[tuple(LINKS)]  # ty: ignore[invalid-type-form]
 
 
-class PlanRun(Run):
+class PlanRun(RunConfig):
     """A run's keys and the command's own."""
 
     runs_here = False
@@ -80,7 +76,7 @@ def spelt_out(words: Iterable[str]) -> list[str]:
     return [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
 
 
-def measure(cfg: DictConfig) -> None:
+def measure(cfg: CollectivesRun) -> None:
     """Starts the ranks that measure, or is one of those that torchrun started."""
     from gptrain import ranks  # here: a plan needs no torch
     from gptrain.plan.measure import measure
@@ -88,19 +84,18 @@ def measure(cfg: DictConfig) -> None:
     ranks.run(measure, cfg, lambda *_: None)
 
 
-def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
+def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
     """Prints what the flags ask for.   Raises: ConfigError."""
-    values = plain(cfg, resolve=True)
-    trainer, as_json = values["trainer"], "--json" in flags
+    trainer, as_json = cfg.trainer, "--json" in flags
     if "--doctor" in flags:
-        n_local, backend = count_devices(trainer["devices"]), values["strategy"]["backend"]
-        lines = doctor(n_local, trainer["num_nodes"], trainer["accelerator"], backend)
+        n_local, backend = count_devices(trainer.devices), cfg.strategy.backend
+        lines = doctor(n_local, count_nodes(trainer.num_nodes), trainer.accelerator, backend)
         print(json.dumps(lines, indent=1) if as_json else "\n".join(lines))
         return
-    machine, topology = find_machine(values)
-    found = compare(values, sample_tokens(values["data"]), machine, trainer["num_nodes"])
+    machine, topology = find_machine(cfg)
+    cfg = resolve_precision(cfg, machine)
+    found = compare(cfg, cfg.data.sample_tokens, machine, count_nodes(trainer.num_nodes))
     if "--trace" in flags or not found["strategies"]:
-        cfg.trainer.precision = trainer["precision"]
         found, lines_of = traced(cfg, machine), traced_lines
     else:
         typed = [word for word in words if not word.startswith(("hardware", "topology"))]
@@ -114,38 +109,37 @@ def plan(cfg: DictConfig, words: list[str], flags: set[str]) -> None:
     print(json.dumps(found, indent=1) if as_json else "\n".join(lines_of(found)), flush=True)
 
 
-def traced(cfg: DictConfig, machine: Machine) -> dict[str, Any]:
+def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:
     """The traced step of any net, as `compare` gives estimates.   Raises: ConfigError."""
     from gptrain.plan.trace import trace  # here: it imports torch and Lightning
 
-    found = trace(cfg, machine.n_local * cfg.trainer.num_nodes, sample_tokens(plain(cfg)["data"]))
+    found = trace(cfg, machine.n_local * count_nodes(cfg.trainer.num_nodes), cfg.data.sample_tokens)
     for row in found["strategies"].values():
         total = row["bytes_per_device"]["total"] * machine.n_local**machine.is_cpu
         row["fits"] = total <= machine.memory_bytes
     return found | {"traced": True}
 
 
-def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
+def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
     """The machine that a config names, or this one, and how it is wired.   Raises: ConfigError."""
-    hardware, trainer = values["hardware"], values["trainer"]
-    here, device = [], DEVICES.get(hardware["name"])
-    if not device and trainer["accelerator"] != "cpu":
+    hardware, trainer = cfg.hardware, cfg.trainer
+    here, device = [], DEVICES.get(hardware.name)
+    if not device and trainer.accelerator != "cpu":
         here = nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
         device = device_of(here[0]) if here else None
-    n_local = count_devices(trainer["devices"]) or len(here)
+    n_local = count_devices(trainer.devices) or len(here)
     if not device:
         try:
-            machine = this_machine(Path(values["output_dir"]), n_local or 1)
+            machine = this_machine(Path(cfg.output_dir), n_local or 1)
         except DamagedMeasurement as error:
-            output_dir = values["output_dir"]
-            raise ConfigError.of("output_dir", output_dir, str(error), code=BAD_DATA) from None
+            raise ConfigError.of("output_dir", cfg.output_dir, str(error), code=BAD_DATA) from None
     elif not n_local:
         wrong = "devices of another machine cannot be counted"
         raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
     else:
-        link, network = LINKS.get(hardware["link"]), LINKS[hardware["network"]]
+        link, network = LINKS.get(hardware.link), LINKS[hardware.network]
         machine = machine_of(device, n_local, link, network)
-    source = values["topology"]
+    source = cfg.topology
     try:
         topology = read_topology(source) if source or here else None
     except ValueError as error:
@@ -156,9 +150,14 @@ def find_machine(values: dict[str, Any]) -> tuple[Machine, Topology | None]:
     if topology and (slowest := topology.slowest_ring_link) and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])
-    if trainer["precision"] == "auto":
-        trainer["precision"] = "bf16-mixed" if machine.has_bf16 else "32-true"
     return machine, topology
+
+
+def resolve_precision(cfg: PlanRun, machine: Machine) -> PlanRun:
+    """Return the config with the precision that `auto` means on a machine."""
+    if cfg.trainer.precision != "auto":
+        return cfg
+    return cfg.changed({"trainer.precision": "bf16-mixed" if machine.has_bf16 else "32-true"})
 
 
 def planned_lines(topology: Topology | None, found: dict[str, Any]) -> list[str]:

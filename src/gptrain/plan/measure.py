@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 
+from gptrain.collectives.__main__ import CollectivesRun
 from gptrain.collectives.operations import COLLECTIVES, from_all, group_of, say, seconds_of
 from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurement, read_measurement
 from gptrain.measure import measure_matmul
@@ -20,7 +20,7 @@ SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
 ACTIVATIONS = 2**18  # numbers, of a small net
 
 
-def measure(cfg: DictConfig, guard: Guard) -> dict[str, float]:
+def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
     """What each rank does; rank 0 prints, and keeps what it found in machine.json of output_dir."""
     times = {}
     with group_of(cfg) as device:

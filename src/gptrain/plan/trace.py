@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -41,11 +39,17 @@ from gptrain.assemble.parts import (
     module_class,
     plan_lengths,
 )
-from gptrain.config.compose import plain
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import (
+    DDPOptions,
+    DiLoCoOptions,
+    ParallelDims,
+    parallel_dims,
+    strategy_name,
+)
 from gptrain.lit.strategies import build_strategy
 from gptrain.models.hugging_face import config_keys
 from gptrain.nets.load import build_net, build_target
-from gptrain.parallel.dims import ParallelDims, parallel_dims, strategy_name
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.slices import allocate, fills_itself, local_of, make_to_look_at
 from gptrain.parallel.step_mean import StepMean
@@ -63,7 +67,7 @@ FEW, MORE, MANY = 6, 12, 16  # layers; patterns of them repeat every 2, 3 or 6
 LAYERS = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")  # our key, transformers'
 
 
-def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
+def trace(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
     """The traced step of rank 0, under the config's own strategy.
 
     Args:
@@ -75,7 +79,7 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
         traced each; empty: the whole one.
     Raises: ConfigError.
     """
-    model = plain(cfg)["model"]
+    model = cfg.model.plain()
     groups: dict[str, dict[str, Any]] = {"model": model, "model.config": {}}
     if model["_target_"] == "gptrain.models.HuggingFace":
         with as_config_errors(cfg, "model.path"):
@@ -91,14 +95,17 @@ def trace(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[s
     return {**along_a_line(few, more, times), "layers": [FEW, MORE, count]}
 
 
-def cut(cfg: DictConfig, groups: dict, key: str, count: int, n_layers: int) -> DictConfig:
+def cut(cfg: RunConfig, groups: dict, key: str, count: int, n_layers: int) -> RunConfig:
     """The config of a net of n_layers, and of what lists say of each of `count` layers."""
-    cfg = deepcopy(cfg)
-    OmegaConf.update(cfg, key, n_layers, force_add=True)
+    own = {}
     for name, value in groups["model.config"].items():
         if isinstance(value, list) and len(value) == count:
-            OmegaConf.update(cfg, f"model.config.{name}", value[:n_layers], force_add=True)
-    return cfg
+            own[name] = value[:n_layers]
+    group, _, leaf = key.rpartition(".")
+    if group == "model":
+        return cfg.changed({key: n_layers})
+    given = cfg.model.arguments.get("config") or {}
+    return cfg.changed({"model.config": {**given, **own, leaf: n_layers}})
 
 
 def along_a_line(few: Any, more: Any, times: float) -> Any:
@@ -108,7 +115,7 @@ def along_a_line(few: Any, more: Any, times: float) -> Any:
     return round(more + times * (more - few))
 
 
-def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
+def trace_whole(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> dict[str, Any]:
     """`trace`, of every layer."""
     name = strategy_name(cfg.strategy.name, world_size)
     if name not in TRACED:
@@ -117,7 +124,7 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
     with as_config_errors(cfg, "trainer.devices"):
         dims = parallel_dims(cfg.strategy, world_size)
     if sample_tokens is None:
-        sample = build_target(cfg.data.train)[0]
+        sample = build_target(cfg.data.train.node())[0]
         sample_tokens = check_sample(cfg, sample)
     else:
         sample = (torch.zeros(sample_tokens, dtype=torch.int64),) * 2
@@ -127,7 +134,7 @@ def trace_whole(cfg: DictConfig, world_size: int, sample_tokens: int | None) -> 
             return Step(cfg, name, dims, sample, sample_tokens).trace()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         wrong = f"its step reads the numbers of tensors ({error}), which a traced one has not"
-        raise ConfigError.of("model._target_", cfg.model._target_, wrong) from error
+        raise ConfigError.of("model._target_", cfg.model.target, wrong) from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # FSDP's hooks hold the net in cycles
@@ -137,14 +144,14 @@ class Step:
     """A step of rank 0 on batches of a sample. Inside of a FakeTensorMode."""
 
     def __init__(
-        self, cfg: DictConfig, name: str, dims: ParallelDims, sample: Any, sample_tokens: int
+        self, cfg: RunConfig, name: str, dims: ParallelDims, sample: Any, sample_tokens: int
     ) -> None:
-        self.cfg, self.name, self.dims = cfg, name, dims
+        self.cfg, self.name, self.dims, self.options = cfg, name, dims, cfg.strategy
         self.precision = str(cfg.trainer.precision)
         with as_config_errors(cfg):
             module_class(cfg, name)
             with unset_fake_temporarily(), as_config_errors(cfg, "model._target_"):
-                net = make_to_look_at(partial(build_net, cfg))
+                net = make_to_look_at(partial(build_net, cfg.model))
             mode = cfg.model.activation_checkpointing
             check_fit(net, cfg.strategy, dims, compile="none", activation_checkpointing=mode)
             self.n_parameters = sum(p.numel() for p in net.parameters())
@@ -174,7 +181,7 @@ class Step:
     def make_net(self) -> nn.Module:
         """On the meta device where a strategy fills it by itself; else without numbers here."""
         with unset_fake_temporarily():
-            net = make_to_look_at(partial(build_net, self.cfg))
+            net = make_to_look_at(partial(build_net, self.cfg.model))
             net.to(WHOLE.get(self.precision))
         if fills_itself(net):
             return net
@@ -221,7 +228,7 @@ class Step:
 
         DDP's own reducer, in C++, reads the numbers of tensors, which these have not.
         """
-        half = HOOKS.get(self.cfg.strategy.get("comm_hook"))
+        half = HOOKS.get(self.options.comm_hook) if isinstance(self.options, DDPOptions) else None
 
         def reduce(parameter: nn.Parameter) -> None:
             if self.is_last and parameter.grad is not None:
@@ -267,8 +274,8 @@ class Step:
         """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
         flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
-        if self.name == "diloco":
-            runs.append((partial(self.parallel.sync, 0), 1 / self.cfg.strategy.sync_every))
+        if isinstance(self.options, DiLoCoOptions):
+            runs.append((partial(self.parallel.sync, 0), 1 / self.options.sync_every))
         if self.accumulate > 1:
             runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
         for run, times in runs:

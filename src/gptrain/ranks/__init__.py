@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from gptrain import home
+from gptrain.core.schema import RunConfig
 from gptrain.ranks.process import this_process
 from gptrain.resilience import fileops
 from gptrain.resilience.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
 from gptrain.resilience.signals import StopFlag, die_with_parent
 
-__all__ = ["run", "settle"]
+__all__ = ["run"]
 
 
-def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str, float]:
+def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str, float]:
     """Runs one job to its end, alone in its folder, and returns its metrics.
 
     Args:
@@ -41,7 +42,7 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
         ConfigError: it does not fit what is in its folder, or another run holds that; nothing was
             started or changed.
     """
-    cfg, process = settle(cfg), this_process()
+    process = this_process()
     with StopFlag() as stop:
         from gptrain.ranks.devices import find_machine  # torch
         from gptrain.ranks.rank import forget_old_starts, run_rank, start_log
@@ -54,27 +55,16 @@ def run(train: Callable, cfg: DictConfig, find_checkpoint: Callable) -> dict[str
         # Free again when the process ends, however that ends.
         with RunLock(cfg.run_dir, LOST_HOST_S if again else NAMED_AFTER_S) as lock:
             start_log()
-            find = partial(find_checkpoint, cfg, lock, machine.world_size)
-            prepare_start(cfg, find, again)
+            cfg = prepare_start(cfg, find_checkpoint, lock, machine.world_size, again)
             forget_old_starts(cfg.run_dir)
             keep_config(cfg)
             tell_folder(cfg.run_dir)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
                 return run_rank(train, cfg, stop)
-            return supervise(train, cfg, machine.n_local, find, stop)
-
-
-def settle(cfg: DictConfig) -> DictConfig:
-    """The job's own config: plain values, and run_dir the folder that Hydra made for it.
-
-    Plain, it can be unpickled in a rank that knows no schema and no resolvers.
-    """
-    cfg = cfg.copy()
-    OmegaConf.set_readonly(cfg, False)
-    cfg.run_dir = str(Path(HydraConfig.get().runtime.output_dir))
-    cfg = cast(DictConfig, OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
-    OmegaConf.set_struct(cfg, True)
-    return cfg
+            again = partial(
+                prepare_start, cfg, find_checkpoint, lock, machine.world_size, again=True
+            )
+            return supervise(train, cfg, machine.n_local, again, stop)
 
 
 def tell_folder(run_dir: str) -> None:
@@ -87,13 +77,13 @@ def tell_folder(run_dir: str) -> None:
         Path(path).write_text(run_dir)
 
 
-def keep_config(cfg: DictConfig) -> None:
+def keep_config(cfg: RunConfig) -> None:
     """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
 
     So a start that is refused leaves the record of the run that lives there alone.
     """
     folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)
     folder.mkdir(exist_ok=True)
-    records = {"config": cfg, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())

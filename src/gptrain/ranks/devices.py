@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
-from omegaconf import DictConfig
 
+from gptrain.core.schema import RunConfig
 from gptrain.costs.speed import count_cores
 from gptrain.ranks.process import count_devices, count_nodes, listed_numbers, this_process
 
@@ -49,7 +49,7 @@ class Machine:
         return torch.device(self.accelerator if self.accelerator == "mps" else "cpu")
 
 
-def find_machine(cfg: DictConfig) -> Machine:
+def find_machine(cfg: RunConfig) -> Machine:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, n_nodes = cfg.trainer.devices, count_nodes(cfg.trainer.num_nodes)

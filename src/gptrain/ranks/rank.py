@@ -17,9 +17,10 @@ from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gptrain import problems, shell
+from gptrain.core.schema import RunConfig
 from gptrain.problems import Ending, JobFailed, ending_of
 from gptrain.ranks.process import attempt_folder, set_rendezvous, this_process
 from gptrain.resilience.fileops import remove_tree
@@ -35,7 +36,7 @@ PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its con
 
 
 def run_rank(
-    train: Callable, cfg: DictConfig, stop: StopFlag, parent_pid: int | None = None
+    train: Callable, cfg: RunConfig, stop: StopFlag, parent_pid: int | None = None
 ) -> dict[str, float]:
     """Runs `train` in this process, guarded; the first rank that fails says how and why.
 
@@ -77,7 +78,7 @@ def run_rank(
 
 
 def rank_process(
-    script: str, name: str, cfg: DictConfig, hydra: DictConfig, environment: dict, parent_pid: int
+    script: str, name: str, cfg: RunConfig, hydra: DictConfig, environment: dict, parent_pid: int
 ) -> NoReturn:
     """Entry of a rank that the supervisor starts.
 
@@ -120,7 +121,7 @@ def leave(code: int) -> NoReturn:
 
 
 def record_ending(
-    cfg: DictConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
+    cfg: RunConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
 ) -> bool:
     """Writes status.json; False where another rank was first, unless it is to be replaced."""
     try:
@@ -141,7 +142,7 @@ def record_ending(
 
 
 def report_ending(
-    cfg: DictConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
+    cfg: RunConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
 ) -> None:
     """Records an ending and prints it, on stderr but for a run that was asked to stop and did.
 
@@ -168,12 +169,12 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
-def way_on(cfg: DictConfig) -> dict[str, object]:
+def way_on(cfg: RunConfig) -> dict[str, object]:
     """What status.json says to somebody who wants to go on with the run."""
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
 
-def resume_command(cfg: DictConfig) -> str:
+def resume_command(cfg: RunConfig) -> str:
     """Return the command that continues this run from its newest checkpoint, else from its start.
 
     `from_run` is left out: by now its overrides are among those of this run.
@@ -190,7 +191,7 @@ def resume_command(cfg: DictConfig) -> str:
     return shell.train_command(*words)
 
 
-def ways_to_save_memory(cfg: DictConfig) -> str:
+def ways_to_save_memory(cfg: RunConfig) -> str:
     """How a run that was too large for its device would do the same in less memory."""
     batch_size = cfg.data.batch_size
     ways = []
@@ -199,7 +200,7 @@ def ways_to_save_memory(cfg: DictConfig) -> str:
         if cfg.data.global_batch_size is None:
             ways[0] += f" trainer.accumulate_grad_batches={2 * cfg.trainer.accumulate_grad_batches}"
     ways += ["model.activation_checkpointing=full", "strategy=fsdp on several devices"]
-    tokens = OmegaConf.select(cfg, "data.seq_len")
+    tokens = cfg.data.extra.get("seq_len")
     return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
 
 

@@ -24,10 +24,12 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.core.schema import RunConfig
 from gptrain.problems import DONE, FAILED, HUNG, PREEMPTED, ConfigError, Ending, JobFailed
 from gptrain.ranks.process import ATTEMPTS_NAME, RESTART_COUNTS
 from gptrain.ranks.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.resilience import fileops
+from gptrain.resilience.lock import RunLock
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.signals import StopFlag, hold_back
 from gptrain.resilience.status import RESULT_NAME, clear_status, read_status
@@ -43,11 +45,11 @@ SAVING = ("save", "mirror")  # phases of a heartbeat
 WORTH_A_RESTART = (FAILED, HUNG)
 RESTARTS_NAME = ".restarts"
 FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
-Find = Callable[[], Path | None]
+StartAgain = Callable[[], RunConfig]
 
 
 def supervise(
-    train: Callable, cfg: DictConfig, n_ranks: int, find: Find, stop: StopFlag
+    train: Callable, cfg: RunConfig, n_ranks: int, start_again: StartAgain, stop: StopFlag
 ) -> dict[str, float]:
     """Runs one job in a process per device of this machine and returns its metrics.
 
@@ -58,7 +60,7 @@ def supervise(
     """
     left = cfg.launcher.max_restarts
     while (code := run_once(train, cfg, n_ranks, stop)) in WORTH_A_RESTART and left and not stop:
-        prepare_start(cfg, find, again=True)
+        cfg = start_again()
         left -= 1
         log.warning("warning: started again, %d more times at most", left)
     if code != DONE:
@@ -66,8 +68,10 @@ def supervise(
     return read_facts(Path(cfg.run_dir) / RESULT_NAME).get("metrics", {})
 
 
-def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
-    """Puts the checkpoint to go on from into cfg.ckpt_path; null for a start from step 0.
+def prepare_start(
+    cfg: RunConfig, find: Callable, lock: RunLock, world_size: int, again: bool
+) -> RunConfig:
+    """Return the config with the checkpoint to resume from in ckpt_path, or None for step 0.
 
     Args:
         again: a launcher's own start, which takes the newest checkpoint, whatever was typed.
@@ -75,14 +79,15 @@ def prepare_start(cfg: DictConfig, find: Find, again: bool) -> None:
     Raises: ConfigError, with the folder as it was; with code 70 where starts get nowhere.
     """
     if again and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
-        cfg.ckpt_path = "last"
-    checkpoint = find()
-    cfg.ckpt_path = None if checkpoint is None else str(checkpoint)
+        cfg = cfg.changed({"ckpt_path": "last"})
+    checkpoint = find(cfg, lock, world_size)
+    cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     step = read_manifest(checkpoint)["step"] if checkpoint else 0
     if cfg.task == "fit" and note_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
         wrong = f"{FRUITLESS_STARTS} starts in a row got no further"
         raise ConfigError.of("", None, wrong, code=FAILED)
     clear_status(cfg.run_dir)
+    return cfg
 
 
 def is_restart() -> bool:
@@ -110,7 +115,7 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
     return fruitless
 
 
-def run_once(train: Callable, cfg: DictConfig, n_ranks: int, stop: StopFlag) -> int:
+def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> int:
     """One attempt; the exit code of the job."""
     context = multiprocessing.get_context(START_METHOD)
     function: Any = train
@@ -155,7 +160,7 @@ def plain_hydra() -> DictConfig:
     return OmegaConf.create({"hydra": plain})
 
 
-def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
+def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
     """Returns when all ranks have ended, or when those left have had their time."""
     stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
     forwarded = False
@@ -195,7 +200,7 @@ def watch(cfg: DictConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path
             report_ending(cfg, Ending(HUNG, "hang", line), stall.rank, stall.step, replace=True)
 
 
-def job_code(cfg: DictConfig, ranks: list[BaseProcess]) -> int:
+def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
     """The exit code of a job whose ranks have all ended: that of the first that failed."""
     codes = [code for rank in ranks if (code := rank.exitcode)]
     if not codes:

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from gptrain.core.strategies import (
+    STRATEGIES,
+    ParallelDims,
+    ShardedOptions,
+    StrategyOptions,
+    strategy_name,
+)
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.diloco import DiLoCo
 from gptrain.lit.strategies.shell import (
@@ -20,7 +27,6 @@ from gptrain.lit.strategies.shell import (
 )
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.comparison import Comparison, needs_comparison
-from gptrain.parallel.dims import STRATEGIES, ParallelDims, strategy_name
 from gptrain.parallel.slices import make_net_on, make_to_look_at
 from gptrain.parallel.whole import Whole
 from gptrain.resilience import rng
@@ -30,7 +36,7 @@ __all__ = ["NetStrategy", "build_strategy"]
 
 def build_strategy(
     make_net: Callable[[], nn.Module],
-    options,
+    options: StrategyOptions,
     dims: ParallelDims,
     device: torch.device,
     *,
@@ -68,7 +74,7 @@ def build_strategy(
         apply_compile(net, compile)
         parallel.shard(net)
 
-    place = "cpu" if options.get("cpu_offload") else device
+    place = "cpu" if isinstance(options, ShardedOptions) and options.cpu_offload else device
     if sample is not None and needs_comparison(whole, parallel, activation_checkpointing):
         before = rng.capture()
 

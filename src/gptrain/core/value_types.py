@@ -1,11 +1,18 @@
-"""What a value of a config may be: numbers in a range, local paths, devices, durations, groups."""
+"""Types of config values: numbers in a range, local paths, devices, durations; and of groups."""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, NonNegativeFloat
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    WrapValidator,
+)
 
 from gptrain.lengths import warmup_steps
 
@@ -63,11 +70,21 @@ def _devices(value: Any) -> Any:
     return value
 
 
+def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
+    """Check a number and return it as it was given: an integer stays an integer."""
+    check(value)
+    return value
+
+
+AS_GIVEN = WrapValidator(_as_given)
 Count = Annotated[int, between(1)]
 Kept = Annotated[Count, AfterValidator(_kept)]  # newest checkpoints
-Positive = Annotated[float, Field(gt=0, le=INT32_MAX)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, le=INT32_MAX), AS_GIVEN]
+PositiveNumber = Annotated[float, Field(gt=0), AS_GIVEN]
+NonNegative = Annotated[float, Field(ge=0), AS_GIVEN]
+AtLeastOne = Annotated[float, Field(ge=1), AS_GIVEN]
+BelowOne = Annotated[float, Field(ge=0, lt=1), AS_GIVEN]
+Fraction = Annotated[float, Field(ge=0, le=1), AS_GIVEN]
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[str, AfterValidator(_local)]
 LocalPaths = Annotated[str | list[str], AfterValidator(_local)]
@@ -79,7 +96,7 @@ Betas = Annotated[
 ]
 Duration = Annotated[
     Annotated[str, Field(pattern=r"^\d+:\d\d:\d\d:\d\d$")]
-    | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NonNegativeFloat]
+    | dict[Literal["weeks", "days", "hours", "minutes", "seconds"], NonNegative]
     | None,
     Field(description="a time DD:HH:MM:SS or {hours:2,minutes:30}, or null"),
 ]
@@ -94,19 +111,39 @@ Interval = Annotated[
     Count | Annotated[float, Field(gt=0, le=1)],
     Field(description="a fraction of an epoch in (0, 1], or optimizer steps >= 1"),
 ]
-TokenCount = Annotated[float, Field(ge=1, le=2**63)]
-Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps)]
+TokenCount = Annotated[float, Field(ge=1, le=2**63), AS_GIVEN]
+Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps), AS_GIVEN]
 
 
-class Closed(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """Every key is known."""
+class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
+    """A group of keys, all of which are known."""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the keys of the section, as they were given, as nested dicts and lists."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
 
 
-class Open(Closed, extra="allow"):
-    """Keys that our code reads; every other key belongs to the `_target_`, or to the user."""
+class OpenSection(Section, extra="allow"):
+    """A group of which gptrain reads some keys. All others belong to the user or to a class."""
 
 
-class Built(Open):
-    """Any object that is made."""
+class TargetConfig(OpenSection):
+    """A node whose `_target_` names the class or function that builds an object.
 
-    target: Any = Field(alias="_target_")
+    Attributes:
+        target: Dotted name of the class or function.
+        OWN_KEYS: Keys that gptrain reads itself. All other keys are arguments of the target.
+    """
+
+    OWN_KEYS: ClassVar[frozenset[str]] = frozenset()
+
+    target: str = Field(alias="_target_")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of the target."""
+        return {k: v for k, v in self.plain().items() if k not in {"_target_", *self.OWN_KEYS}}
+
+    def node(self) -> dict[str, Any]:
+        """Return what Hydra's `instantiate` needs: the target and its keyword arguments."""
+        return {"_target_": self.target, **self.arguments}

@@ -1,0 +1,1 @@
+"""What every other package may import: the typed configuration, its value types, the strategies."""

@@ -1,0 +1,353 @@
+"""The type of every key of a run. The defaults are in the yaml files of `conf/`.
+
+`RunConfig` is the whole configuration, with one section per group. A class that ships with gptrain
+has a section type of its own, which is found by its `_target_`. For any other class only the keys
+that gptrain reads are typed. All other keys are arguments of that class. To add a key, add its line
+to a yaml file in `conf/` and its line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, SerializeAsAny
+from typing_extensions import Self
+
+from gptrain.core.data_schema import DataConfig
+from gptrain.core.strategies import StrategyOptions
+from gptrain.core.value_types import (
+    SEED_MAX,
+    AtLeastOne,
+    Batches,
+    BelowOne,
+    Betas,
+    Count,
+    Devices,
+    Duration,
+    Fraction,
+    Interval,
+    Kept,
+    Limit,
+    LocalPath,
+    Name,
+    NonNegative,
+    Positive,
+    PositiveNumber,
+    RunName,
+    Section,
+    TargetConfig,
+    TokenCount,
+    Warmup,
+    between,
+)
+
+# Groups with a `_target_`.
+
+
+class ModelConfig(TargetConfig):
+    """Keys of any model group."""
+
+    OWN_KEYS = frozenset({"compile", "activation_checkpointing"})
+
+    compile: Literal["none", "blocks", "model"]
+    activation_checkpointing: Literal["none", "selective", "full"]
+
+
+class DecoderConfig(ModelConfig, extra="forbid"):
+    """Sizes that the decoders of `gptrain.models` have in common."""
+
+    vocab_size: Count
+    d_model: Count
+    n_heads: Count
+    n_layers: Count
+    max_seq_len: Count
+
+
+class SimpleGPTConfig(DecoderConfig):
+    """Keys of `gptrain.models.SimpleGPT`."""
+
+    dropout: BelowOne
+    activation: Literal["gelu", "gelu_tanh"]
+
+
+class LlamaConfig(DecoderConfig):
+    """Keys of `gptrain.models.Llama`."""
+
+    n_kv_heads: Count
+    d_ff: Count
+    rope_base: Positive
+    rope_scaling: AtLeastOne
+    norm_eps: Positive
+    qk_norm: bool
+    tie_head: bool
+
+
+class HuggingFaceConfig(ModelConfig, extra="forbid"):
+    """Keys of `gptrain.models.HuggingFace`."""
+
+    vocab_size: Count
+    config: dict[str, Any] | None
+    path: LocalPath | None
+
+
+class LossConfig(Section):
+    """Terms of the training loss; see `gptrain.loss.LossOptions`."""
+
+    label_smoothing: BelowOne
+    z_loss: NonNegative
+
+
+class ModuleConfig(TargetConfig):
+    """Keys of any module group."""
+
+    loss: Any = None
+    metrics: Any = None
+
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """The keys of LossOptions that are given."""
+        return self.plain().get("loss") or {}
+
+    @property
+    def metric_nodes(self) -> dict[str, dict[str, Any]]:
+        """The nodes of the metrics, by name."""
+        return self.plain().get("metrics") or {}
+
+
+class LanguageModelConfig(ModuleConfig, extra="forbid"):
+    """Keys of `gptrain.lit.LanguageModel`."""
+
+    loss: LossConfig
+    metrics: dict[str, TargetConfig]
+
+
+class OptimizerConfig(TargetConfig):
+    """Keys of any optimizer group. A key that is None is left to the class."""
+
+    OWN_KEYS = frozenset({"lr_scaling", "reference_batch_size"})
+
+    lr: PositiveNumber | None
+    weight_decay: NonNegative | None
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    reference_batch_size: Count
+
+
+class AdamWConfig(OptimizerConfig):
+    """Keys of `torch.optim.AdamW`."""
+
+    betas: Betas
+    eps: Positive
+    fused: bool | None = None
+
+
+class MuonConfig(AdamWConfig):
+    """Keys of `gptrain.optim.Muon`."""
+
+    momentum: BelowOne
+    embedding_lr: PositiveNumber | None = None
+    head_lr: PositiveNumber | None = None
+    vector_lr: PositiveNumber | None = None
+
+
+class PhaseLength(NamedTuple):
+    """Length of a phase of the schedule: at most one of the two is given.
+
+    Attributes:
+        steps: Optimizer steps, or a fraction of the run below 1.
+        tokens: Number of tokens, over all ranks.
+    """
+
+    steps: float | None
+    tokens: float | None
+
+
+class SchedulerConfig(TargetConfig):
+    """Keys of any scheduler group. A schedule gets those of them that are in its signature."""
+
+    warmup_steps: Warmup | None
+    warmup_tokens: TokenCount | None
+    total_steps: Count | None
+    total_tokens: TokenCount | None
+    start_factor: Fraction
+    min_factor: Fraction
+
+    def phase(self, name: str) -> PhaseLength:
+        """Return the length that was asked for the phase "warmup", "decay" or "total"."""
+        keys = self.arguments
+        return PhaseLength(keys.get(f"{name}_steps"), keys.get(f"{name}_tokens"))
+
+
+class WarmupConfig(SchedulerConfig, extra="forbid"):
+    """Keys of gptrain.optim.constant, warmup_constant, warmup_cosine and warmup_linear."""
+
+
+class StableDecayConfig(WarmupConfig):
+    """Keys of `gptrain.optim.warmup_stable_decay`."""
+
+    decay_steps: Warmup | None
+    decay_tokens: TokenCount | None
+
+
+class SampleTextConfig(TargetConfig, extra="forbid"):
+    """Keys of `gptrain.lit.callbacks.SampleText`."""
+
+    prompt: Name
+    n_tokens: Count
+
+
+class TrainerConfig(TargetConfig):
+    """Arguments of any Trainer that gptrain reads. Names and values are Lightning's."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
+    devices: Devices
+    num_nodes: Literal["auto"] | Count
+    precision: Literal[
+        "32-true", "bf16-mixed", "16-mixed", "bf16-true", "auto", "16-true", "64-true",
+        "transformer-engine", "transformer-engine-float16", "32", "64", "16", "bf16", 32, 64, 16,
+    ]  # fmt: skip
+    max_epochs: Literal[-1] | Count | None
+    max_steps: Literal[-1] | Annotated[int, between(1, 2**40)]
+    min_steps: Annotated[int, between(0)] | None
+    max_time: Duration
+    accumulate_grad_batches: Count
+    gradient_clip_val: Annotated[NonNegative | None, Field(description=">= 0; 0 or null for off")]
+    fast_dev_run: Batches
+    overfit_batches: Annotated[int, between(0)] | Fraction
+    limit_train_batches: Annotated[
+        Interval | None,
+        Field(description="a fraction in (0, 1], an integer >= 1, or null"),
+    ]
+    limit_val_batches: Limit
+    limit_test_batches: Limit
+    val_check_interval: Interval
+    check_val_every_n_epoch: Count | None
+    num_sanity_val_steps: Annotated[int, between(-1)] | None
+    log_every_n_steps: Count  # to log nothing: logger=none
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    detect_anomaly: bool
+
+
+class LightningTrainerConfig(TrainerConfig, extra="forbid"):
+    """Keys of `lightning.pytorch.Trainer`; the optional ones are typed with a `+`.
+
+    Arguments that another group sets, such as `callbacks`, are not among them.
+    """
+
+    min_epochs: Annotated[int, between(0)] | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    limit_predict_batches: Limit = None
+    reload_dataloaders_every_n_epochs: Annotated[int, between(0)] = 0
+    sync_batchnorm: bool = False
+
+
+# Groups without a `_target_`. The strategy group is in gptrain.core.strategies.
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved, which are kept, and where they are copied to."""
+
+    name: Literal["default", "every_n_steps", "none"]
+    every_n_steps: Count | None
+    keep: Kept
+    monitor: Name  # name of any logged value
+    mode: Literal["min", "max"]
+    background: bool
+    mirror: Name | None
+
+
+class LauncherConfig(Section):
+    """How the supervisor of local ranks restarts and watches them."""
+
+    max_restarts: Annotated[int, between(0)]
+    timeout_s: Positive | None
+
+
+class RunConfig(Section):
+    """The configuration of a run. A command with keys of its own inherits from it.
+
+    Attributes:
+        runs_here: False for a command that describes another machine, or only prints. Then only
+            the configuration is checked, not this machine, its folders and files, and no folder
+            is made.
+        expands_run: False for a command that reads the folder of `from_run` by itself.
+        reads_data: False for a command that needs the net alone.
+    """
+
+    runs_here: ClassVar[bool] = True
+    expands_run: ClassVar[bool] = True
+    reads_data: ClassVar[bool] = True
+
+    name: RunName
+    task: Literal["fit", "validate", "test"]
+    seed: Annotated[int, between(0, SEED_MAX)]
+    max_tokens: TokenCount | None
+    on_nonfinite: Literal["stop", "skip"]
+    max_skips: Count
+    objective: Name
+    law: LocalPath | None
+    output_dir: LocalPath
+    run_dir: LocalPath
+    ckpt_path: LocalPath | None
+    allow_changes: list[str]
+    init_from: LocalPath | None
+    init_strict: bool
+    from_run: LocalPath | None
+    allowed_targets: list[str]
+    debug: bool
+    print_config: bool
+    model: SerializeAsAny[ModelConfig]
+    module: SerializeAsAny[ModuleConfig]
+    data: SerializeAsAny[DataConfig]
+    optimizer: SerializeAsAny[OptimizerConfig]
+    scheduler: SerializeAsAny[SchedulerConfig]
+    strategy: SerializeAsAny[StrategyOptions]
+    trainer: SerializeAsAny[TrainerConfig]
+    callbacks: dict[str, SerializeAsAny[TargetConfig] | None]
+    checkpoint: CheckpointConfig
+    logger: dict[str, TargetConfig]
+    profiler: Annotated[TargetConfig | None, BeforeValidator(lambda node: node or None)]
+    launcher: LauncherConfig
+
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy in which some keys have other values, without checking them.
+
+        Args:
+            values: The new value of each key, such as `run_dir` or `data.batch_size`.
+        """
+        copy = self.model_copy()
+        for key, value in values.items():
+            group, _, leaf = key.rpartition(".")
+            if group:
+                key, value = group, getattr(copy, group).model_copy(update={leaf: value})
+            copy = copy.model_copy(update={key: value})
+        return copy
+
+    def value_of(self, key: str) -> Any:
+        """Return the value of a dotted key, as it was given, for an error message."""
+        node: Any = self.plain()
+        for name in key.split("."):
+            node = node.get(name) if isinstance(node, dict) else None
+        return node
+
+
+NETS: dict[str, type[DecoderConfig]] = {  # nets whose sizes the planner knows
+    "gptrain.models.SimpleGPT": SimpleGPTConfig,
+    "gptrain.models.Llama": LlamaConfig,
+}
+SHIPPED: dict[str, type[TargetConfig]] = {  # the section type of each class that ships
+    **NETS,
+    "gptrain.models.HuggingFace": HuggingFaceConfig,
+    "gptrain.lit.LanguageModel": LanguageModelConfig,
+    "torch.optim.AdamW": AdamWConfig,
+    "gptrain.optim.Muon": MuonConfig,
+    **{f"gptrain.optim.warmup_{name}": WarmupConfig for name in ("constant", "cosine", "linear")},
+    "gptrain.optim.constant": WarmupConfig,
+    "gptrain.optim.warmup_stable_decay": StableDecayConfig,
+    "gptrain.lit.callbacks.SampleText": SampleTextConfig,
+    "lightning.pytorch.Trainer": LightningTrainerConfig,
+}

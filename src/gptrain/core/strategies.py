@@ -1,0 +1,285 @@
+"""The table of strategies: the options of each one, what it needs, and how many ranks it divides.
+
+Nothing here imports torch, so that the command line and the planner can read the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import field_validator
+from pydantic_core import PydanticCustomError
+
+from gptrain.core.value_types import BelowOne, Count, OpenSection, Positive, PositiveNumber
+
+DATA, TENSOR, PIPELINE = "data", "tensor", "pipeline"
+# Number of pipeline stages that one rank holds, by `strategy.schedule`.
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}
+DEFAULTS = Path(__file__).parents[1] / "conf" / "strategy"  # one yaml file with the defaults each
+
+
+class StrategyOptions(OpenSection):
+    """The `strategy` group: options that every strategy has.
+
+    Attributes:
+        name: Key of STRATEGIES, or "auto".
+        timeout_s: Seconds that a rank waits in a collective for the others.
+        backend: Backend of torch.distributed. None chooses nccl on GPUs and gloo elsewhere.
+    """
+
+    name: str
+    timeout_s: Positive
+    backend: Literal["nccl", "gloo", "mpi"] | None
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name != "auto" and name not in STRATEGIES:
+            names = ", ".join(f"'{known}'" for known in ("auto", *STRATEGIES))
+            raise PydanticCustomError("literal_error", "unknown", {"expected": names})
+        return name
+
+    def axis_size(self, axis: str) -> int | None:
+        """Return the number of ranks that the user gave for an axis, or None."""
+        return None
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model along the data axis that the user asked for."""
+        return 1
+
+
+class SingleOptions(StrategyOptions, extra="forbid"):
+    """Options of `single`."""
+
+
+class DDPOptions(StrategyOptions, extra="forbid"):
+    """Options of `ddp` and `auto`."""
+
+    bucket_cap_mb: Positive
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    comm_hook: Literal["none", "bf16", "fp16", "powersgd"]
+
+
+class DiLoCoOptions(StrategyOptions, extra="forbid"):
+    """Options of `diloco`."""
+
+    replicas: Count | None
+    sync_every: Count
+    outer_lr: PositiveNumber
+    outer_momentum: BelowOne
+    outer_dtype: Literal["fp32", "bf16"]
+
+    @property
+    def copies(self) -> int:
+        return self.replicas or 1
+
+
+class ShardedOptions(StrategyOptions, extra="forbid"):
+    """Options of every strategy that shards weights with FSDP2."""
+
+    reshard_after_forward: bool
+    accumulate_shards: bool
+    cpu_offload: bool
+
+
+class FSDPOptions(ShardedOptions):
+    """Options of `fsdp`."""
+
+    replicas: Count
+
+    @property
+    def copies(self) -> int:
+        return self.replicas or 1
+
+
+class TensorParallelOptions(StrategyOptions, extra="forbid"):
+    """Options of `tensor_parallel`."""
+
+    tensor_parallel_size: Count | None
+
+    def axis_size(self, axis: str) -> int | None:
+        return self.tensor_parallel_size if axis == TENSOR else super().axis_size(axis)
+
+
+class FSDPTensorParallelOptions(ShardedOptions, TensorParallelOptions):
+    """Options of `fsdp_tensor_parallel`."""
+
+
+class PipelineOptions(StrategyOptions, extra="forbid"):
+    """Options of `pipeline` and `ddp_pipeline`."""
+
+    pipeline_parallel_size: Count | None
+    microbatches: Count | None
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"]
+
+    def axis_size(self, axis: str) -> int | None:
+        return self.pipeline_parallel_size if axis == PIPELINE else super().axis_size(axis)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table of strategies.
+
+    Attributes:
+        axes: Axes of the device mesh over which the work is divided.
+        needs: Attributes that a net must have (see `gptrain.models`).
+        made: `module:class` of the object that partitions and trains the net.
+        check: `module:function` that raises an error for a net, options and dims that do not fit.
+        is_exact: True if the strategy trains what one process trains, up to rounding.
+        options: Type of the `strategy` group under this strategy.
+        contract: What it asks of the code of a net, for the message if a net breaks it.
+    """
+
+    axes: tuple[str, ...]
+    needs: tuple[str, ...]
+    made: str
+    check: str = ""
+    is_exact: bool = True
+    options: type[StrategyOptions] = SingleOptions
+    contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
+
+
+_PARALLEL = "gptrain.parallel"
+_PIPELINE: dict[str, Any] = {
+    "made": f"{_PARALLEL}.pipeline:Pipeline",
+    "check": f"{_PARALLEL}.pipeline:check_pipeline",
+    "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
+    "called with the activations alone",
+}
+_TENSOR: dict[str, Any] = {
+    "made": f"{_PARALLEL}.sharded:TensorParallel",
+    "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
+    "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
+    "each a layer of its own, in tensor_plan every parameter that works on a slice of the "
+    "sequence, and forward(tokens) == head(hidden(tokens))",
+}
+_STAGES = ("embed", "blocks", "norm", "head")
+_HEADS = ("tensor_plan", "n_heads", "head")
+# To remove a strategy, delete its row here, its conf/strategy/*.yaml and its class.
+STRATEGIES: dict[str, Strategy] = {
+    "single": Strategy((), (), f"{_PARALLEL}.whole:Whole"),
+    "ddp": Strategy((DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions),
+    "fsdp": Strategy((DATA,), ("blocks",), f"{_PARALLEL}.sharded:Sharded", options=FSDPOptions),
+    "tensor_parallel": Strategy((TENSOR,), _HEADS, **_TENSOR, options=TensorParallelOptions),
+    "fsdp_tensor_parallel": Strategy(
+        (DATA, TENSOR), ("blocks", *_HEADS), **_TENSOR, options=FSDPTensorParallelOptions
+    ),
+    "pipeline": Strategy((PIPELINE,), _STAGES, **_PIPELINE, options=PipelineOptions),
+    "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, **_PIPELINE, options=PipelineOptions),
+    "diloco": Strategy(
+        (DATA,), (), f"{_PARALLEL}.diloco:DiLoCo", is_exact=False, options=DiLoCoOptions
+    ),
+}
+ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
+
+
+def options_type(name: object) -> type[StrategyOptions]:
+    """Return the type of the `strategy` group for a `strategy.name`, known or not."""
+    row = STRATEGIES.get("ddp" if name == "auto" else str(name))
+    return row.options if row else StrategyOptions
+
+
+@cache
+def default_options(name: str) -> StrategyOptions:
+    """Return the options of a strategy with the defaults of its yaml file."""
+    content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
+    return options_type(name).model_validate(content)
+
+
+def options_for(name: str, given: StrategyOptions) -> StrategyOptions:
+    """Return the options of a strategy: those given as far as it has them, else its defaults."""
+    kind = options_type(name)
+    if type(given) is kind:
+        return given.model_copy(update={"name": name})
+    # `replicas` of fsdp and of diloco are different things.
+    shared = kind.model_fields.keys() & given.model_fields_set - {"name", "replicas"}
+    return default_options(name).model_copy(update={key: getattr(given, key) for key in shared})
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Number of ranks along each axis. Their product is the world size.
+
+    Attributes:
+        replicas: Number of copies of the sharded net along the data axis, which it divides.
+            With 1 each rank of the data axis holds another shard.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    replicas: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the job."""
+        return self.data * self.tensor * self.pipeline
+
+
+def strategy_name(asked: str, world_size: int) -> str:
+    """Return the row of the table that `strategy.name` means on so many ranks."""
+    if asked == "auto":
+        return "single" if world_size == 1 else "ddp"
+    return asked
+
+
+def parallel_dims(options: StrategyOptions, world_size: int) -> ParallelDims:
+    """Return the number of ranks along each axis of a strategy.
+
+    The ranks that the tensor and the pipeline axis leave are data parallel. An axis size that is
+    not given takes all ranks if the axis is the only one, and 2 ranks next to a data axis.
+
+    Raises:
+        ValueError: If the sizes do not multiply to the world size. The message has the equation.
+    """
+    name = strategy_name(options.name, world_size)
+    axes = STRATEGIES[name].axes
+    default = 2 if DATA in axes else world_size
+    tensor, pipeline = (
+        (options.axis_size(axis) or default) if axis in axes else 1 for axis in (TENSOR, PIPELINE)
+    )
+    n_data = max(1, world_size // (tensor * pipeline)) if DATA in axes else 1
+    dims = ParallelDims(n_data, tensor, pipeline, options.copies)
+    if dims.world_size != world_size:
+        equation = f"data {n_data} x tensor {tensor} x pipeline {pipeline} = {dims.world_size}"
+        raise ValueError(
+            f"strategy={name}: {equation}, but there are {world_size} ranks; "
+            f"{_advice(axes, world_size)}"
+        )
+    return dims
+
+
+def count_replicas(given: int | None, n_nodes: int, world_size: int) -> int:
+    """Return the number of DiLoCo replicas: as given, one per node of several, or one per rank."""
+    return given or (n_nodes if n_nodes > 1 else world_size)
+
+
+def count_microbatches(given: int | None, n_ranks: int) -> int:
+    """Return into how many parts a pipeline divides a batch: as given, or two per rank."""
+    return given or 2 * n_ranks
+
+
+def stage_blocks(stage: int, n_stages: int, n_blocks: int) -> range:
+    """Return the indices of the blocks of a stage.
+
+    If the stages do not divide the blocks, early stages hold one block more, because the last stage
+    also computes the head, which costs more than the embedding.
+    """
+    return range(*(-(-n_blocks * i // n_stages) for i in (stage, stage + 1)))
+
+
+def _advice(axes: tuple[str, ...], world_size: int) -> str:
+    if not axes:
+        return "use one device, or strategy=ddp"
+    axis = TENSOR if TENSOR in axes else PIPELINE
+    if DATA not in axes:
+        return f"use {axis}_parallel_size={world_size}, or null"
+    divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+    return f"{axis}_parallel_size must divide {world_size}: {divisors}"

@@ -1,0 +1,29 @@
+"""Types of the keys of the command `gptrain.ladder`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from gptrain.core.value_types import SEED_MAX, Count, Name, Section, between
+from gptrain.plan.__main__ import PlanRun
+
+
+class Options(Section):
+    sizes: list[Annotated[float, Field(gt=0, le=100)] | Name] = Field(min_length=2)
+    target: str
+    tokens_per_parameter: list[Annotated[float, Field(ge=0.01)]] = Field(min_length=1)
+    seeds: list[Annotated[int, between(0, SEED_MAX)]] | None
+    lr_rule: Literal["constant", "sqrt_width", "mup"]
+    lr_width: Count | None
+    count: Literal["auto", "all", "matrices", "blocks"]
+    budget: PositiveFloat | None
+    dollars: PositiveFloat | None
+    price: PositiveFloat | None
+
+
+class LadderRun(PlanRun):
+    """A plan's keys and the command's own."""
+
+    ladder: Options
