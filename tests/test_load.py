@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 import gptrain
 from gptrain.problems import ConfigError
 from gptrain.resilience.manifest import NoGoodCheckpoint
+from tests.conftest import ROOT
 
 
 def equal(net, state) -> bool:
@@ -70,3 +71,10 @@ def test_what_is_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match="allowed: best, last"):
         gptrain.load(tmp_path, "newest")
     assert "load" in dir(gptrain)  # for a notebook's completion
+
+
+def test_a_run_that_is_done_gives_its_net_and_its_tokenizer(speaker):
+    run = gptrain.Run(speaker, ROOT / "conf")
+    tokens = run.tokenizer.encode("café")
+    assert run.tokenizer.decode(tokens) == "café"
+    assert not run.net.training and run.net(torch.tensor([[*tokens]])).shape[-1] == 256
