@@ -414,7 +414,9 @@ def test_prune_keeps_the_newest_and_the_protected(store):
 
 
 def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_next_begins(store):
-    weights = bytearray(b"before")
+    """What copies checkpoints elsewhere, `on_commit`, is called after each, when it is there."""
+    weights, steps_seen = bytearray(b"before"), []
+    store.on_commit = lambda: steps_seen.append(store.steps())
     with store.writing(1, in_background=True) as draft, draft.open("state.ckpt") as file:
         file.write(weights)
     weights[:] = b"after!"  # the next step
@@ -422,6 +424,7 @@ def test_a_save_in_the_background_is_a_checkpoint_once_it_is_finished_or_the_nex
     save(store, 2, in_background=True)
     assert store.steps() == [1]
     store.finish()
+    assert steps_seen == [[1], [1, 2]]
     assert not store.is_unfinished and not store.is_writing
     assert (store.folder / "step-00000001" / "state.ckpt").read_bytes() == b"before"
     assert holds(store.newest_good().path, 2)
