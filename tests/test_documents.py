@@ -3,8 +3,9 @@
 import gzip
 import json
 import time
+import tracemalloc
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from gptrain.data import DataError, TextDataset, load_tokenizer
 from gptrain.data.corpus import find_sources, read_pieces
 from gptrain.data.prepare import in_order
+from gptrain.data.records import read_records
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "größe", "値", "was", "🙂", "seen", "by", "all"]
 
@@ -126,6 +128,69 @@ def test_json_lines_that_are_not_declared_so_are_never_trained_on(tmp_path):
         read(path)
     (tmp_path / "code.json").write_text(json.dumps({"a": [1, {"b": 2}]}, indent=1) * 300)
     read(tmp_path / "code.json")
+
+
+@pytest.mark.parametrize("key", [None, "data"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["alpaca.json", "bom.JSON", "alpaca.json.gz"])
+def test_a_json_array_is_read_as_records(name, indent, key, tmp_path):
+    records = [{"instruction": "write", "output": text, "n": [1, {"x": "]"}]} for text in TEXTS]
+    value = records if key is None else {"version": {"data": []}, key: records, "license": "x"}
+    content = json.dumps(value, indent=indent, ensure_ascii=False).encode()
+    content = b"\xef\xbb\xbf" * name.startswith("bom") + content
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    dataset = read(tmp_path / name, text_key="output")
+    texts = documents_of(dataset, "train") + documents_of(dataset, "val")
+    assert Counter(map(str.strip, texts)) == Counter(TEXTS)
+    with pytest.raises(DataError, match=r"record 1: no key 'text'.*try: data\.text_key=instruct"):
+        read(tmp_path / name)
+
+
+def test_of_a_json_array_memory_holds_one_record(tmp_path):
+    path = tmp_path / "long.json"
+    with path.open("w") as file:
+        file.write('[{"text": 1}' + f', {{"text": "{"é" * 10_000}", "n": -1.5e3}}' * 2_000 + "]")
+    tracemalloc.start()
+    lengths = [len(text) for text, _ in islice(read_records(path, "json", "text"), 1, None)]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lengths == [20_000] * 2_000  # 40 MB
+    assert peak_bytes < 2e6
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ('[{"text": "a"}, {"text": "b"', "broken JSON"),
+        ('[{"text": "a"}, {"text": "b"}', ".*array is not closed"),
+        ('[{"text": "a"} {"text": "b"}]', ".*array is not closed"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', "more text after the array"),
+        ('[{"text": "a"}, {"text": tru e}]', "broken JSON"),
+        ('[{"text": "a"}, ' + "[" * 10**6, "nested too deeply"),
+        ('["a", "b"]', "record 1: no object but str; try: data.format=text"),
+        ('{"data": [{"text": 1}]}', "record 1: 'text' is no text but int"),
+    ],
+)
+def test_a_json_array_that_is_damaged_or_holds_no_text_is_one_line(content, wrong, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=rf"a\.json: {wrong}"):
+        read(tmp_path / "a.json")
+
+
+def test_an_array_of_records_in_another_file_is_refused_and_other_json_is_text(tmp_path):
+    array = json.dumps([{"text": text} for text in TEXTS])
+    (tmp_path / "array.txt").write_text(array)
+    with pytest.raises(DataError, match=r"array\.txt: a JSON array.*try: data\.format=json"):
+        read(tmp_path / "array.txt")
+    assert len(read(tmp_path / "array.txt", format="json").ends) == 181
+    (tmp_path / "array.jsonl").write_text(array)
+    with pytest.raises(DataError, match=r"record 1: no object but list; try: data\.format=json"):
+        read(tmp_path / "array.jsonl")
+    (tmp_path / "package.json").write_text(json.dumps({"name": "x", "files": TEXTS}))
+    assert len(read(tmp_path / "package.json", format="text").ends) > 1
+    assert len(read(tmp_path / "package.json").ends) > 1
+    with pytest.raises(DataError, match=r"neither one JSON array.*try: data\.format=jsonl"):
+        read(tmp_path / "package.json", format="json")
 
 
 def test_files_folders_and_globs_mix_texts_and_records(tmp_path):

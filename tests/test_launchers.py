@@ -142,6 +142,12 @@ def test_ranks_that_cannot_be_told_apart_and_devices_that_mpirun_has_not_started
     assert line.endswith("try: trainer.devices=2 trainer.num_nodes=1")
 
 
+def test_a_number_that_is_no_rank_is_refused_by_that_rank(launched):
+    launched("torchrun", 2, 2, 0, 2)
+    (line,) = refused("trainer.accelerator=cpu")
+    assert "RANK=2 is no rank of WORLD_SIZE=2" in line
+
+
 def test_mpirun_on_two_nodes_is_asked_where_the_ranks_meet(launched, monkeypatch, tmp_path):
     launched("openmpi", 0, 4, 0, 2)
     words = ("trainer.devices=2", "trainer.num_nodes=auto", "trainer.accelerator=cpu")

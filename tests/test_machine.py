@@ -100,7 +100,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
     for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
         with pytest.raises(GroupMade) as made:
             assemble.build(compose_command([*words, f"strategy.backend={asked}"]))
-        assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0, None),)
+        assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0, None, ()),)
     assert told == [3, 3]
 
 

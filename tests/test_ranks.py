@@ -5,13 +5,17 @@ Spawned ones, as a person's are, start in test_project.py and test_signals_run.p
 
 from __future__ import annotations
 
+import os
+import socket
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from gptrain.parallel.meeting import MissingRanksError, meet
+from gptrain.problems import ending_of
 from gptrain.ranks.supervisor import job_code
-from gptrain.resilience.status import write_status
+from gptrain.resilience.status import read_status, write_status
 from tests.conftest import ROOT, TINY
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")
@@ -54,3 +58,59 @@ def test_torchrun_makes_one_folder_and_one_set_of_lines_from_any_folder(command,
     (folder,) = (tmp_path / "train").iterdir()
     one_log_and_no_traces_of_other_ranks(folder)
     assert not list((tmp_path / "anywhere").iterdir())
+
+
+ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "FREE"}
+# What one rank alone finds in its environment -> what its one line says.
+ALONE = {
+    "another node": (
+        ADDRESS | {"RANK": "0"},
+        "RANK=0 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=FREE:"
+        " ranks 1, 2 of 3 did not come within 0.2 s; try: start all ranks, or: unset RANK",
+    ),
+    "rank 0": (
+        ADDRESS | {"RANK": "1"},
+        "RANK=1 WORLD_SIZE=3 MASTER_ADDR=localhost MASTER_PORT=FREE:"
+        " rank 0 did not come within 0.2 s: no answer there (Connection refused)",
+    ),
+    "unknown host": (
+        ADDRESS | {"RANK": "1", "MASTER_ADDR": "no-such-host.invalid"},
+        "MASTER_ADDR=no-such-host.invalid is no known host",
+    ),
+    "no address": ({"RANK": "1"}, "RANK=1 WORLD_SIZE=3: MASTER_ADDR and MASTER_PORT must name"),
+    "no port": (ADDRESS | {"RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x: MASTER_ADDR and"),
+    "port taken": (
+        ADDRESS | {"RANK": "0", "MASTER_PORT": "TAKEN"},
+        "MASTER_PORT=TAKEN of this host cannot be used by rank 0: taken by another process",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeypatch):
+    variables, said = ALONE[case]
+    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as free:
+        ports = {"TAKEN": str(taken.getsockname()[1]), "FREE": str(free.getsockname()[1])}
+        free.close()
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"WORLD_SIZE": "3", **variables}.items():
+            monkeypatch.setenv(name, ports.get(value, value))
+        with pytest.raises(MissingRanksError) as caught:
+            meet(int(variables["RANK"]), 3, 0.2, variables=("RANK", "WORLD_SIZE"))
+    ending = ending_of(caught.value)
+    for name, port in ports.items():
+        said = said.replace(name, port)
+    assert said in ending.line and "\n" not in ending.line
+    assert (ending.code, ending.cause, ending.trace) == (76, "hang", "")
+
+
+def test_a_rank_that_nobody_else_joins_says_so_in_one_line(command, tmp_path):
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    options = ("trainer.devices=2", "strategy.timeout_s=1", "launcher.timeout_s=1")
+    words = (*TINY, *options, f"run_dir={tmp_path / 'run'}")
+    run = command("train.py", *words, env=os.environ | variables)
+    assert run.returncode == 76
+    (line,) = run.stderr.splitlines()
+    assert line.startswith("error: RANK=0 WORLD_SIZE=2: rank 1 of 2 did not come within 1 s; try: ")
+    assert read_status(tmp_path / "run")["cause"] == "hang"

@@ -3,12 +3,15 @@
 Of several ranks: tests/test_signals_run.py.
 """
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gptrain.streams import Stream
 
 ROOT = Path(__file__).parents[1]
 RUN = (
@@ -44,6 +47,23 @@ def test_a_run_goes_on_without_its_output(place, said, train, monkeypatch):
 )
 def test_a_command_that_prints_ends_as_a_filter(words, code, said):
     assert shell(f"{PLAN} {words}") == (code, said)
+
+
+def test_a_character_that_the_terminal_does_not_have_is_replaced(tmp_path):
+    code, said = shell(f"{RUN} run_dir={tmp_path}/ran", PYTHONIOENCODING="ascii")
+    assert (code, said) == (0, "")
+    assert "·" in (tmp_path / "ran" / "train.log").read_text(encoding="utf-8")
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert Stream(stream).write("é値\n") == 3
+    stream.flush()
+    assert stream.buffer.getvalue() == b"??\n"
+
+
+def test_a_script_with_windows_line_endings_is_named_by_every_command():
+    for words in ("train.py trainer.max_steps=3$'\\r'", "-m gptrain.runs outputs$'\\r'"):
+        code, said = shell(words)
+        assert code == 2 and said.count("\n") == 1
+        assert r"\r: ends with a carriage return: the script has Windows line endings; try:" in said
 
 
 def test_ctrl_c_in_the_imports_is_one_line(tmp_path):

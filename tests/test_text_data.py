@@ -193,6 +193,72 @@ def test_hidden_files_and_those_that_do_not_match_are_left_out(tmp_path):
         find_sources(tmp_path / "nowhere")
 
 
+def test_folders_and_files_behind_links_are_part_of_a_corpus(tmp_path, recwarn):
+    """A corpus is assembled by `ln -s`; a pattern, a glob and a list see the same files."""
+    corpus, disk = tmp_path / "corpus", tmp_path / "disk"
+    for path in (corpus / "b.txt", disk / "shard" / "deep" / "a.txt", disk / "c.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name * 50)
+    (corpus / "shard").symlink_to(disk / "shard")
+    (corpus / "c.txt").symlink_to("../disk/c.txt")
+    whole = ["b.txt", "c.txt", "shard/deep/a.txt"]
+    assert [one.name for one in find_sources(corpus)] == whole
+    assert [one.name for one in find_sources(corpus, "shard/*.txt")] == whole[2:]
+    assert len(find_sources(corpus / "*")) == len(find_sources(corpus / "**" / "*.txt")) == 3
+    assert len(find_sources([corpus / "shard", corpus / "b.txt"])) == 2
+    (tmp_path / "link").symlink_to(corpus)
+    assert [one.name for one in find_sources(tmp_path / "link")] == whole
+    assert not recwarn.list
+
+
+def test_links_in_a_circle_and_links_to_nothing_are_one_line_each(tmp_path):
+    corpus = tmp_path / "corpus"
+    for folder, other in (("a", "b"), ("b", "a")):
+        (corpus / folder).mkdir(parents=True)
+        (corpus / folder / "text.txt").write_text(folder * 50)
+        (corpus / folder / "other").symlink_to(corpus / other)
+    (corpus / "up").symlink_to("..")
+    (corpus / "self").symlink_to("self")
+    (corpus / "gone").symlink_to("/unmounted/shard")
+    (corpus / "gone.txt").symlink_to("/unmounted/gone.txt")
+    with pytest.warns(UserWarning) as said:
+        names = [one.name for one in find_sources(corpus)]
+    assert names == ["a/text.txt", "b/text.txt"]
+    lines = sorted(str(one.message).replace(str(corpus), "corpus") for one in said)
+    assert lines == [
+        "1 links lead back to a folder around them and are not followed again:"
+        " for example corpus/up/corpus",
+        "2 paths lead by links to data that is there already, which is read once:"
+        " for example corpus/a/other",
+        "3 links lead nowhere and are left out: for example corpus/self -> self",
+    ]
+    (corpus / "a" / "other").unlink()
+    with pytest.warns(UserWarning, match=r"lead nowhere.*gone\.txt -> /unmounted"):
+        assert len(find_sources(corpus / "**" / "*.txt")) == 2
+    with pytest.raises(FileNotFoundError, match="unmounted"):
+        find_sources(corpus / "gone.txt")
+
+
+def test_a_file_that_two_links_name_is_read_once_under_its_own_name(tmp_path):
+    """Else one copy could be trained on and the other one be part of the validation set."""
+    corpus = tmp_path / "corpus"
+    (corpus / "z").mkdir(parents=True)
+    (corpus / "z" / "text.txt").write_text("text" * 50)
+    (corpus / "a.txt").symlink_to("z/text.txt")
+    (corpus / "b").symlink_to("z")
+    with pytest.warns(UserWarning, match="2 paths lead by links to data that is there already"):
+        assert [one.name for one in find_sources(corpus)] == ["z/text.txt"]
+
+
+def test_a_link_is_known_by_its_suffix_as_in_the_hub_cache_of_hugging_face(tmp_path):
+    """There `data.jsonl.gz` is a link to a file that is named by its hash."""
+    (tmp_path / "0f3a").write_bytes(b"")
+    (tmp_path / "data.jsonl.gz").symlink_to("0f3a")
+    (tmp_path / "plain").symlink_to("data.jsonl.gz")
+    (source,) = find_sources(tmp_path / "data.jsonl.gz")
+    assert (source.format, source.path.suffix) == ("jsonl", ".gz")
+
+
 def test_the_default_corpus_is_the_standard_library():
     names = {document.name for document in default_corpus()}
     assert {"argparse.py", "json/decoder.py"} <= names
@@ -427,6 +493,19 @@ def test_a_pipe_is_no_corpus_and_no_tokenizer(tmp_path):
         find_sources(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: not a regular file"):
         load_tokenizer(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece"])
+def test_a_word_that_the_tokenizer_has_no_token_for_is_bad_data(kind, tmp_path):
+    models = pytest.importorskip("tokenizers").models
+    library = pytest.importorskip("tokenizers").Tokenizer(
+        getattr(models, kind)({"a": 0, "b": 1}, unk_token="[UNK]")
+    )
+    library.pre_tokenizer = pytest.importorskip("tokenizers").pre_tokenizers.Whitespace()
+    library.save(str(tmp_path / "words.json"))
+    (tmp_path / "text.txt").write_text("a b unseen a b\n" * 40)
+    with pytest.raises(DataError, match=r"words\.json: cannot encode.*UNK.*try: "):
+        prepare(tmp_path / "text.txt", str(tmp_path / "words.json"), tmp_path / "cache")
 
 
 def test_a_tokenizer_must_fit_the_vocabulary(corpus, cache):

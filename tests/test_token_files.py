@@ -234,6 +234,19 @@ def test_of_a_folder_of_shards_each_split_has_its_own(tmp_path):
     assert len(TokenDataset(tmp_path, 3, split="val", keep_tail=True)) == 3
 
 
+def test_a_folder_of_tokens_is_read_with_all_below_it_and_links_are_followed(tmp_path):
+    tokens, disk = tmp_path / "tokens", tmp_path / "disk"
+    for path in (tokens / "a.bin", disk / "train" / "b.bin", disk / "val" / "c.bin"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_raw(path, range(9))
+    (tokens / "shard").symlink_to(disk)
+    (tokens / "gone").symlink_to("/unmounted")
+    with pytest.warns(UserWarning, match=r"1 links lead nowhere.*for example .*gone -> /unm"):
+        names = [str(path.relative_to(tokens)) for path in find_token_files(tokens, "train")]
+    assert names == ["a.bin", "shard/train/b.bin"]
+    assert find_token_files(tokens / "s*", "val") == [tokens / "shard" / "val" / "c.bin"]
+
+
 def test_shards_of_a_terabyte_are_not_read_at_the_start(tmp_path):
     for number in range(64):  # holes: no block of the disk is behind them
         with open(tmp_path / f"{number:02}.bin", "wb") as file:

@@ -22,6 +22,7 @@ from gptrain import home
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.resilience.status import RESULT_NAME, read_status
 from gptrain.small_files import read_json
+from gptrain.streams import Stream
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,7 +104,7 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Run:
     with TemporaryDirectory() as place:
         told = Path(place) / "folder"
         errors, code = _run([sys.executable, str(conf.with_name("train.py")), *words], told)
-        folder = Path(told.read_text()) if told.exists() else None
+        folder = Path(os.fsdecode(told.read_bytes())) if told.exists() else None
     if folder and code == 0:
         return Run(folder, conf)
     status = (read_status(folder) or {}).get("message") if folder else None
@@ -135,8 +136,9 @@ def _run(command: list[str], told: Path) -> tuple[list[str], int]:
     errors: list[str] = []
 
     def show(lines: IO[str] | None, out: TextIO) -> None:
+        stream: Any = Stream(out)
         for line in lines or ():  # not by descriptors, which a notebook does not show
-            print(line, end="", file=out, flush=True)
+            print(line, end="", file=stream, flush=True)
             if line.startswith("error: "):
                 errors.append(line.rstrip("\n"))
 

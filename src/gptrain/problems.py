@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import re
+import sys
 import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value that are shown
 
 # Our own exceptions have a `cause` of their class.
-CODES = {"preempted": PREEMPTED, "nonfinite": NON_FINITE, "data": BAD_DATA}
+CODES = {"preempted": PREEMPTED, "nonfinite": NON_FINITE, "data": BAD_DATA, "hang": HUNG}
 
 # Of gloo and nccl, about a rank that is gone.
 PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -128,7 +129,21 @@ class ConfigError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command's words; what it cannot read is a ConfigError."""
+    """Parser of a command's words, which raises a ConfigError for what it cannot read."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words, none of which may end with the carriage return of a Windows script."""
+        words = sys.argv[1:] if args is None else args
+        if found := [word for word in words if word.endswith("\r")]:
+            key, equals, value = found[0].partition("=")
+            wrong = "ends with a carriage return: the script has Windows line endings"
+            attempt = "dos2unix <script>, or sed -i 's/\\r$//' <script>"
+            if not equals:
+                wrong, key = f"{found[0]}: {wrong}", ""
+            raise ConfigError.of(
+                key.lstrip("+~"), value if equals else None, wrong, attempt=attempt
+            )
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError.of("", None, message, attempt=f"{self.prog} --help")

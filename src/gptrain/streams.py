@@ -1,19 +1,28 @@
-"""stdout and stderr of a process that may be closed (`>&-`), or lost (`| head`, a full disk)."""
+"""stdout and stderr of a process, which may be closed, be lost, or know ASCII alone.
+
+They are closed by `>&-`, and lost by `| head` or on a full disk.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from typing import Any
+import warnings
+from pathlib import Path
+from typing import Any, cast
 
 from gptrain.problems import printable
 
+_python_format = warnings.formatwarning
+
 
 class Stream:
-    """A text stream that discards what can no longer be written.
+    """A text stream that writes what can be written.
 
-    A reader that has gone is silence, as of any filter; any other failure is one warning.
+    A character that the stream's encoding does not have becomes a question mark. Text that can no
+    longer be written is discarded: silently where the reader has gone, as in any filter, and with
+    one warning after any other failure.
 
     Attributes:
         error: the first failure of another kind than a closed pipe.
@@ -23,7 +32,13 @@ class Stream:
         self._stream, self.error = stream, None
 
     def write(self, text: str) -> int:
-        return self._attempt(self._stream.write, text) or len(text)
+        """Write a text and return its length in characters."""
+        try:
+            self._attempt(self._stream.write, text)
+        except UnicodeEncodeError as error:
+            text = text.encode(error.encoding, errors="replace").decode(error.encoding)
+            self._attempt(self._stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
         self._attempt(self._stream.flush)
@@ -49,7 +64,8 @@ class Lines(logging.Formatter):
 
 
 def bear_lost_streams() -> None:
-    """Lets stdout and stderr of this process be closed, or be lost while it runs."""
+    """Wrap stdout and stderr of this process, so that nothing that is printed raises."""
+    warnings.formatwarning = cast(Any, format_warning)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:  # closed by who started this process
@@ -57,6 +73,19 @@ def bear_lost_streams() -> None:
             stream = os.fdopen(number, "w", closefd=False)
         if not isinstance(stream, Stream):
             setattr(sys, name, Stream(stream))
+
+
+def format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Return a warning about the user's input as one line, and another one in Python's form."""
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"warning: {printable(message)}\n"
+    return _python_format(message, category, filename, lineno, line)
 
 
 def _discard(number: int) -> None:

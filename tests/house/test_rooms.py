@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "texts": {"data", "sampling", "problems"},
     "scoring": {"data", "loss"},
     "shell": {"home", "problems"},
-    "fitting": {"home", "nets", "data", *FOLDER},
+    "fitting": {"nets", "data", *COMMAND},
     "costs": {"lengths", "parallel"},
     "measure": {"costs"},
     "streams": {"problems"},

@@ -31,6 +31,7 @@ from gptrain.config.compose import compose_and_explain, plain
 from gptrain.config.values import walk
 from gptrain.home import LIBRARY, VARIABLE, enter, find_project
 from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
+from gptrain.streams import bear_lost_streams
 
 CHECK = ("-m", "gptrain.adopt", "--check")
 MISSING = "???"  # of Hydra: a value that has to be typed
@@ -48,6 +49,7 @@ def main() -> NoReturn:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--upgrade", action="store_true", help="another library for a project")
     which.add_argument("--check", action="store_true", help="what in conf/ this library refuses")
+    bear_lost_streams()
     try:
         code = answer(parser.parse_intermixed_args())
     except (ConfigError, OSError) as error:

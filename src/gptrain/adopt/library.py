@@ -88,9 +88,9 @@ def put(library: Path, project: Path) -> None:
 def require(project: Path, needed: str | None) -> None:
     """Writes another requirement into a project's pyproject.toml. Raises: ConfigError, OSError."""
     file = project / "pyproject.toml"
-    text, n = re.subn(REQUIRED, f'"{needed}"', file.read_text())
+    text, n = re.subn(REQUIRED, f'"{needed}"', file.read_text(encoding="utf-8"))
     if needed is None or n != 1:
         wrong = "the project has no copy of the library, and requires none by an address"
         attempt = "library=<a folder, a wheel, git+https://...>"
         raise ConfigError.of("library", needed or VENDORED, wrong, attempt=attempt)
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")

@@ -52,7 +52,7 @@ from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.slices import make_to_look_at
 from gptrain.problems import FOLDER_UNUSABLE, ConfigError
 from gptrain.ranks.devices import Machine, find_machine, set_threads
-from gptrain.ranks.process import Process, store_path, this_process
+from gptrain.ranks.process import Process, rank_variables, store_path, this_process
 from gptrain.resilience.lock import read_holder
 from gptrain.resilience.manifest import read_manifest
 from gptrain.resilience.watchdog import Guard
@@ -61,6 +61,7 @@ __all__ = ["Run", "build", "check", "find_checkpoint"]
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 SHARED_S = 10.0  # after which what one node has written is to be seen from all (NFS: seconds)
+MEETING_S = 60.0  # more than the ranks wait for each other, so that they report who is missing
 STARTING_S = 600.0  # from there to the first step, on a slow file system
 
 
@@ -122,6 +123,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
     process, machine = this_process(), find_machine(cfg)
     dims = parallel_dims(cfg.strategy, machine.world_size)
     device = machine.device(process.local_rank)
+    if guard is not None:
+        guard.heartbeat.beat(phase="meeting", allow_s=cfg.strategy.timeout_s + MEETING_S)
     start_rank(cfg, process, machine)
     if machine.n_nodes > 1:
         check_shared(cfg.run_dir, process.rank)
@@ -190,7 +193,8 @@ def start_rank(cfg: RunConfig, process: Process, machine: Machine) -> None:
     backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
     if strategy_name(cfg.strategy.name, machine.world_size) != "single":
         place = process.rank, machine.world_size
-        start_group(backend, device, *place, cfg.strategy.timeout_s, store_path(cfg.run_dir))
+        where = store_path(cfg.run_dir), rank_variables()
+        start_group(backend, device, *place, cfg.strategy.timeout_s, *where)
 
 
 def check_shared(run_dir: str, rank: int) -> None:

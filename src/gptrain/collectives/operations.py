@@ -19,7 +19,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.measure import wait_for
 from gptrain.parallel.mesh import start_group
 from gptrain.ranks.devices import find_machine, set_threads
-from gptrain.ranks.process import store_path, this_process
+from gptrain.ranks.process import rank_variables, store_path, this_process
 
 BATCHES = 5  # of calls whose time is taken
 # What the root and what each other rank gives and gets: n rows, its own, or none. Bus bandwidth is
@@ -44,7 +44,8 @@ def group_of(cfg: RunConfig) -> Generator[torch.device, None, None]:
     backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size
     device = machine.device(this_process().local_rank)
     set_threads(machine.n_local)
-    start_group(backend, device, rank, n_ranks, cfg.strategy.timeout_s, store_path(cfg.run_dir))
+    where = store_path(cfg.run_dir), rank_variables()
+    start_group(backend, device, rank, n_ranks, cfg.strategy.timeout_s, *where)
     say(f"{backend}, {n_ranks} ranks; the root is rank 0")
     yield device
     dist.destroy_process_group()

@@ -61,7 +61,7 @@ class TextConfig(DataConfig):
     seq_len: Count
     path: LocalPaths | None
     pattern: Name
-    format: Literal["text", "jsonl", "parquet"] | None
+    format: Literal["text", "jsonl", "json", "parquet"] | None
     text_key: Name
     on_bad_record: Literal["error", "skip"]
     tokenizer: LocalPath

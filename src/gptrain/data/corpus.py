@@ -9,13 +9,15 @@ import glob
 import hashlib
 import json
 import os
+import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
 from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
 from gptrain.small_files import DataError, open_regular
@@ -37,14 +39,19 @@ class Source:
     path: Path
     size_bytes: int
     mtime_ns: int
-    format: str  # text, jsonl or parquet
+    format: str  # text, jsonl, json or parquet
     is_declared: bool  # the format was asked for, or is a record's suffix
 
     @classmethod
-    def of(cls, name: str, path: Path, format: str | None) -> "Source":
-        status, known = path.stat(), format or format_of(name)
+    def of(cls, file: FoundFile, format: str | None) -> "Source":
+        """Look up size, time and format; only of a .json file the head is read for it.
+
+        A link is known by its own suffix. A link without a suffix is known by what it leads to.
+        """
+        path = file.path if file.path.suffix else Path(file.real_path)
+        status, known = path.stat(), format or format_of(path)
         is_declared = bool(format) or known != "text"
-        return cls(name, path, status.st_size, status.st_mtime_ns, known, is_declared)
+        return cls(file.name, path, status.st_size, status.st_mtime_ns, known, is_declared)
 
 
 @dataclass(frozen=True)
@@ -75,45 +82,79 @@ class Content(NamedTuple):
 
 
 def default_corpus() -> list[Source]:
-    """The Python standard library's own source without its tests: about 12 MB."""
-    return _walk(Path(sysconfig.get_path("stdlib")), "*.py", "text", without=_NO_SOURCE)
+    """Return the Python standard library's own source without its tests: about 12 MB."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = walk_files(root, SkippedPaths(), _NO_SOURCE)
+    return [Source.of(one, "text") for one in files if _matches(one.name, "*.py")]
 
 
 def find_sources(
     path: str | os.PathLike | Sequence[str | os.PathLike] | None,
     pattern: str = "*",
     format: str | None = None,
+    cache_dir: Path | None = None,
 ) -> list[Source]:
-    """Sources of a file, a folder with all below it, a glob, or a list of them; sorted by name.
+    """Return the sources of a file, a folder with all below it, a glob, or a list, sorted by name.
+
+    Links are followed. A file to which several paths lead is read once: a second copy of it could
+    be part of the validation set while the first one is trained on.
 
     Args:
         path: None for `default_corpus`.
-        pattern: that names of files within folders must match, as `*.py`; one with a slash is
-            matched with the whole name. Hidden files and folders are left out.
-        format: of all files; None: what the name of each says.
-    Raises: FileNotFoundError; DataError if nothing matches.
+        pattern: Pattern that names of files within folders must match, as `*.py`. A pattern with a
+            slash is matched with the whole name. Hidden files and folders are left out.
+        format: Format of all files. None takes the format that the name of each says.
+        cache_dir: Folder of which nothing is part of a corpus.
+
+    Raises:
+        FileNotFoundError: If a name, or what a link leads to, does not exist.
+        DataError: If nothing matches.
     """
-    found = []
     if path is None:
         found = [source for source in default_corpus() if _matches(source.name, pattern)]
-    for given in [path] if isinstance(path, (str, os.PathLike)) else path or []:
-        given = os.path.expanduser(given)
-        names = [] if os.path.exists(given) else glob.glob(given, recursive=True)
-        for name in names or [given]:
-            one = Path(name).resolve(strict=True)
-            if one.is_dir():
-                found += _walk(one, pattern, format)
-            elif one.is_file():  # and no pipe, which would block for ever
-                found.append(Source.of(one.name, one, format))
+    else:
+        skipped = SkippedPaths()
+        files = list(_find_files(path, pattern, skipped))
+        if cache_dir is not None:
+            below = f"{cache_dir.resolve()}{os.sep}"
+            files = [one for one in files if not one.real_path.startswith(below)]
+        # A file is known by its own path where it has one, and else by the first link to it.
+        files.sort(key=lambda one: (str(one.path) != one.real_path, one.name))
+        first: dict[str, FoundFile] = {}
+        for one in files:
+            if first.setdefault(one.real_path, one) is not one and str(one.path) != one.real_path:
+                skipped.repeated.append(str(one.path))
+        skipped.warn()
+        found = [Source.of(one, format) for one in first.values()]
     if not found:
         raise DataError(f"{path}: no file matches {pattern!r}")
-    return sorted(set(found))  # a folder and a file in it may both be named
+    return sorted(found)
+
+
+def _find_files(
+    path: str | os.PathLike | Sequence[str | os.PathLike], pattern: str, skipped: SkippedPaths
+) -> Iterator[FoundFile]:
+    """Yield the files that a path, a folder, a glob or a list of them names."""
+    for given in [path] if isinstance(path, (str, os.PathLike)) else path:
+        given = os.path.expanduser(given)
+        names = [] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
+        for name in names or [given]:
+            if names and not os.path.exists(name):
+                skipped.dangling.append(f"{name} -> {os.readlink(name)}")
+                continue
+            real_path = Path(name).resolve(strict=True)
+            if real_path.is_dir():
+                files = walk_files(real_path, skipped, enter_once="/" not in pattern)
+                yield from (one for one in files if _matches(one.name, pattern))
+            elif real_path.is_file():  # and no pipe, which would block for ever
+                yield FoundFile(real_path.name, Path(os.path.abspath(name)), str(real_path))
 
 
 def look_through(source: Source, text_key: str) -> Content:
-    """Hash of a source's bytes, and of a text file where it is no UTF-8.
+    """Hash a source's bytes, and find where a text file is no UTF-8.
 
-    Raises: DataError for a file of JSON lines that is not declared so.
+    Raises:
+        DataError: For a text file whose content is records.
     """
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("surrogateescape")
     n_read, n_text, first_bad = 0, 0, None  # bytes
@@ -124,11 +165,8 @@ def look_through(source: Source, text_key: str) -> Content:
             digest.update(block)
             if source.format != "text":
                 continue
-            if is_first and not source.is_declared and _is_json_lines(block, text_key):
-                raise DataError(
-                    f"{source.path}: JSON lines, which would be trained on as they stand;"
-                    " try: data.format=jsonl data.text_key=<key>, or data.format=text"
-                )
+            if is_first and not source.is_declared:
+                _check_no_records(source.path, block, text_key)
             text = decoder.decode(block, final=n_read == source.size_bytes)
             try:
                 n_text += len(text.encode())
@@ -251,14 +289,37 @@ def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
     yield Piece(text, is_val, True, True, n_read)
 
 
+def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
+    """Raise a DataError for a text file that begins as JSON lines or as an array of records."""
+    head = head.removeprefix(codecs.BOM_UTF8)
+    if _is_json_lines(head, text_key):
+        wrong, format = "JSON lines, which would be trained on as they stand", "jsonl"
+    elif _is_array(head):
+        wrong, format = "a JSON array of records, which would be trained on as it stands", "json"
+    else:
+        return
+    attempt = f"data.format={format} data.text_key=<key>, or data.format=text"
+    raise DataError(f"{path}: {wrong}; try: {attempt}")
+
+
 def _is_json_lines(head: bytes, text_key: str) -> bool:
-    """Whether a file that begins so is a JSON object a line; a single one must have the key."""
+    """Return whether a file that begins so is a JSON object a line; one alone needs the key."""
     lines = [line for line in head.splitlines()[:8] if line.strip()][:2]
     try:
         records = [json.loads(line) for line in lines if line.lstrip().startswith(b"{")]
     except (ValueError, RecursionError):
         return False
     return len(records) == 2 or (len(lines) == len(records) == 1 and text_key in records[0])
+
+
+def _is_array(head: bytes) -> bool:
+    """Return whether a file that begins so is a JSON array whose first element is an object."""
+    begin = re.match(rb"\s*\[\s*(?=\{)", head)
+    try:
+        text = head[begin.end() :].decode(errors="ignore") if begin else ""
+        return bool(begin) and bool(json.JSONDecoder().raw_decode(text)[0])
+    except (ValueError, RecursionError):
+        return False
 
 
 def _cut_before(source: Source, position: int) -> int:
@@ -273,20 +334,6 @@ def _cut_before(source: Source, position: int) -> int:
 
 def _with_newline(text: bytes) -> bytes:
     return text if text.endswith(b"\n") else text + b"\n"
-
-
-def _walk(
-    root: Path, pattern: str, format: str | None, without: Iterable[str] = ()
-) -> list[Source]:
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name[0] != "." and name not in without]
-        for file in files:
-            path = Path(folder, file)
-            name = path.relative_to(root).as_posix()
-            if file[0] != "." and _matches(name, pattern) and path.is_file():
-                found.append(Source.of(name, path, format))
-    return found
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,29 +1,47 @@
-"""Files of records, of which one key is text: JSON lines (plain, gzip, zstd) and Parquet.
+"""Files of records, of which one key is text: JSON lines, a JSON array, and Parquet.
 
-Nothing is read whole but a line, or a row group's column.
+JSON may be plain or compressed by gzip or zstd. At most one record, one line or the column of one
+row group is in memory.
 """
 
 import gzip
 import io
 import json
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, cast
 
+from gptrain.data.json_array import holds_array, read_array
 from gptrain.small_files import DataError, open_regular
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
+# A file with such a suffix may be an array of records, one record a line, or no records at all.
+JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 _ROWS = 1024  # of a Parquet file, at once
 _LIBRARIES = ("gzip", "zlib", "zstandard", "zstd", "pyarrow")
 Text = bytes | DataError  # of a record; what is wrong with it
 
 
-def format_of(name: str) -> str:
-    """What a file is by its suffix: jsonl, parquet, else text."""
-    return next((FORMATS[suffix] for suffix in FORMATS if name.lower().endswith(suffix)), "text")
+def format_of(path: Path) -> str:
+    """Return the format of a file: by the suffix of its name, of a .json file by its content.
+
+    A plain .json file that is no array of records is text: package.json is a document of its own.
+    """
+    name = path.name.lower()
+    if name.endswith(JSON_SUFFIXES):
+        with (
+            suppress(DataError),
+            open_regular(path) as file,
+            _damage_named(path),
+            _decompressed(path, file) as stream,
+        ):
+            if holds_array(path, stream):
+                return "json"
+        return "text" if name.endswith(".json") else "jsonl"
+    return next((FORMATS[suffix] for suffix in FORMATS if name.endswith(suffix)), "text")
 
 
 def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[Text, int]]:
@@ -33,8 +51,8 @@ def read_records(path: Path, format: str, text_key: str) -> Iterator[tuple[Text,
         install.
     """
     is_empty = True
-    read = read_parquet if format == "parquet" else read_json_lines
-    for number, record, n_read in read(path, text_key):
+    read = {"jsonl": read_json_lines, "json": read_json_array, "parquet": read_parquet}
+    for number, record, n_read in read[format](path, text_key):
         is_empty = False
         yield _text_of(record, text_key, f"{path}: record {number}"), n_read
     if is_empty:
@@ -56,6 +74,15 @@ def read_json_lines(path: Path, text_key: str) -> Iterator[tuple[int, object, in
             before = file.tell()
 
 
+def read_json_array(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
+    """Yield the number of each element, the element, and the bytes of the file read for it."""
+    before = 0
+    with open_regular(path) as file, _damage_named(path), _decompressed(path, file) as stream:
+        for number, record in enumerate(read_array(path, stream), 1):
+            yield number, record, file.tell() - before
+            before = file.tell()
+
+
 def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]:
     """Row number, a record of the one column, and bytes read."""
     parquet = _library("pyarrow.parquet", "parquet")
@@ -71,12 +98,19 @@ def read_parquet(path: Path, text_key: str) -> Iterator[tuple[int, object, int]]
 
 
 def _text_of(record: object, text_key: str, place: str) -> Text:
+    """Return the text of a record in UTF-8, or what is wrong with the record."""
     if isinstance(record, DataError):
         return record
     if not isinstance(record, dict):
-        return DataError(f"{place}: no object but {type(record).__name__}")
+        attempt = "data.format=text, to train on the file as it stands"
+        if isinstance(record, list):
+            attempt = f"data.format=json for a file that is one array, or {attempt}"
+        return DataError(f"{place}: no object but {type(record).__name__}; try: {attempt}")
     if text_key not in record:
-        return DataError(f"{place}: no key {text_key!r}; there are: {', '.join(record)}")
+        wrong = f"no key {text_key!r}; there are: {', '.join(record)}"
+        keys = [key for key, value in record.items() if isinstance(value, str)]
+        attempt = f"; try: data.text_key={keys[0]}" if keys else ""
+        return DataError(f"{place}: {wrong}{attempt}")
     text = record[text_key]
     if not isinstance(text, str):
         return DataError(f"{place}: {text_key!r} is no text but {type(text).__name__}")

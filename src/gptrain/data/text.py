@@ -92,7 +92,7 @@ class TextDataset(TokenDataset):
             tokenizer: `bytes`, `bpe` (trained on the train part), or a tokenizer.json.
             vocab_size: of the model: as many tokens are learned for `bpe` if the text gives them;
                 no tokenizer may have more.
-            format: of all files: text, jsonl or parquet; None: by their suffixes.
+            format: of all files: text, jsonl, json or parquet; None: by their suffixes.
             end_of_document: a token after each; None: where the tokenizer has one, but not `bytes`.
         Raises: FileNotFoundError; DataError for no text, or a cache that somebody has changed;
             OSError if the disk is full or not to be written to, with nothing left behind.
@@ -110,11 +110,7 @@ class TextDataset(TokenDataset):
                 has_end = ready.end_id is not None and not isinstance(ready, ByteTokenizer)
             if has_end and ready.end_id is None:
                 raise DataError(f"tokenizer {tokenizer} has no token for the end of a document")
-        sources = [
-            source
-            for source in find_sources(path, pattern, format)
-            if cache_dir not in source.path.parents
-        ]
+        sources = find_sources(path, pattern, format, cache_dir)
         sources, digest = _read_index(sources, cache_dir, text_key)
         key = [FORMAT, digest, identity, float(val_fraction), has_end]
         if any(source.format != "text" for source in sources):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gptrain.data.folders import SkippedPaths, walk_files
 from gptrain.small_files import DataError, open_regular
 
 HEADER_BYTES = 1024  # 256 int32
@@ -58,29 +59,49 @@ class TokenFile:
 def find_token_files(
     path: str | os.PathLike | Sequence[str | os.PathLike], split: str = ""
 ) -> list[Path]:
-    """The files that a path, a glob pattern, or a list of them names; sorted within a pattern.
+    """Return the files that a path, a glob pattern, or a list of them names, each glob's sorted.
 
     Args:
-        split: train or val: of the `.bin` files of a folder, those whose name does not say that
-            they are of another split.
-    Raises: FileNotFoundError if a name, pattern or folder has no such file.
+        split: train or val: of the `.bin` files below a folder, those whose name or folders do not
+            say that they are of another split. Links to files and folders are followed.
+
+    Raises:
+        FileNotFoundError: If a name, pattern or folder has no such file.
     """
     if not isinstance(path, (str, os.PathLike)):
         return [file for one in path for file in find_token_files(one, split)]
     pattern = os.path.expanduser(path)
-    if os.path.isdir(pattern):
-        what = f"*.bin for {split or 'tokens'} in it"
-        others = _OTHER_SPLITS.get(split, ())
-        # Not by glob: it takes a folder that may not be read for an empty one.
-        files = sorted(file for file in Path(pattern).iterdir() if file.name.endswith(".bin"))
-        found = [file for file in files if not any(other in file.name for other in others)]
-    else:
-        what = "such file"
-        names = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        found = [Path(name) for name in names if not name.endswith(".idx")]  # beside its .bin
+    names = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    found = []
+    for name in names:
+        if os.path.isdir(name):
+            found += _find_below(name, split)
+        elif not name.endswith(".idx"):  # which lies beside its .bin
+            found.append(Path(name))
     if not found:
+        is_folder = os.path.isdir(pattern)
+        what = f"*.bin for {split or 'tokens'} in it" if is_folder else "such file"
         raise FileNotFoundError(f"{path}: no {what}")
     return found
+
+
+def _find_below(folder: str, split: str) -> list[Path]:
+    """Return the `.bin` files below a folder that are of a split, sorted by name."""
+    skipped = SkippedPaths()
+    files = [one for one in walk_files(folder, skipped) if one.name.endswith(".bin")]
+    skipped.warn()
+    first = {one.real_path: one for one in sorted(files, reverse=True)}  # each file once
+    return [
+        Path(folder, one.name)
+        for one in sorted(first.values())
+        if not any(_says(one.name, other) for other in _OTHER_SPLITS.get(split, ()))
+    ]
+
+
+def _says(name: str, split: str) -> bool:
+    """Return whether a file's name contains the name of a split, or a folder of it is called so."""
+    *folders, file = name.split("/")
+    return split in file or split in folders
 
 
 def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile:

@@ -61,7 +61,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike) -> None:
-        self._json, library = read_bytes(path), _library()
+        self._path, self._json, library = Path(path), read_bytes(path), _library()
         try:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))
@@ -96,9 +96,18 @@ class JsonTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """Token ids of each text, in parallel, (N,) int64."""
+        """Return the token ids of each text, (N,) int64 each; the library encodes in parallel.
+
+        Raises:
+            DataError: If a text has a character or word that the tokenizer has no token for.
+        """
         texts = [text if isinstance(text, str) else text.decode() for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            attempt = "a tokenizer whose unknown token is in its vocabulary, or data.tokenizer=bpe"
+            wrong = f"cannot encode this text: {error}"
+            raise DataError(f"{self._path}: {wrong}; try: {attempt}") from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:

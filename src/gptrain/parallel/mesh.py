@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gptrain.core.strategies import DATA, PIPELINE, TENSOR, ParallelDims
+from gptrain.parallel.meeting import meet
 
 T = TypeVar("T")
 
@@ -49,30 +50,36 @@ def start_group(
     world_size: int,
     timeout_s: float,
     store_path: str | None = None,
+    variables: Sequence[str] = (),
 ) -> None:
-    """Creates the job's process group, before Lightning would; does nothing where one exists.
+    """Create the job's process group, before Lightning would; do nothing where one exists.
 
     Ranks of one node use a file store, and gloo talks over loopback, so that no port is opened that
     others could reach; ranks of several nodes have MASTER_ADDR.
+
+    Args:
+        variables: Names of the environment variables that number the ranks.
+
+    Raises:
+        MissingRanksError: If not all ranks come.
     """
     if dist.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout, store = timedelta(seconds=timeout_s), None  # in the environment
     if store_path:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(store_path, world_size)  # by itself: a URL cannot hold every path
-        store.set_timeout(timeout)
     if world_size == 1:  # a strategy tried on one device
-        store = dist.HashStore()
+        store: dist.Store = dist.HashStore()
+    else:
+        store = meet(rank, world_size, timeout_s, store_path, variables)
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout_s),
         # NCCL then knows this rank's GPU; else barriers guess it by the rank, and warn.
         device_id=device if backend == "nccl" else None,
     )

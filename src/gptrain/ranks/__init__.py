@@ -74,7 +74,7 @@ def tell_folder(run_dir: str) -> None:
     """
     if path := os.environ.pop(home.FOLDER_VARIABLE, None):
         die_with_parent(os.getppid(), signal.SIGTERM)
-        Path(path).write_text(run_dir)
+        Path(path).write_bytes(os.fsencode(run_dir))
 
 
 def keep_config(cfg: RunConfig) -> None:

@@ -58,7 +58,9 @@ def this_process() -> Process:
     ranks (pytorch-lightning#20391). What mpirun starts on SLURM's nodes is a task of srun's, too,
     one on each node: then MPI's numbers count.
 
-    Raises: ValueError, KeyError where a launcher has set some of its variables, but not all.
+    Raises:
+        ValueError: Where variables are no numbers, or numbers that contradict each other.
+        KeyError: Where a launcher has set some of its variables, but not all.
     """
     env = os.environ
     for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS.items():
@@ -73,8 +75,16 @@ def this_process() -> Process:
         number = env.get(local_rank, env[rank]) if launcher == "torchrun" else env[local_rank]
         if env.get("GPTRAIN_SUPERVISED"):
             launcher = "gptrain"
+        if not 0 <= int(env[rank]) < world_size:
+            raise ValueError(f"{rank}={env[rank]} is no rank of {ranks}={world_size}")
         return Process(launcher, int(env[rank]), int(number), world_size, n_nodes)
     return Process("none", 0, 0, 1)
+
+
+def rank_variables() -> tuple[str, ...]:
+    """Return the names of the variables that say which rank this is, and of how many."""
+    launcher = this_process().launcher.replace("gptrain", "torchrun")  # whose names it sets
+    return LAUNCHERS.get(launcher, ())[:2]
 
 
 def listed_numbers(devices: object) -> tuple[int, ...]:
@@ -171,7 +181,7 @@ def set_rendezvous(run_dir: str | Path) -> None:
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
         number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # a prime
         env.setdefault("MASTER_PORT", str(PORTS[number % len(PORTS)]))
-    if name := interface_towards(env["MASTER_ADDR"]):
+    if name := interface_towards(env.get("MASTER_ADDR", "localhost")):
         env.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
