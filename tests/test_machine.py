@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 
 from gptrain import assemble
 from gptrain.assemble.trainer import assign_devices
-from gptrain.config import compose_command
 from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.shell import Ranks, SingleDevice
 from gptrain.parallel.whole import Whole
 from gptrain.ranks.devices import Machine, find_machine, set_threads
 from gptrain.ranks.process import Process, calm_threads
+from tests.command_line import compose_run
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
     words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
     for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
         with pytest.raises(GroupMade) as made:
-            assemble.build(compose_command([*words, f"strategy.backend={asked}"]))
+            assemble.build(compose_run(*words, f"strategy.backend={asked}"))
         assert made.value.args == ((backend, torch.device("cpu"), 0, 3, 5.0, None, ()),)
     assert told == [3, 3]
 
