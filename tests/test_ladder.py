@@ -162,7 +162,7 @@ def ladder(typed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_ladder_predicts_goes_on_and_watches(ladder, train, tmp_path):
+def test_a_ladder_predicts_a_loss_and_repeats_only_missing_runs(ladder, tmp_path):
     code, out, err = ladder("--plan", "hardware=h100_sxm")
     assert code == 0, err
     assert "run  " not in out and "h100_sxm" in out and not (tmp_path / "ladder").exists()
@@ -175,7 +175,6 @@ def test_a_ladder_predicts_goes_on_and_watches(ladder, train, tmp_path):
         result = json.loads((tmp_path / point["run"] / "result.json").read_text())
         assert result["metrics"]["val/loss"] == point["loss"]
         assert result["tokens"] == point["tokens"]
-        assert point["stable_tokens"] < point["tokens"]
         each = point["tokens"] / point["parameters"]["all"]
         assert each == pytest.approx(point["tokens_per_parameter"], rel=0.05)
     target = facts["target"]
@@ -193,17 +192,6 @@ def test_a_ladder_predicts_goes_on_and_watches(ladder, train, tmp_path):
     assert again["points"] == facts["points"]
     code, out, err = ladder("optimizer.betas=[0.8,0.9]")
     assert code == 73 and "optimizer.betas" in err, err
-    # A law of 0.001 for every net.
-    for key in ("law", "stable"):
-        for one in (again[key]["constants"], *again[key]["samples"]):
-            one[:] = [1e-3, 0.0]
-    (folder / "ladder.json").write_text(json.dumps(again))
-    words = [word for word in SMALL if not word.startswith("ladder.")]
-    steps = ["trainer.max_steps=400", "trainer.val_check_interval=200"]
-    run = train(*words, *steps, f"law={folder}", tiny=False)
-    assert run.code == 0, run.err
-    told = [line for line in run.out.splitlines() if line.startswith("warning: val/loss=")]
-    assert len(told) == 2 and all(" above the " in line for line in told)
 
 
 @pytest.mark.parametrize("changed", ["data.image_dir=/b", "from_run={}/other", "optimizer.lr=2e-3"])

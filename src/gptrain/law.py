@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import nn
 
-FILE = "ladder.json"
 NAMES = {5: ("E", "A", "a", "B", "b"), 2: ("A", "a")}  # of a law's constants
 COUNTS = {  # what N may count
     "all": "all parameters",

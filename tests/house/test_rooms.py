@@ -23,13 +23,12 @@ LEAVES = {
 FOLDER = {"resilience", "small_files", "problems"}  # what reads and writes a run's folder is of
 COMMAND = {"home", "streams", *FOLDER}
 # Room -> rooms of gptrain that it may import.
-NOTHING = ("models", "sampling", "small_files", "home", "optim", "lengths", "progress", "conf",
-           "problems", "__init__")  # fmt: skip
+NOTHING = ("models", "sampling", "small_files", "home", "optim", "law", "lengths", "progress",
+           "conf", "problems", "__init__")  # fmt: skip
 MAY_IMPORT = {
     **{room: set() for room in NOTHING},
     "core": {"lengths"},
     "loss": {"lengths"},
-    "law": {"small_files"},
     "texts": {"data", "sampling", "problems"},
     "scoring": {"data", "loss"},
     "shell": {"home", "problems"},

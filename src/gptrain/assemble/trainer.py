@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,14 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import as_config_errors, peak_lr, warmup_of
+from gptrain.assemble.parts import peak_lr, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN, typed_again
 from gptrain.core.schema import RunConfig
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
-from gptrain.law import count_parameters
 from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.law import LawWatch
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
 from gptrain.lit.callbacks.steps import Steps
@@ -40,9 +37,8 @@ from gptrain.lit.lightning import (
 )
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
-from gptrain.nets.load import build_net, build_target
+from gptrain.nets.load import build_target
 from gptrain.parallel.fit import Unfit
-from gptrain.parallel.slices import make_to_look_at
 from gptrain.ranks.devices import Machine, native_precision
 from gptrain.ranks.process import this_process
 from gptrain.ranks.provenance import describe_run
@@ -125,18 +121,13 @@ def resolve_precision(cfg: RunConfig, machine: Machine) -> str:
 def build_callbacks(
     cfg: RunConfig, lengths: Lengths, guard: Guard | None, train: Dataset
 ) -> list[pl.Callback]:
-    """Those of the callbacks group, between what every run needs before and after them.
+    """Build the callbacks of the `callbacks` group and those that every run has.
 
-    The order counts: Steps makes a step's values that the others read, and checks it before they
-    see it; Checkpoints saves what all of them have done.
+    Steps comes first: it computes the values of a step that the other callbacks read, and checks
+    the step before they see it. Checkpoints comes last, because it saves the state of the others.
     """
     named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
     theirs = [*named.values()]
-    if cfg.law is not None and cfg.task == "fit":
-        net = make_to_look_at(partial(build_net, cfg.model))
-        counts = count_parameters(net, cfg.model.arguments.get("vocab_size"))
-        with as_config_errors(cfg, "law"):
-            theirs.append(LawWatch(cfg.law, counts, cfg.objective, lengths))
     has_bar = any(isinstance(callback, LightningBar) for callback in theirs)
     if cfg.trainer.enable_progress_bar and not has_bar:
         theirs.append(ProgressBar())

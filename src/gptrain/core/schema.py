@@ -289,7 +289,6 @@ class RunConfig(Section):
     on_nonfinite: Literal["stop", "skip"]
     max_skips: Count
     objective: Name
-    law: LocalPath | None
     output_dir: LocalPath
     run_dir: LocalPath
     ckpt_path: LocalPath | None

@@ -81,7 +81,7 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
         for point in runs.climb(folder, script, typed, cfg.objective, size, parts, seed, counts)
     ]
     more = ["scheduler=warmup_stable_decay", f"max_tokens={tokens:.0f}", "trainer.max_steps=-1"]
-    words = merged(typed, [*target.words, *more, shell.override("law", folder)])
+    words = merged(typed, [*target.words, *more])
     facts = report.conclude(options, points, sizes, target, tokens)
     facts["target"] |= {"place": place, "command": shell.train_command(*words)}
     report.write(folder, facts)

@@ -12,12 +12,13 @@ import numpy as np
 
 from gptrain.ladder.options import Options
 from gptrain.ladder.sizes import Phases, Size
-from gptrain.law import COUNTS, FILE, LEVEL, best_for, fit_law, law_loss, left_out
+from gptrain.law import COUNTS, LEVEL, best_for, fit_law, law_loss, left_out
 from gptrain.problems import ConfigError
 from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
 from gptrain.runs.table import aligned
 
+FILE = "ladder.json"
 FORMS = {
     5: "L = {E:.4g} + {A:.4g} N^-{a:.3g} + {B:.4g} D^-{b:.3g}",
     2: "L = {A:.4g} (N D)^-{a:.3g}, as the runs are too few for a law of N and D",
@@ -53,24 +54,22 @@ def duration(hours: float) -> str:
 def conclude(
     options: Options, points: list[dict], sizes: Sequence[Size], target: Size, tokens: float
 ) -> dict[str, Any]:
-    """All that ladder.json holds; its laws as Law.
+    """Fit the scaling law and return the content of ladder.json, in which the law is a `Law`.
 
     Raises: ConfigError for dollars where the target's speed is not known.
     """
 
-    def columns(count: str, what: str = "") -> list[np.ndarray]:
-        rows = ((p["parameters"][count], p[f"{what}tokens"], p[f"{what}loss"]) for p in points)
+    def columns(count: str) -> list[np.ndarray]:
+        rows = ((one["parameters"][count], one["tokens"], one["loss"]) for one in points)
         return [np.array(column) for column in zip(*rows, strict=True)]
 
     tried = {count: left_out(*columns(count)) for count in COUNTS} if len(sizes) > 2 else {}
-    count, stable = options.count, None
+    count = options.count
     if count == "auto":
         count = min(tried, key=lambda name: tried[name]["error"], default="all")
     law = fit_law(count, *columns(count))
-    if all(one["stable_loss"] is not None for one in points):
-        stable = fit_law(count, *columns(count, "stable_"))
     n, flops = target.counts[count], options.budget
-    facts = {"points": points, "left_out": tried, "law": law, "stable": stable}
+    facts = {"points": points, "left_out": tried, "law": law}
     facts["target"] = {
         "parameters": target.counts, "tokens": tokens, "flops": tokens * target.flops_per_token,
         "hours": target.hours(tokens), "devices": target.n_devices, "overrides": target.words,
@@ -92,10 +91,11 @@ def conclude(
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
-    """Prints the tables, writes ladder.json and the picture."""
+    """Print the tables and write ladder.json and ladder.png."""
     print("\n".join([aligned(rows(facts)), *lines(facts)]))
-    laws = {key: facts[key] and asdict(facts[key]) for key in ("law", "stable")}
-    fileops.replace(folder / FILE, to_json(facts | laws | {"constants": facts["law"].named}))
+    law = facts["law"]
+    content = facts | {"law": asdict(law), "constants": law.named}
+    fileops.replace(folder / FILE, to_json(content))
     draw(folder / "ladder.png", facts)
     print(f"files     {folder / FILE} · {folder / 'ladder.png'}")
     print(f"next      {facts['target']['command']}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from gptrain.config.from_run import expand
 from gptrain.ladder.sizes import Phases, Size, merged
 from gptrain.problems import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
-from gptrain.resilience.manifest import DamagedCheckpoint, folder_name, read_manifest
+from gptrain.resilience.manifest import folder_name
 from gptrain.resilience.status import CHECKPOINTS_NAME
 from gptrain.resilience.store import CheckpointStore
 from gptrain.runs.folder import OVERRIDES, read_run
@@ -37,13 +36,26 @@ def climb(
     folder: Path, script: Path, typed: Sequence[str], objective: str, size: Size, phases: Phases,
     seed: int, counts: Sequence[float],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A point for each run of one size and seed; those that are not done are run.
+    """Train the missing runs of one size and seed, and return one point for each run.
 
-    The longest first, from whose checkpoints the others cool down.
+    The longest run comes first: the decay phases of the others start from its checkpoints.
 
     Args:
-        folder: of the ladder.   script: the project's train.py.   objective: a logged loss.
-    Raises: ConfigError, SystemExit with the code of a run that is not done.
+        folder: Folder of the ladder.
+        script: Path of the project's train.py.
+        typed: Overrides that the user typed.
+        objective: Logged name of the loss.
+        size: The net.
+        phases: Optimizer steps of the runs.
+        seed: Seed of the runs.
+        counts: Tokens per parameter of each run, rising.
+
+    Returns:
+        Points in the order of `counts`: parameters, tokens, seed, loss and run folder.
+
+    Raises:
+        ConfigError: If a run folder holds another run, or a run has no such objective.
+        SystemExit: If a run fails, with the exit code of this run.
     """
     points, above = [], folder / str(size.counts["all"])
     store = CheckpointStore(above / f"seed-{seed}-{counts[-1]:g}" / CHECKPOINTS_NAME)
@@ -70,16 +82,13 @@ def climb(
             print(f"{'run':9} {run_dir}", flush=True)
             if code := train(script, words):
                 raise SystemExit(code)
-        metrics, stable_loss = read_run(run_dir).metrics, None
+        metrics = read_run(run_dir).metrics
         if (loss := metrics.get(objective)) is None:
             wrong, allowed = f"{run_dir}: not among its metrics", ", ".join(sorted(metrics))
             raise ConfigError.of("objective", objective, wrong, allowed=allowed, code=BAD_DATA)
-        with suppress(DamagedCheckpoint, OSError):  # removed by hand
-            stable_loss = read_manifest(start)["metrics"].get(objective)
         points.append({
             "parameters": size.counts, "tokens": total * size.step_tokens, "seed": seed,
-            "tokens_per_parameter": count, "loss": loss, "stable_loss": stable_loss,
-            "stable_tokens": stable * size.step_tokens, "run": str(run_dir),
+            "tokens_per_parameter": count, "loss": loss, "run": str(run_dir),
         })  # fmt: skip
     return points[::-1]
 
