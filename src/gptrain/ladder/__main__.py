@@ -11,12 +11,11 @@ again, it goes on with the runs that are missing.
     ladder.target                overrides of the target alone, as its devices
     ladder.tokens_per_parameter  at which a run of each size is cooled down
     ladder.seeds                 null: seed
-    ladder.lr_rule               constant, sqrt_width or mup: how optimizer.lr scales with d_model
+    ladder.lr_rule               constant or sqrt_width: how optimizer.lr scales with d_model
     ladder.lr_width              the d_model that optimizer.lr is meant for; null: the target's
     ladder.count                 N: all parameters, matrices (no tables that are looked up), blocks
                                  (no embeddings, no head); auto: what predicts the largest size best
-    ladder.budget                FLOPs, for which the best size is said; or ladder.dollars at
-                                 ladder.price for an hour of a device of the target's
+    ladder.budget                FLOPs for which the best size is printed
     hardware                     of the target, as in gptrain.plan
 """
 
@@ -35,7 +34,7 @@ from gptrain.ranks.process import this_process
 
 DEFAULTS = OF_PLAN | {
     "ladder": "{sizes:[0.2,0.3,0.4,0.5,0.63],target:'',tokens_per_parameter:[5,10,20],seeds:null,"
-    "lr_rule:sqrt_width,lr_width:null,count:auto,budget:null,dollars:null,price:null}"
+    "lr_rule:sqrt_width,lr_width:null,count:auto,budget:null}"
 }
 OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 
@@ -56,9 +55,6 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     options, folder = cfg.ladder, Path(cfg.run_dir)
     if this_process().is_rank:
         raise ConfigError.of("", None, "starts its runs by itself, and is no rank of a launcher")
-    if options.dollars and not options.price:
-        wrong = "needs what a device costs for an hour"
-        raise ConfigError.of("ladder.dollars", options.dollars, wrong, attempt="ladder.price=2.5")
     if not (script := (home.find_project() or Path.cwd()) / "train.py").is_file():
         wrong = f"{script}: missing, its runs are this script's"
         raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)

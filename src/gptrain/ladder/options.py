@@ -15,12 +15,10 @@ class Options(Section):
     target: str
     tokens_per_parameter: list[Annotated[float, Field(ge=0.01)]] = Field(min_length=1)
     seeds: list[Annotated[int, between(0, SEED_MAX)]] | None
-    lr_rule: Literal["constant", "sqrt_width", "mup"]
+    lr_rule: Literal["constant", "sqrt_width"]
     lr_width: Count | None
     count: Literal["auto", "all", "matrices", "blocks"]
     budget: PositiveFloat | None
-    dollars: PositiveFloat | None
-    price: PositiveFloat | None
 
 
 class LadderRun(PlanRun):

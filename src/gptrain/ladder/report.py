@@ -13,7 +13,6 @@ import numpy as np
 from gptrain.ladder.options import Options
 from gptrain.ladder.sizes import Phases, Size
 from gptrain.law import COUNTS, LEVEL, best_for, fit_law, law_loss, left_out
-from gptrain.problems import ConfigError
 from gptrain.resilience import fileops
 from gptrain.resilience.status import to_json
 from gptrain.runs.table import aligned
@@ -54,10 +53,7 @@ def duration(hours: float) -> str:
 def conclude(
     options: Options, points: list[dict], sizes: Sequence[Size], target: Size, tokens: float
 ) -> dict[str, Any]:
-    """Fit the scaling law and return the content of ladder.json, in which the law is a `Law`.
-
-    Raises: ConfigError for dollars where the target's speed is not known.
-    """
+    """Fit the scaling law and return the content of ladder.json, in which the law is a `Law`."""
 
     def columns(count: str) -> list[np.ndarray]:
         rows = ((one["parameters"][count], one["tokens"], one["loss"]) for one in points)
@@ -68,25 +64,18 @@ def conclude(
     if count == "auto":
         count = min(tried, key=lambda name: tried[name]["error"], default="all")
     law = fit_law(count, *columns(count))
-    n, flops = target.counts[count], options.budget
+    n = target.counts[count]
     facts = {"points": points, "left_out": tried, "law": law}
     facts["target"] = {
         "parameters": target.counts, "tokens": tokens, "flops": tokens * target.flops_per_token,
         "hours": target.hours(tokens), "devices": target.n_devices, "overrides": target.words,
         "loss": law.loss(n, tokens), "interval": law.interval(n, tokens), "level": LEVEL,
     }  # fmt: skip
-    if options.dollars and options.price:
-        if target.row is None:
-            wrong = "the speed of this net is not known"
-            raise ConfigError.of("ladder.dollars", options.dollars, wrong, attempt="ladder.budget")
-        device_tokens_per_s = target.row["tokens_per_s"] / target.n_devices
-        seconds = options.dollars / options.price * 3600
-        flops = seconds * device_tokens_per_s * target.flops_per_token
-    if flops:
+    if options.budget:
         nets = sorted((one.counts[count], one.flops_per_token) for one in (*sizes, target))
-        best = best_for(law, flops, *zip(*nets, strict=True))
+        best = best_for(law, options.budget, *zip(*nets, strict=True))
         said = {"loss": law.loss(*best), "interval": law.interval(*best)}
-        facts["best"] = {"flops": flops, "parameters": best[0], "tokens": best[1], **said}
+        facts["best"] = {"flops": options.budget, "parameters": best[0], "tokens": best[1], **said}
     return facts
 
 

@@ -29,7 +29,6 @@ from gptrain.ranks.process import count_nodes
 
 D_FF_STEP = 8  # a multiple that products of 16 bits are fast for
 FEW_STEPS = 100  # a schedule of fewer leaves a loss that no law is about
-MUON = "gptrain.optim.Muon"
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,10 @@ def make_size(
     checked = check_config(compose_command(merged(typed, words)))
     if checked.errors:
         raise ConfigError(checked.errors)
-    lrs = carried_lrs(checked.run, words, options.lr_rule, width)
-    changes = {key: float(value) for key, _, value in (lr.partition("=") for lr in lrs)}
-    cfg = checked.run.changed(changes)
+    cfg, words = checked.run, list(words)
+    if (lr := carried_lr(cfg, words, options.lr_rule, width)) is not None:
+        cfg = cfg.changed({"optimizer.lr": lr})
+        words.append(f"optimizer.lr={lr}")
     machine, _ = find_machine(PlanRun.model_construct(**dict(cfg), **place))
     with as_config_errors(cfg, "model._target_"):
         net = make_to_look_at(partial(build_net, cfg.model))
@@ -122,41 +122,35 @@ def make_size(
     rows = estimates(cfg, lengths.sample_tokens, machine, n_nodes)
     row = rows.get(strategy_name(cfg.strategy.name, n_devices))
     epoch_tokens = lengths.epoch_steps * lengths.step_tokens
-    return Size(
-        [*words, *lrs], cfg, counts, lengths.step_tokens, epoch_tokens, flops, n_devices, row
-    )
+    return Size(words, cfg, counts, lengths.step_tokens, epoch_tokens, flops, n_devices, row)
 
 
-def carried_lrs(cfg: RunConfig, words: Sequence[str], rule: str, width: int | None) -> list[str]:
-    """Overrides for the learning rates of a net, carried from one of another width.
+def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | None) -> float | None:
+    """Return the learning rate of a net, carried over from a net of another width.
 
-    mup: updates that move every hidden state alike, whatever the width. That is width^-1 for hidden
-    matrices under Adam (Yang et al. 2022, arXiv:2203.03466, table 3; here of all parameters, as it
-    has one learning rate); under Muon width^-1/2, as its update is scaled by the square root of the
-    longer side (Yang et al. 2023, arXiv:2310.17813, asks for a spectral norm of 1), embeddings and
-    vectors as they are, the head width^-1.
-    sqrt_width: width^-1/2 for all, between mup and none (Vaswani et al. 2017, arXiv:1706.03762).
+    The rule `sqrt_width` multiplies `optimizer.lr` by (width / d_model)^(1/2), as Vaswani et al.
+    2017 do, arXiv:1706.03762. The rule `constant` does not change it.
 
     Args:
-        words: of this net; a learning rate among them stays.   width: of the other.
-    Raises: ConfigError where its width is not known.
+        cfg: Configuration of the net.
+        words: Overrides of this net. A learning rate among them is not changed.
+        rule: Value of `ladder.lr_rule`.
+        width: The d_model that `optimizer.lr` belongs to.
+
+    Returns:
+        The learning rate, or None if `optimizer.lr` stays as it is.
+
+    Raises:
+        ConfigError: If the width of one of the two nets is not known.
     """
-    optimizer = cfg.optimizer
-    if rule == "constant" or optimizer.lr is None or "optimizer.lr" in map(key_of, words):
-        return []
+    lr = cfg.optimizer.lr
+    if rule == "constant" or lr is None or "optimizer.lr" in map(key_of, words):
+        return None
     if not width or "d_model" not in cfg.model.arguments:
         wrong = "the model group has no d_model, by which it carries the learning rate"
         attempt = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
         raise ConfigError.of("ladder.lr_rule", rule, wrong, attempt=attempt)
-    is_muon = rule == "mup" and optimizer.target == MUON
-    powers = {"lr": 1.0 if rule == "mup" and not is_muon else 0.5}
-    powers |= {"embedding_lr": 0.0, "vector_lr": 0.0, "head_lr": 1.0} if is_muon else {}
-    narrower = width / cfg.model.arguments["d_model"]
-    lrs = {
-        key: (optimizer.arguments.get(key) or optimizer.lr) * narrower**p
-        for key, p in powers.items()
-    }
-    return [f"optimizer.{key}={float(f'{lr:.6g}')}" for key, lr in lrs.items()]
+    return float(f"{lr * (width / cfg.model.arguments['d_model']) ** 0.5:.6g}")
 
 
 def scaled(cfg: RunConfig, factor: float) -> list[str]:
