@@ -189,7 +189,8 @@ def test_diff_shows_what_differs_and_nothing_else(train, show):
     assert code == 0 and lines[0].split() == ["one", "other"]
     keys = {line.split()[0] for line in lines[1:]}
     assert "optimizer.lr" in keys and "metrics.train/loss" in keys
-    assert not [key for key in keys if not key.startswith(("optimizer.lr", "metrics.", "seconds"))]
+    measured = ("metrics.", "seconds", "peak_memory_bytes")
+    assert not [key for key in keys if not key.startswith(("optimizer.lr", *measured))]
     result = json.loads((other.folder / "result.json").read_text())
     result["versions"]["torch"], result["git"] = "1.0", {"commit": "abc", "dirty": True}
     write(other.folder / "result.json", json.dumps(result))
