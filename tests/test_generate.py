@@ -240,7 +240,7 @@ class Screen(io.StringIO):
 
 
 def on_a_terminal(monkeypatch) -> tuple[Writer, Screen]:
-    options = dict.fromkeys(("top_k", "top_p", "min_p"))
+    options = dict.fromkeys(("top_k", "top_p"))
     cfg = SimpleNamespace(**options, n_tokens=6, temperature=0, stop=[], cache=True, seed=0)
     net = Successor()
     screen = Screen(net)
@@ -292,6 +292,6 @@ def test_each_limit_reaches_the_sampling(speaker, write):
     """So narrow that the likeliest token alone passes, however hot."""
     words = ("prompt=def ", "seed=3", "n_tokens=24")
     greedy = write(speaker, *words, "temperature=0")[1]
-    for limit in ("top_k=1", "top_p=1e-9", "min_p=1"):
+    for limit in ("top_k=1", "top_p=1e-9"):
         assert write(speaker, *words, "temperature=9", limit)[1] == greedy
     assert write(speaker, *words, "temperature=9")[1] != greedy

@@ -112,14 +112,12 @@ SHARES = torch.tensor([0.05, 0.4, 0.2, 0.25, 0.1])
         ({"temperature": 0}, {1}),
         ({"top_k": 1}, {1}),
         ({"top_k": 3}, {1, 2, 3}),
-        ({"top_k": 99, "top_p": 1.0, "min_p": 0.0}, {0, 1, 2, 3, 4}),
+        ({"top_k": 99, "top_p": 1.0}, {0, 1, 2, 3, 4}),
         ({"top_p": 0.39}, {1}),
         ({"top_p": 0.41}, {1, 3}),  # the fewest that reach it
         ({"top_p": 0.84}, {1, 2, 3}),
-        ({"min_p": 0.24}, {1, 2, 3, 4}),  # 0.24 * 0.4 = 0.096
-        ({"min_p": 0.26}, {1, 2, 3}),
-        ({"min_p": 1.0}, {1}),
-        ({"top_k": 4, "top_p": 0.84, "min_p": 0.6}, {1, 3}),  # all of them
+        ({"top_k": 2, "top_p": 0.84}, {1, 3}),  # top_k keeps fewer than top_p
+        ({"top_k": 3, "top_p": 0.41}, {1, 3}),  # top_p keeps fewer than top_k
         ({"temperature": 0.5, "top_p": 0.9}, {1, 2, 3}),  # squares: .0025 .16 .04 .0625 .01
     ],
     ids=str,

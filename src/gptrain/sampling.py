@@ -11,35 +11,38 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: each limit is of the tempered distribution; a token must pass all.
+    """How the next token is drawn.
 
-    Sources: top_p, Holtzman et al. 2020, arXiv:1904.09751; min_p, Nguyen et al. 2024,
-    arXiv:2407.01082.
+    `top_k` and `top_p` apply to the distribution after the temperature. A token is drawn only if
+    it passes both.
+
+    Attributes:
+        temperature: Divisor of the logits. At 0 the most probable token is taken.
+        top_k: Number of the most probable tokens that may be drawn. None sets no limit.
+        top_p: The most probable tokens may be drawn whose probabilities together reach this value
+            (Holtzman et al. 2020, arXiv:1904.09751). None sets no limit.
     """
 
-    temperature: float = 1.0  # divides the logits; 0: the likeliest token
-    top_k: int | None = None  # the k likeliest
-    top_p: float | None = None  # the likeliest that together reach it
-    min_p: float | None = None  # those of this fraction of the highest probability
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Probabilities (B, V), up to a factor for each row, from logits (B, V)."""
+        """Turn logits (B, V) into weights (B, V): probabilities up to one factor for each row."""
         logits = logits.float()
         if self.temperature == 0:
             return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        # Less the highest, or a low temperature would overflow.
+        # Subtract the highest logit: a low temperature would overflow.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         probabilities = torch.softmax(logits, -1)
-        if self.top_k is self.top_p is self.min_p is None:
-            return probabilities  # to sort 50,000 of them takes longer than a small net
+        if self.top_k is self.top_p is None:
+            return probabilities  # sorting 50,000 probabilities takes longer than a small net
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
         kept = torch.ones_like(ranked, dtype=torch.bool)
         if self.top_k is not None:
             kept[:, self.top_k :] = False
         if self.top_p is not None:
-            kept &= ranked.cumsum(-1) - ranked < self.top_p  # what is likelier does not reach it
-        if self.min_p is not None:
-            kept &= ranked >= self.min_p * ranked[:, :1]
+            kept &= ranked.cumsum(-1) - ranked < self.top_p  # more probable tokens do not reach it
         return torch.zeros_like(ranked).scatter(-1, order, ranked * kept)
 
 

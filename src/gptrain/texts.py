@@ -28,22 +28,30 @@ def generate(
     temperature: float = 0.7,
     top_k: int | None = None,
     top_p: float | None = None,
-    min_p: float | None = None,
     stop: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
-    """The text that follows each prompt, without it, by the net on its device.
+    """Generate the text that follows each prompt, on the device of the net.
 
     Args:
-        prompts: of at least one token each.   n_tokens: after each, at most.
-        temperature: 0: the likeliest token.   top_k, top_p, min_p: see gptrain.sampling.
-        stop: texts before the first of which a text ends.
-        seed: of one series of random numbers for all prompts.
+        net: The net, with the contract of `gptrain.models`.
+        tokenizer: The tokenizer that the net was trained with.
+        prompts: Texts of at least one token each.
+        n_tokens: Number of tokens to generate for each prompt, at most.
+        temperature: Divisor of the logits. At 0 the most probable token is taken.
+        top_k: Limit of `gptrain.sampling.Sampling`.
+        top_p: Limit of `gptrain.sampling.Sampling`.
+        stop: Texts that end a continuation. It ends before the first of them.
+        seed: Seed of the random numbers, which the prompts draw one after another.
 
-    Raises: ValueError for a prompt of no token.
+    Returns:
+        The continuation of each prompt, without the prompt.
+
+    Raises:
+        ValueError: If a prompt has no token.
     """
     generator = torch.Generator(next(net.parameters()).device).manual_seed(seed)
-    how, texts = Sampling(temperature, top_k, top_p, min_p), []
+    how, texts = Sampling(temperature, top_k, top_p), []
     for prompt in prompts:
         tokens = [int(token) for token in tokenizer.encode(prompt)]
         if not tokens:
@@ -63,7 +71,6 @@ class Options(Protocol):
     temperature: float
     top_k: int | None
     top_p: float | None
-    min_p: float | None
     stop: str | list[str]
     cache: bool
 
@@ -74,7 +81,7 @@ class Writer:
     def __init__(self, cfg: Options, net: nn.Module, tokenizer: Tokenizer | None, device: str):
         self.net, self.tokenizer = net, tokenizer or Numbers()
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-        how = Sampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.min_p)
+        how = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
         generator = torch.Generator(device).manual_seed(cfg.seed)
         self.options = (cfg.n_tokens, how, generator, cfg.cache)
 

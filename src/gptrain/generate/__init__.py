@@ -7,7 +7,7 @@
     from_run     a run, a checkpoint of it, an exported folder; ckpt_path  best, last: of a run
     prompt       a text, or a list of them; interactive  true: they are typed
     n_tokens     at most; stop  a text or a list of them: ends before it; seed
-    temperature  0: the likeliest token; top_k  top_p  min_p  leave out the unlikely
+    temperature  0: the most probable token; top_k  top_p  leave out improbable tokens
     cache        true: each position is computed once; false: for comparison
 
 A run's tokenizer lies in its folder; where there is none (data=tokens), a text is token ids.

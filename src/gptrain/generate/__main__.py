@@ -13,12 +13,12 @@ from gptrain import config
 from gptrain import generate as package
 from gptrain.config.compose import parse
 from gptrain.core.schema import RunConfig
-from gptrain.core.value_types import Count, Fraction, LocalPath, Name
+from gptrain.core.value_types import Count, LocalPath, Name
 from gptrain.problems import ConfigError, Problem, quoted
 
 Prompt = str | Annotated[list[str], Field(min_length=1)] | None
 DEFAULTS = {
-    **dict.fromkeys(("prompt", "top_k", "top_p", "min_p"), "null"),
+    **dict.fromkeys(("prompt", "top_k", "top_p"), "null"),
     **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "cache": "true", "interactive": "false"},
 }
 OF_A_RUN = {"from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets",
@@ -38,7 +38,6 @@ class GenerateRun(RunConfig):
     temperature: NonNegativeFloat
     top_k: Count | None
     top_p: Annotated[float, Field(gt=0, le=1)] | None
-    min_p: Fraction | None
     stop: Name | list[Name]
     cache: bool
     interactive: bool
