@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import gptrain
-from gptrain.assemble.parts import build_optimizer, build_schedule, check_sample, peak_lr
+from gptrain.assemble.datasets import check_sample
+from gptrain.assemble.parts import build_optimizer, build_schedule, peak_lr
 from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig
 from gptrain.lengths import BatchPlan, Lengths
 from gptrain.lit import LanguageModel

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gptrain.assemble.parts import build_datasets
+from gptrain.assemble.datasets import build_datasets
 from gptrain.config import compose_command
 from tests.command_line import compose_run
 from tests.conftest import ROOT

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from gptrain.data import (
+    BatchReader,
     DataError,
     DummyTextDataset,
     EvalBatches,
-    PaddedDataset,
     SampleOrder,
     TrainBatches,
     collate,
@@ -191,69 +191,109 @@ def test_what_workers_draw_follows_the_seed_and_differs_between_ranks():
 # ---- evaluation
 
 
-@given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
-def test_evaluation_takes_every_sample_once_in_equal_batches(n_samples, batch_size, world_size):
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 5))
+def test_evaluation_reads_every_sample_once_in_equally_many_batches(
+    n_samples, batch_size, world_size
+):
     ranks = [EvalBatches([n_samples], batch_size, rank, world_size) for rank in range(world_size)]
     batches = [batch for rank in ranks for batch in rank]
     assert len({len(rank) for rank in ranks}) == 1
     assert sum(len(rank) for rank in ranks) == len(batches)
-    assert {len(batch) for batch in batches} == {batch_size}
-    real = [sample for batch in batches for sample in batch if sample != -1]
-    assert sorted(real) == list(range(n_samples))
+    read = [sample for batch in batches for sample in batch if sample >= 0]
+    assert sorted(read) == list(range(n_samples))
+    fillers = [batch for batch in batches if batch[0] < 0]
+    assert fillers == [[-1]] * (world_size - n_samples if 0 < n_samples < world_size else 0)
+    assert ranks[0].short_parts == ([0] if fillers else [])
+    largest = max(map(len, batches), default=0)
+    assert largest <= max(batch_size, 2 if n_samples >= world_size else 0)
+    n_full = sum(len(batch) == batch_size for batch in batches)
+    assert n_full >= (n_samples // (batch_size * world_size) - 1) * world_size
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "batch_size", "sizes"),
+    [
+        (300, 32, [[32, 32, 32, 32, 22], [32, 32, 32, 32, 22]]),
+        (17, 4, [[4, 2, 2], [4, 2, 3]]),  # one sample too many: the last round is divided anew
+        (5, 1, [[1, 1], [1, 2]]),  # of batches of one sample the last is of two
+        (1, 4, [[1], [1]]),  # rank 0 has a filler, rank 1 the sample
+    ],
+)
+def test_the_last_batches_are_shorter_and_even(n_samples, batch_size, sizes):
+    ranks = [list(EvalBatches([n_samples], batch_size, rank, 2)) for rank in range(2)]
+    assert [[len(batch) for batch in rank] for rank in ranks] == sizes
 
 
 class Samples(Dataset):
     """A user's own data set: samples of any form, made of a number."""
 
-    def __init__(self, sample):
-        self.sample = sample
+    def __init__(self, sample, n_samples=5):
+        self.sample, self.n_samples = sample, n_samples
 
     def __len__(self):
-        return 5
+        return self.n_samples
 
     def __getitem__(self, index):
         return self.sample(torch.full((3,), index))
 
 
 def evaluated(dataset):
-    """The two batches of five samples, the last of which is padded."""
+    """The batches of five samples by three."""
     batches = EvalBatches([5], 3)
-    return DataLoader(PaddedDataset(dataset), batch_sampler=batches, collate_fn=collate)
+    return list(DataLoader(BatchReader(dataset), batch_sampler=batches, collate_fn=collate))
 
 
 @pytest.mark.parametrize(
-    ("sample", "key"),
+    "sample",
     [
-        (lambda x: (x**2, (x + 1) ** 2), 1),
-        (lambda x: (x / 2, int(x[0])), 1),
-        (lambda x: {"tokens": x, "targets": x + 1}, "targets"),
-        (lambda x: {"input_ids": x, "labels": x[0]}, "labels"),
+        lambda x: (x**2, (x + 1) ** 2),
+        lambda x: (x / 2, float(x[0])),
+        lambda x: {"tokens": x, "targets": x + 1},
+        lambda x: (x, x, x),
+        lambda x: x,
     ],
 )
-def test_padding_counts_for_nothing(sample, key):
+def test_a_last_batch_has_the_samples_that_are_left_and_no_other(sample):
     dataset = Samples(sample)
     full, last = evaluated(dataset)
     assert str(full) == str(collate([dataset[0], dataset[1], dataset[2]]))
-    expected = collate([dataset[3], dataset[4], dataset[0]])
-    expected[key][2] = -100
-    assert str(last) == str(expected)
+    assert str(last) == str(collate([dataset[3], dataset[4]]))
 
 
-@pytest.mark.parametrize(
-    "sample", [lambda x: (x, x, x), lambda x: (x, x / 2), lambda x: {"tokens": x}, lambda x: x]
-)
-def test_samples_of_another_form_are_repeated_as_torchs_distributed_sampler_does(sample):
-    dataset = Samples(sample)
-    _, last = evaluated(dataset)
-    assert str(last) == str(collate([dataset[3], dataset[4], dataset[0]]))
-
-
-def test_a_batch_that_a_data_set_makes_whole_is_padded_too():
+def test_a_batch_that_a_data_set_makes_whole_is_shorter_too():
     dataset = DummyTextDataset(5, seq_len=5)
     _, (tokens, targets) = evaluated(dataset)
-    for row, sample in enumerate((3, 4, 0)):
+    for row, sample in enumerate((3, 4)):
         assert torch.equal(tokens[row], dataset[sample][0])
-    assert torch.equal(targets[1], dataset[4][1]) and (targets[2] == -100).all()
+        assert torch.equal(targets[row], dataset[sample][1])
+
+
+def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
+    tokens, targets = BatchReader(DummyTextDataset(5, seq_len=5)).__getitems__([-3])
+    assert torch.equal(tokens[0], DummyTextDataset(5, seq_len=5)[2][0])
+    assert (targets == -100).all() and targets.shape == (1, 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (
+            lambda x: (x[: 5 - x[0]],) * 2,
+            r"sample 3 is \(int64 \(2,\), int64 \(2,\)\), but sample 0 ",
+        ),
+        (lambda x: [1] * (5 - max(2, int(x[0]))), "sample 3 is list of 2, but sample 0 is list of"),
+        (lambda x: {"xy"[int(x[0]) // 3]: x}, r"sample 3 is \{y: int64 \(3,\)\}, but sample 0 is "),
+        (lambda x: None, "sample 0 is NoneType, but torch cannot stack it"),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_named(sample, message, num_workers):
+    data = Samples(sample)
+    lengths = Lengths(BatchPlan(4, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
+    module = TextDataModule(data, data, None, lengths, seed=0, num_workers=num_workers)
+    with pytest.raises(DataError, match=f"^data.val: {message}") as error:
+        list(module.val_dataloader())
+    assert "Traceback" not in str(error.value) and "; needed: " in str(error.value)
 
 
 def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():

@@ -45,6 +45,7 @@ class Lengths:
     limit: str = ""  # what n_steps comes from, as one would type it
     limit_kind: Literal["steps", "epochs", "tokens"] = "steps"  # what is done at the run's end
     warmup_steps: int | None = None  # of the run's first start, where a resume keeps it
+    unit: Literal["tokens", "samples"] = "tokens"  # what is counted: positions, or samples of one
 
     @property
     def step_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """cfg -> (module, datamodule, trainer).
 
-Here: the order in which the parts of a run are made. `parts`: data, module, lengths, optimizer,
-schedule. `trainer`: Lightning's Trainer with its callbacks, and the report. `resume`: which
-checkpoint a run goes on from. The net and its weights: gptrain.nets.
+Here: the order in which the parts of a run are made. `datasets`: what it learns from. `parts`:
+module, lengths, optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the
+report. `resume`: which checkpoint a run goes on from. The net and its weights: gptrain.nets.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from gptrain.assemble.parts import (
+from gptrain.assemble.datasets import (
     Datasets,
+    build_datasets,
+    check_sample,
+    check_samples,
+    first_batches,
+    tokens_to_compare,
+)
+from gptrain.assemble.parts import (
     as_config_errors,
     batch_of,
-    build_datasets,
     build_module,
     build_optimizer,
     check_names,
-    check_sample,
-    first_batches,
     module_class,
     plan_lengths,
-    tokens_to_compare,
 )
 from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
@@ -135,6 +138,8 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
             tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
         sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
         keep_around([Path(one).expanduser() for one in sources if one], Path(cfg.run_dir))
+    made = module_class(cfg, strategy_name(cfg.strategy.name, machine.world_size))
+    check_samples(cfg, made, (train, val, test), dims.data)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
     start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
@@ -175,10 +180,11 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
         rank=process.rank // dims.tensor % dims.data,
         world_size=dims.data,
         ranks_per_sample=dims.tensor,
+        is_tokens=lengths.unit == "tokens" and issubclass(made, LanguageModel),
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
-    report = build_report(cfg, machine, lengths, trainer, train)
+    report = build_report(cfg, machine, lengths, trainer, train, module)
     return Run(cfg, module, datamodule, trainer, report, checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""What learns, from what and how: datasets, module, the run's lengths, optimizer, schedule."""
+"""What learns, and how: module, the run's lengths, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import inspect
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from hydra.utils import get_method
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from gptrain.core.data_schema import MixtureConfig
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import ANY_NET
-from gptrain.data.samples import len_of
 from gptrain.lengths import (
     DEFAULT_DECAY,
     BatchPlan,
@@ -39,7 +37,7 @@ from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
 from gptrain.parallel.fit import Unfit
 from gptrain.parallel.state import named_beside_net
-from gptrain.problems import BAD_DATA, ConfigError
+from gptrain.problems import ConfigError
 
 OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # of an evaluation, see LanguageModel
 LOGGING = ("gptrain.", "lightning.")  # classes of which it is known what they log
@@ -48,7 +46,6 @@ PHASES = ("warmup", "decay", "total")
 SCHEDULER_KEYS = {f"{phase}_{unit}" for phase in PHASES for unit in ("steps", "tokens")}
 SCHEDULER_KEYS |= {"start_factor", "min_factor"}
 MUON = "gptrain.optim.Muon"
-Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # the last is for a test
 
 
 @contextmanager
@@ -68,58 +65,6 @@ def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, Non
         raise ConfigError.of(key, cfg.value_of(key), str(error)) from error
 
 
-def build_datasets(cfg: RunConfig) -> Datasets:
-    """Train, validation and test set, prepared where that is needed; None: no test set is given."""
-    data = cfg.data
-    test = build_target(data.test.node()) if data.test is not None else None
-    return build_target(data.train.node()), build_target(data.val.node()), test
-
-
-def check_sample(cfg: RunConfig, sample: Any) -> int:
-    """Positions of one sample: the length of its first sequence of tokens.
-
-    Raises: ConfigError where it has tokens that the net has no embedding for. On a GPU the first
-        step would end in an assertion of the device that names nothing.
-    """
-    sequences = integer_tensors(sample)
-    if not sequences:
-        return 1
-    vocab_size, highest = (
-        cfg.model.arguments.get("vocab_size"),
-        int(max(one.max() for one in sequences)),
-    )
-    if isinstance(vocab_size, int) and highest >= vocab_size:
-        wrong = f"data.train has token {highest} in its first sample"
-        attempt = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError.of("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)
-    return len(sequences[0])
-
-
-def integer_tensors(sample: Any) -> list[Tensor]:
-    """Return the tensors of a sample that may hold tokens, in their order."""
-    tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    return [one for one in tensors if one.ndim and not one.is_floating_point()]
-
-
-def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | None:
-    """Return the tokens (T,) on which a net is compared with its plain form, see build_strategy.
-
-    Returns:
-        None for a module that computes its loss itself, or a sample that has no sequence of tokens.
-    """
-    sequences = [one for one in integer_tensors(sample) if one.ndim == 1 and len(one)]
-    is_ours = issubclass(module_class(cfg, strategy), LanguageModel)
-    return sequences[0] if is_ours and sequences else None
-
-
-def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
-    """The first `batches` micro-batches (a fraction: of all), a whole step's at least."""
-    sequences = batch.batch_size * batch.data_parallel_size  # of a micro-batch over all ranks
-    n_all = len_of(dataset)
-    n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences
-    return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))
-
-
 def batch_of(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
     """The run's batch arithmetic over the ranks that see different samples."""
     accumulate = cfg.trainer.accumulate_grad_batches
@@ -128,12 +73,14 @@ def batch_of(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
 
 
 def plan_lengths(
-    cfg: RunConfig, n_samples: int, sample_tokens: int, data_parallel_size: int
+    cfg: RunConfig, n_samples: int, sample_tokens: int | None, data_parallel_size: int
 ) -> Lengths:
-    """Batch arithmetic, number of steps, and steps between validations.
+    """Return batch arithmetic, number of steps, and steps between validations.
 
     Args:
-        n_samples: sequences to train on.   sample_tokens: positions of one.
+        n_samples: Samples to train on.
+        sample_tokens: Positions of a sample of tokens. None for data that are no tokens: a sample
+            counts as one.
     """
     trainer, batch = cfg.trainer, batch_of(cfg, data_parallel_size)
     epoch_steps = max(1, batch.steps_per_epoch(n_samples))
@@ -141,6 +88,8 @@ def plan_lengths(
         limit = trainer.limit_train_batches  # micro-batches, or a fraction of the epoch
         limit = int(limit * epoch_steps) if isinstance(limit, float) else limit // batch.accumulate
         epoch_steps = max(1, min(epoch_steps, limit))
+    unit = "samples" if sample_tokens is None else "tokens"
+    sample_tokens = sample_tokens or 1
     step_tokens, kind = batch.global_batch_size * sample_tokens, "steps"
     if trainer.fast_dev_run:
         n_steps, limit = int(trainer.fast_dev_run), "trainer.fast_dev_run=true"
@@ -159,7 +108,7 @@ def plan_lengths(
     if isinstance(interval, float):
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
     interval = interval if n_steps is None else min(interval, n_steps)
-    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit, kind)
+    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit, kind, unit=unit)
 
 
 def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
@@ -179,6 +128,11 @@ def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
             "while the schedule runs; strategies that work: all without pipeline",
         )
     return made
+
+
+def takes_net(made: type[pl.LightningModule]) -> bool:
+    """Whether a module is given the net of the model group; another one makes its own layers."""
+    return issubclass(made, LanguageModel) or "net" in inspect.signature(made).parameters
 
 
 def build_module(
@@ -207,7 +161,7 @@ def build_module(
             "metrics": metrics,
             "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
         }
-    elif "net" in inspect.signature(made).parameters:
+    elif takes_net(made):
         options["net"] = net
     with as_config_errors(cfg, "module._target_"):
         module = made(**options)

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch.utils.data import Dataset
 
-from gptrain.assemble.parts import peak_lr, warmup_of
+from gptrain.assemble.parts import peak_lr, takes_net, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
 from gptrain.config.from_run import NOT_TAKEN, typed_again
 from gptrain.core.schema import RunConfig
@@ -35,6 +35,7 @@ from gptrain.lit.lightning import (
     start_as_asked,
     strategy_of,
 )
+from gptrain.lit.module import has_own_optimizer
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
 from gptrain.nets.load import build_target
@@ -196,27 +197,38 @@ def build_checkpoints(
 
 
 def build_report(
-    cfg: RunConfig, machine: Machine, lengths: Lengths, trainer: pl.Trainer, train: Dataset
+    cfg: RunConfig,
+    machine: Machine,
+    lengths: Lengths,
+    trainer: pl.Trainer,
+    train: Dataset,
+    module: pl.LightningModule,
 ) -> Report:
-    """The run in six lines: model, strategy, data where it says so, batch, plan, folder."""
+    """Describe the run in six lines: model, strategy, data if known, batch, plan, folder."""
     batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
-    n_parameters = f"{info.n_parameters / 1e6:.1f} M parameters"
-    sizes = (f"{key} {arguments[key]}" for key in SIZES if key in arguments)
+    uses_net = takes_net(type(module))
+    if uses_net:
+        model = [info.net_name, count_text(info.n_parameters)]
+        model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
+    else:
+        n_parameters = sum(parameter.numel() for parameter in module.parameters())
+        model = [type(module).__name__, count_text(n_parameters)]
     devices = f"{machine.world_size} x {machine.accelerator}"
     strategy = [info.name, devices, f"precision {trainer.precision}"]
     if machine.accelerator == "cpu":
         strategy.append(f"{torch.get_num_threads()} threads")
     parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
     if cfg.task == "fit":
-        n_sequences, n_tokens = batch.global_batch_size, lengths.step_tokens
-        parts[0] += f" x {batch.accumulate} accumulated = {n_sequences} sequences"
-        parts[0] += f" = {n_tokens} tokens per step"
+        parts[0] += f" x {batch.accumulate} accumulated = {batch.global_batch_size} "
+        is_text = lengths.unit == "tokens"
+        parts[0] += f"sequences = {lengths.step_tokens} tokens" if is_text else "samples"
+        parts[0] += " per step"
         n_steps = lengths.n_steps
         parts.append("no end" if n_steps is None else f"{n_steps} steps by {lengths.limit}")
-        if (lr := peak_lr(cfg, batch)) is not None:
+        if not has_own_optimizer(module) and (lr := peak_lr(cfg, batch)) is not None:
             parts.append(f"lr {lr:g}")
     lines = {
-        "model": " · ".join([info.net_name, n_parameters, *sizes]),
+        "model": " · ".join(model),
         "strategy": " · ".join(strategy),
     }
     if cfg.task == "fit" and (about := getattr(train, "about", None)):
@@ -225,7 +237,8 @@ def build_report(
     facts: dict[str, Any] = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
     options = cfg.plain() | {"typed": typed_options(cfg, facts)}
     planned = None
-    if trainer.is_global_zero and cfg.task == "fit" and not cfg.trainer.fast_dev_run:
+    is_planned = uses_net and cfg.task == "fit" and not cfg.trainer.fast_dev_run
+    if trainer.is_global_zero and is_planned:
         precise = cfg.changed({"trainer.precision": str(trainer.precision)})
         try:
             lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, machine)
@@ -239,6 +252,12 @@ def build_report(
         typed = HydraConfig.get().overrides
         outside = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
     return Report(lines, options, facts, planned, outside)
+
+
+def count_text(n_parameters: int) -> str:
+    """Return a number of parameters in millions, or as it is where that would be 0.0."""
+    is_small = n_parameters < 50_000
+    return f"{n_parameters:,} parameters" if is_small else f"{n_parameters / 1e6:.1f} M parameters"
 
 
 def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import glob
 import inspect
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from gptrain.ranks.process import (
 )
 
 GIB = 2**30
+DATASET = r"data\.(parts\.[^.]+\.)?(train|val|test)"  # places of the config that hold one
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # of the ranks, not that of torchrun's agents
 WORDS = {"ckpt_path": ("last", "best"), "tokenizer": ("bytes", "bpe")}  # no files
 DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
@@ -214,8 +216,9 @@ def check_classes(checked: CheckedConfig) -> Iterator[Problem]:
             yield Problem(f"{place}._target_", target, first_line(error))
             continue
         group, *below = place.split(".")
-        depth = 1 if group in ("callbacks", "logger", "data") else 0
-        if wrong := wrong_kind(found, group) if len(below) == depth else "":
+        depth = 1 if group in ("callbacks", "logger") else 0
+        is_part = bool(re.fullmatch(DATASET, place)) if group == "data" else len(below) == depth
+        if wrong := wrong_kind(found, group) if is_part else "":
             yield Problem(f"{place}._target_", target, wrong)
         else:
             yield from _check_keywords(found, place, given, node)
@@ -276,8 +279,22 @@ def wrong_kind(found: Any, group: str) -> str:
             return ""
     owner = found.__self__ if inspect.ismethod(found) else found
     if group == "data":
+        if wrong := unindexed(owner):
+            return wrong
         is_one, kind = inspect.isclass(owner) and hasattr(owner, "__getitem__"), "dataset"
     else:
         base = get_class(KINDS[group])
         is_one, kind = inspect.isclass(owner) and issubclass(owner, base), base.__name__
     return "" if is_one else f"no {kind}, as this place needs"
+
+
+def unindexed(found: Any) -> str:
+    """Return why a class of the data group has no samples by index; empty for any other class."""
+    needed = "needed: a torch.utils.data.Dataset with __len__ and __getitem__(index)"
+    if not inspect.isclass(found):
+        return ""
+    if issubclass(found, get_class("torch.utils.data.IterableDataset")):
+        return f"an IterableDataset, whose samples have no index; {needed}"
+    if issubclass(found, get_class("lightning.pytorch.LightningDataModule")):
+        return f"a LightningDataModule; {needed}, one for data.train and one for data.val"
+    return ""

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from gptrain.config.suggest import find_alias, nearest, nearest_key
-from gptrain.core.data_schema import DATA, MixtureConfig
+from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig
 from gptrain.core.schema import SHIPPED, RunConfig
 from gptrain.core.strategies import STRATEGIES, options_type
 from gptrain.core.value_types import Section
@@ -80,7 +80,15 @@ def _find_wrong_values(
         elif section := _shipped_section(place, flat):
             own = {key: value for key, value in node.items() if key not in OF_HYDRA}
             yield from _judge(section, own, place, values)
-    yield from _judge(schema, values, "", values)
+    problems = _judge(schema, values, "", values)
+    data = values.get("data")
+    if schema.reads_data and isinstance(data, dict) and "_target_" in data:
+        wrong = "nothing reads a class for the whole data group, such as a LightningDataModule"
+        attempt = "data.train._target_ and data.val._target_, each of a dataset"
+        yield Problem("data._target_", data["_target_"], wrong, attempt=attempt)
+        missing = {f"data.{name}" for name in DataConfig.model_fields if name not in data}
+        problems = (problem for problem in problems if problem.key not in missing)
+    yield from problems
 
 
 def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gptrain.data.hugging_face import as_pairs
 from gptrain.data.order import SampleOrder
-from gptrain.data.samples import BatchDataset, PaddedDataset, len_of
+from gptrain.data.samples import BatchDataset, BatchReader, describe, len_of
 from gptrain.small_files import DataError
 
 _CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
@@ -40,13 +41,15 @@ class Mixture(BatchDataset):
     ) -> None:
         if not parts:
             raise DataError("a mixture of no parts; try: data@data.parts.<name>=text")
-        self.parts, total = dict(parts), sum(weights.values())
+        self.parts = {name: as_pairs(part, f"part {name}") for name, part in parts.items()}
+        total = sum(weights.values())
         self.weights = {name: weights[name] / total for name in parts}
         self.firsts = np.cumsum([0, *map(len_of, self.parts.values())])  # (parts + 1,)
-        seq_len = seq_len or len(next(iter(self.parts.values()))[0][0])
+        lengths = {name: count_positions(part, name) for name, part in self.parts.items()}
+        self.seq_len = seq_len = seq_len or next(iter(lengths.values()))
         tokenizers = {}
         for name, part in self.parts.items():
-            if (n_positions := len(part[0][0])) != seq_len:
+            if (n_positions := lengths[name]) != seq_len:
                 raise DataError(f"part {name}: samples of {n_positions} positions, not {seq_len}")
             if tokenizer := getattr(part, "tokenizer", None):
                 tokenizers.setdefault(tokenizer.identity, (name, tokenizer))
@@ -74,8 +77,9 @@ class Mixture(BatchDataset):
         batch: Any = None
         for number in np.unique(owners).tolist():
             rows = np.flatnonzero(owners == number)
-            part = PaddedDataset(list(self.parts.values())[number])  # whatever it can read at once
-            of_part = part.__getitems__((samples[rows] - self.firsts[number]).tolist())
+            name, part = list(self.parts.items())[number]
+            reader = BatchReader(part, f"part {name}", self.seq_len)
+            of_part = reader.__getitems__((samples[rows] - self.firsts[number]).tolist())
             batch = batch or tuple(one.new_empty(len(samples), one.shape[1]) for one in of_part)
             for whole, own in zip(batch, of_part, strict=True):
                 whole[torch.from_numpy(rows)] = own
@@ -96,6 +100,17 @@ class Mixture(BatchDataset):
                 of_part = about(count)
             words.append(f"{name} {self.weights[name]:.3g}: {of_part}")
         return " | ".join(words)
+
+
+def count_positions(part: Dataset, name: str) -> int:
+    """Return T of a part's first sample.   Raises: DataError if it is no pair of sequences."""
+    sample = part[0]
+    if isinstance(sample, tuple | list) and len(sample) == 2:
+        lengths = {len(one) for one in sample if isinstance(one, Tensor | np.ndarray) and one.ndim}
+        if len(lengths) == 1:
+            return lengths.pop()
+    needed = "needed: a pair (tokens (T,), targets (T,)), or a dict of input_ids and labels"
+    raise DataError(f"part {name}: sample 0 is {describe(sample)}; {needed}")
 
 
 class MixtureOrder:

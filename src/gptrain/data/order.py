@@ -159,31 +159,59 @@ class TrainBatches:
 class EvalBatches:
     """A batch sampler in file order: every sample once, over all ranks together.
 
-    All ranks yield equally many batches of equal size; where samples run out the index is -1,
-    which `PaddedDataset` turns into targets that are not counted.
+    All ranks yield equally many batches, because ranks of a partitioned net run each batch
+    together. Batches have `batch_size` samples but for the last of each part, which are shorter.
 
     Args:
-        lengths: of parts that lie one after another: no batch has samples of two, and the batches
-            of all parts take turns.
+        lengths: Samples of each of the parts that lie one after another. No batch has samples of
+            two parts, and the batches of all parts take turns.
+
+    Attributes:
+        short_parts: Parts with fewer samples than there are ranks. A rank that has no sample of
+            such a part yields [-1 - i], where i is the first sample of the part; see BatchReader.
     """
 
     def __init__(
         self, lengths: Sequence[int], batch_size: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self._bounds = np.cumsum([0, *lengths]).tolist()
-        n_batches = [-(-n // (batch_size * world_size)) for n in lengths]
-        self._batches = sorted((i, part) for part, n in enumerate(n_batches) for i in range(n))
+        firsts = np.cumsum([0, *lengths]).tolist()
+        self.short_parts = [part for part, n in enumerate(lengths) if 0 < n < world_size]
+        self._batches: list[tuple[int, int, range]] = []  # turn, part, samples
+        for part, n_samples in enumerate(lengths):
+            for turn, (start, end) in enumerate(deal(n_samples, batch_size, rank, world_size)):
+                first = firsts[part]
+                samples = range(first + start, first + end) or range(-1 - first, -first)
+                self._batches.append((turn, part, samples))
+        self._batches.sort(key=lambda batch: batch[:2])
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch, part in self._batches:
-            start = self._bounds[part] + (batch * self.world_size + self.rank) * self.batch_size
-            places, end = range(start, start + self.batch_size), self._bounds[part + 1]
-            yield [place if place < end else -1 for place in places]
+        return (list(samples) for _, _, samples in self._batches)
 
     def part_of(self, number: int) -> int:
         """The part that all samples of a batch are of, by the number of the batch."""
         return self._batches[number][1]
+
+
+def deal(n_samples: int, batch_size: int, rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Return start and end of each batch of one rank, so that all ranks have equally many.
+
+    What is left after the last round of full batches is divided evenly. If that is less than one
+    sample per rank, the last full round is divided with it: into two rounds, or, of batches of one
+    sample, into one round of one or two samples. Only a rank of more ranks than samples has an
+    empty batch.
+    """
+    round_samples = batch_size * world_size
+    n_full, n_left = divmod(n_samples, round_samples)
+    n_uneven = int(n_left > 0)  # rounds of shorter batches
+    if 0 < n_left < world_size and n_full:
+        n_full, n_left, n_uneven = n_full - 1, n_left + round_samples, 1 if batch_size == 1 else 2
+    starts = [turn * round_samples + rank * batch_size for turn in range(n_full)]
+    bounds = [(start, start + batch_size) for start in starts]
+    for turn in range(n_uneven):
+        slot, n_slots = turn * world_size + rank, n_uneven * world_size
+        ends = (n_left * slot // n_slots, n_left * (slot + 1) // n_slots)
+        bounds.append((n_full * round_samples + ends[0], n_full * round_samples + ends[1]))
+    return bounds

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gptrain.assemble.parts import as_config_errors, build_datasets, check_sample, plan_lengths
+from gptrain.assemble.datasets import build_datasets, check_sample
+from gptrain.assemble.parts import as_config_errors, plan_lengths
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
 from gptrain.core.schema import RunConfig

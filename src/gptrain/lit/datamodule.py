@@ -14,17 +14,18 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gptrain.data import EvalBatches, Mixture, PaddedDataset, SampleOrder, TrainBatches, collate
+from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.lengths import Lengths
 from gptrain.resilience.signals import hold_back, ignore_in_worker, kill_workers
+from gptrain.small_files import DataError
 
 SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Serves any dataset; those of `(tokens (T,), targets (T,))` to a LanguageModel.
+    """Serves any data set; one of `(tokens (T,), targets (T,))` to a LanguageModel.
 
     The order of training is a pure function of (seed, micro-batch number of the run), so that a
     resumed run goes on at the very next sample.
@@ -34,6 +35,7 @@ class TextDataModule(pl.LightningDataModule):
         lengths: of the run.
         rank, world_size: place among the ranks that see different samples.
         ranks_per_sample: neighbouring ranks that see the same ones, of a tensor group.
+        is_tokens: Samples are pairs of token sequences, which all must have one length.
         num_workers: processes that load batches; 0 loads in the training process.
         pin_memory: page-locked batches, for faster copies to a GPU.
     """
@@ -49,6 +51,7 @@ class TextDataModule(pl.LightningDataModule):
         rank: int = 0,
         world_size: int = 1,
         ranks_per_sample: int = 1,
+        is_tokens: bool = False,
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
@@ -56,7 +59,7 @@ class TextDataModule(pl.LightningDataModule):
         self.train, self.val, self.test = train, val, test if test is not None else val
         self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
         self.epoch_steps, self.validate_every = lengths.epoch_steps, lengths.validate_every
-        self.ranks_per_sample = ranks_per_sample
+        self.ranks_per_sample, self.is_tokens = ranks_per_sample, is_tokens
         self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
         self.accumulate = accumulate = lengths.batch.accumulate
         is_mixture = isinstance(train, Mixture)
@@ -101,15 +104,15 @@ class TextDataModule(pl.LightningDataModule):
                 self.batches.order.go_on(*place, state_dict["taken"])
 
     def train_dataloader(self) -> DataLoader:
-        loader = self._loader(self.train, self.batches)
+        loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
         return loader
 
     def val_dataloader(self) -> DataLoader:
-        return self._evaluation_loader(self.val)
+        return self._evaluation_loader(self.val, "data.val")
 
     def test_dataloader(self) -> DataLoader:
-        return self._evaluation_loader(self.test)
+        return self._evaluation_loader(self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
         """The samples of one optimizer step, of all ranks or of one rank of the job."""
@@ -122,17 +125,18 @@ class TextDataModule(pl.LightningDataModule):
         """Of a mixture that is evaluated: the part that a batch is of."""
         return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
 
-    def _evaluation_loader(self, dataset: Dataset) -> DataLoader:
+    def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
         lengths = [len_of(one) for one in parts.values() or [dataset]]
         self.eval_parts = list(parts)
         self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size)
-        return self._loader(PaddedDataset(dataset), self.eval_batches)
+        return self._loader(dataset, name, self.eval_batches)
 
-    def _loader(self, dataset: Dataset, batches: Iterable[list[int]]) -> "Loader":
+    def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
         forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not
+        n_positions = len(dataset[0][0]) if self.is_tokens else None
         return Loader(
-            dataset,
+            BatchReader(dataset, name, n_positions),
             batch_sampler=batches,
             # Its own, from which workers are seeded: the run's random numbers are left alone.
             generator=torch.Generator().manual_seed(self.worker_seed),
@@ -151,11 +155,12 @@ class Loader(DataLoader):
     Attributes:
         waited_s: seconds in which training has waited for a batch; a GPU may have been busy.
         read_ahead: batches that are loaded at once: the micro-batches of a step.
-        step_targets: targets that count in what was loaded and not yet taken from here, by steps.
+        step_targets: Targets that count in each step, or batch of an evaluation, that was loaded
+            and not yet taken from here; None where a batch has no known targets.
     """
 
     waited_s, read_ahead = 0.0, 1
-    step_targets: Sequence[int] = ()
+    step_targets: Sequence[int | None] = ()
 
     # A generator around torch's iterator.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
@@ -168,9 +173,13 @@ class Loader(DataLoader):
         try:
             while step := list(islice(batches, self.read_ahead)):
                 self.waited_s += time.perf_counter() - start_s
-                self.step_targets.append(sum(map(count_batch_targets, step)))
+                counts = [count_batch_targets(batch) for batch in step]
+                known = [count for count in counts if count is not None]
+                self.step_targets.append(sum(known) if len(known) == len(counts) else None)
                 yield from step
                 start_s = time.perf_counter()
+        except DataError as error:  # from a worker the message comes behind its traceback
+            raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
         except RuntimeError as error:
             if "No space left" not in str(error):
                 raise

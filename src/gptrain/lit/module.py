@@ -19,6 +19,7 @@ from gptrain.loss import IGNORED, PLAIN, LossOptions
 from gptrain.parallel.fit import Net
 from gptrain.parallel.state import named_parameters
 from gptrain.parallel.whole import Whole
+from gptrain.small_files import DataError
 
 
 class LanguageModel(pl.LightningModule):
@@ -122,10 +123,14 @@ class LanguageModel(pl.LightningModule):
         """All that `evaluate` has added up, over all ranks, under its logged names; then 0 again.
 
         Empty where a subclass has evaluated in its own way. All ranks must call it.
+
+        Raises:
+            DataError: On all ranks, if no target of the set, or of a part of a mixture, counts.
         """
         values = {}
         if isinstance(self.eval_sums, Tensor):
             nats, n_tokens, *n_bytes = self.trainer.strategy.reduce(self.eval_sums, reduce_op="sum")
+            self._check_counted(n_tokens, prefix)
             values = {"loss": nats / n_tokens, "perplexity": (nats / n_tokens).exp()}
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
@@ -134,9 +139,15 @@ class LanguageModel(pl.LightningModule):
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
                 nats, n_tokens, *_ = self.trainer.strategy.reduce(sums, reduce_op="sum")
+                self._check_counted(n_tokens, f"{prefix} (part {part})")
                 values[f"{part}/loss"] = nats / n_tokens
             self.eval_sums, self.part_sums = 0.0, {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
+
+    def _check_counted(self, n_tokens: Tensor, name: str) -> None:
+        """Raise a DataError if nothing was counted; a few batches of a sanity check may be so."""
+        if float(n_tokens) == 0 and not self.trainer.sanity_checking:
+            raise DataError(f"data.{name}: no target counts, all are -100")
 
     def named_net(self) -> dict[str, nn.Parameter]:
         """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
@@ -181,3 +192,15 @@ class LanguageModel(pl.LightningModule):
             if isinstance(strategy := self.trainer.strategy, NetStrategy):
                 return strategy.parallel
         return Whole()
+
+
+def has_own_optimizer(module: pl.LightningModule) -> bool:
+    """Whether a module makes another optimizer than that of the optimizer group."""
+    return type(module).configure_optimizers is not LanguageModel.configure_optimizers
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class of an optimizer and the learning rates that its schedule starts from."""
+    rates = (group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups)
+    shown = ", ".join(dict.fromkeys(f"{float(rate):g}" for rate in rates if rate is not None))
+    return f"{type(optimizer).__name__} · lr {shown} · of the module's configure_optimizers"

@@ -85,6 +85,8 @@ class Report:
         }
         first = steps.first_step
         is_new = first is not None or trainer.state.fn != "fit"
+        n_missing = steps.missing_targets.n_steps
+        missing = {"steps_without_target": n_missing} if n_missing else {}
         if not connected(trainer).fast_dev_run and (is_new or not path.exists()):
             write_result(
                 path,
@@ -95,6 +97,7 @@ class Report:
                 checkpoint=best,
                 ended=ended,
                 peak_memory_bytes=peak_bytes,
+                **missing,
                 **self.facts,
             )
         parts = []
@@ -106,7 +109,7 @@ class Report:
         shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
         parts += [f"{name} {metrics[name]:.4f}" for name in shown]
         if "perf/tokens_per_s" in metrics:
-            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {steps.lengths.unit}/s")
         if "perf/mfu" in metrics:
             parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps.speed.peak}")
         if first is not None and (slow := waiting_line(trainer, steps.speed)):
@@ -116,6 +119,8 @@ class Report:
         if files := profile_files(trainer, self.start_time_s):
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             parts.append(f"profile {files[0]}{more}")
+        if n_missing:
+            parts.append(f"{n_missing} step{'' if n_missing == 1 else 's'} without a target")
         parts.append(", ".join(ended.values()))
         log.info("%-9s %s", "result", " · ".join(parts))
         log.info("%-9s %s", "next", self._next(trainer, best))

@@ -21,13 +21,20 @@ class StepMean:
 
     Args:
         group: the data ranks; None: there is one.
+
+    Attributes:
+        n_targets: Targets that the losses of the last step have counted, over all data ranks. None
+            before the first step, or if training_step computes its loss in another way.
     """
+
+    n_targets: Tensor | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
         self.group = group if group is not None and group.size() > 1 else None
         dtype = torch.float32 if device.type == "mps" else torch.float64  # it has no other
         self.divisor = torch.ones((), dtype=dtype, device=device)
         self._sums = torch.zeros(2, dtype=dtype, device=device)  # of divisors, of targets
+        self._has_loss = False  # whether the step has counted targets, be they 0
 
     def announce(self, n_targets: int, n_micro_batches: int) -> None:
         """Before a step: this rank's targets in all its micro-batches. All data ranks call it."""
@@ -38,15 +45,21 @@ class StepMean:
     def begin(self) -> None:
         """Before the first micro-step."""
         self._sums = torch.zeros_like(self._sums)
+        self._has_loss = False
 
     def divisor_of(self, targets: Tensor) -> Tensor:
         """What the sum of the losses of these targets is to be divided by."""
+        self._has_loss = True
         self._sums = self._sums + torch.stack((self.divisor, (targets != IGNORED).sum()))
         return self.divisor
 
     def correction(self) -> Tensor:
-        """What the step's loss and gradients are to be multiplied by. All data ranks call it."""
+        """Return the factor for loss and gradients that corrects targets changed in training_step.
+
+        All data ranks must call it.
+        """
         divisors, targets = self._all_reduce(self._sums)
+        self.n_targets = targets if self._has_loss else None
         return (divisors / targets).where(targets > 0, 1.0)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:

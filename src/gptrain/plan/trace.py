@@ -32,10 +32,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.assemble.datasets import build_dataset, check_sample
 from gptrain.assemble.parts import (
     as_config_errors,
     build_module,
-    check_sample,
     module_class,
     plan_lengths,
 )
@@ -49,7 +49,7 @@ from gptrain.core.strategies import (
 )
 from gptrain.lit.strategies import build_strategy
 from gptrain.models.hugging_face import config_keys
-from gptrain.nets.load import build_net, build_target
+from gptrain.nets.load import build_net
 from gptrain.parallel.fit import check_fit
 from gptrain.parallel.slices import allocate, fills_itself, local_of, make_to_look_at
 from gptrain.parallel.step_mean import StepMean
@@ -124,8 +124,8 @@ def trace_whole(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> d
     with as_config_errors(cfg, "trainer.devices"):
         dims = parallel_dims(cfg.strategy, world_size)
     if sample_tokens is None:
-        sample = build_target(cfg.data.train.node())[0]
-        sample_tokens = check_sample(cfg, sample)
+        sample = build_dataset(cfg, "train")[0]
+        sample_tokens = check_sample(cfg, sample) or 1
     else:
         sample = (torch.zeros(sample_tokens, dtype=torch.int64),) * 2
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -1,6 +1,8 @@
 """Datasets of a user's own."""
 
-from torch.utils.data import Dataset
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from gptrain.data import DummyTextDataset
 
@@ -17,3 +19,89 @@ class Dicts(Dataset):
     def __getitem__(self, index):
         tokens, targets = self.inner[index]
         return {"tokens": tokens, "targets": targets}
+
+
+class Points(Dataset):
+    """Points (4,) of a plane's two sides, with a class (int) or a distance (float) as target."""
+
+    def __init__(self, num_samples, seq_len, vocab_size, seed, kind="class"):
+        generator = torch.Generator().manual_seed(seed)
+        self.points = torch.randn(num_samples, 4, generator=generator)
+        distances = self.points.sum(1)
+        self.targets = (distances > 0).long() if kind == "class" else distances
+
+    def __len__(self):
+        return len(self.points)
+
+    def __getitem__(self, index):
+        return self.points[index], self.targets[index]
+
+
+class Odd(Dataset):
+    """Token samples in the forms that people bring, the same tokens as DummyTextDataset's.
+
+    Args:
+        kind: Form of the samples.
+        odd: Sample from which on they have that form; those before are pairs.
+    """
+
+    def __init__(self, num_samples, seq_len, vocab_size, seed, kind, odd=0):
+        self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
+        self.kind, self.odd = kind, odd
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        tokens, targets = self.inner[index]
+        if index < self.odd:
+            return tokens, targets
+        ignored = torch.full_like(targets, -100)
+        whole = torch.cat((tokens, targets[-1:]))  # (seq_len,)
+        tokens_list, labels_list = whole.tolist(), whole.tolist()
+        return {
+            "dict": {"input_ids": whole, "labels": whole.clone()},
+            "dict of lists": {"input_ids": tokens_list, "labels": labels_list},
+            "padded": {
+                "input_ids": [*tokens_list, 0, 0],
+                "labels": [*labels_list, 0, 0],
+                "attention_mask": [1] * len(whole) + [0, 0],
+            },
+            "padded left": {
+                "input_ids": [0, *tokens_list],
+                "labels": [0, *labels_list],
+                "attention_mask": [0] + [1] * len(whole),
+            },
+            "shifted": {"input_ids": tokens, "labels": targets},
+            "more keys": {"input_ids": whole, "labels": whole, "position_ids": whole},
+            "lists": (tokens.tolist(), targets.tolist()),
+            "int32": (tokens.int(), targets.int()),
+            "list": tokens_list,
+            "text": "a text",
+            "uneven": (tokens[: 3 + index % 7], targets[: 3 + index % 7]),
+            "ignored": (tokens, ignored),
+            "some": (tokens, ignored if index % 4 else targets),
+        }[self.kind]
+
+
+class Endless(IterableDataset):
+    """Samples without an index."""
+
+    def __init__(self, num_samples, seq_len, vocab_size, seed):
+        self.inner = DummyTextDataset(num_samples, seq_len, vocab_size, seed)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class DataModule(pl.LightningDataModule):
+    """Lightning's own form of the data."""
+
+    def __init__(self, batch_size=4):
+        super().__init__()
+        self.batch_size = batch_size
+
+
+def make_endless(num_samples, seq_len, vocab_size, seed):
+    """Hide the class behind a function."""
+    return Endless(num_samples, seq_len, vocab_size, seed)

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassF1Score
 
 from gptrain.lit import LanguageModel
 
@@ -208,6 +209,57 @@ class PlainOwnNet(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
+
+
+class Supervised(pl.LightningModule):
+    """A plain LightningModule that classifies points or estimates distances, and counts by hand."""
+
+    def __init__(self, kind="class"):
+        super().__init__()
+        self.is_class = kind == "class"
+        self.layer = nn.Linear(4, 2 if self.is_class else 1)
+        self.f1 = MulticlassF1Score(2, average="micro")  # takes no target of -100
+        self.seen = self.hits = 0
+
+    def loss(self, batch):
+        points, targets = batch
+        outputs = self.layer(points)
+        if self.is_class:
+            return outputs, F.cross_entropy(outputs, targets)
+        return outputs, F.mse_loss(outputs[:, 0], targets)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)[1]
+
+    def on_validation_epoch_start(self):
+        self.seen = self.hits = 0
+
+    def validation_step(self, batch, batch_idx):
+        outputs, loss = self.loss(batch)
+        self.log("val/loss", loss, sync_dist=True)
+        self.seen += len(batch[1])
+        if self.is_class:
+            self.hits += int((outputs.argmax(1) == batch[1]).sum())
+            self.f1.update(outputs, batch[1])
+            self.log("val/f1", self.f1)
+
+    def on_validation_epoch_end(self):
+        counts = torch.tensor([self.hits, self.seen], dtype=torch.float32)
+        hits, seen = self.all_gather(counts).reshape(-1, 2).sum(0)
+        self.log("val/accuracy", hits / seen)
+        self.log("val/seen", seen)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class CrossEntropy(LanguageModel):
+    """Evaluates in a way of its own."""
+
+    def validation_step(self, batch, batch_idx):
+        tokens, targets = batch
+        loss = F.cross_entropy(self.net(tokens).flatten(0, 1), targets.flatten())
+        self.log("val/loss", loss, sync_dist=True)
 
 
 class LogsMine(LanguageModel):

@@ -16,9 +16,10 @@ from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal
+from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
-from gptrain.lit.module import LanguageModel
+from gptrain.lit.module import LanguageModel, describe_optimizer, has_own_optimizer
 from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.shell import check_optimization
@@ -80,7 +81,7 @@ class Steps(Callback):
         self.max_skips, self.n_skipped = max_skips, 0  # the latter in a row, up to now
         self.guard, self.checkpoints = guard, checkpoints
         self.first_s = COMPILING_S if compiles else 0.0
-        self.stops = Vote()
+        self.stops, self.missing_targets = Vote(), MissingTargets()
         self.stopping = self._is_paused = False
         self.lr = 0.0
         self.evaluated_step = 0  # of the checkpoint that is evaluated
@@ -99,6 +100,8 @@ class Steps(Callback):
             self.guard.leave_if_asked()
         self._beat(trainer.global_step, "train", allow_s=self.first_s)
         check_optimization(pl_module)  # again: hooks may have changed it
+        if trainer.is_global_zero and has_own_optimizer(pl_module):
+            log.info("%-9s %s", "optimizer", describe_optimizer(trainer.optimizers[0]))
         self.first_step = trainer.global_step
         for logger in trainer.loggers:
             if go_on_from := getattr(logger, "go_on_from", None):
@@ -129,8 +132,9 @@ class Steps(Callback):
         The norm is the same on all ranks, and not finite where any gradient of any rank is not.
         Under 16-mixed the loss scaler itself skips steps with infinite gradients, by design.
 
-        Raises: NonFinite, on all ranks.
+        Raises: NonFinite, on all ranks; DataError for a first step without a target.
         """
+        self.missing_targets.check_step(trainer)
         strategy = strategy_of(trainer)
         norm = cast(Tensor, strategy.grad_norm)
         if trainer.precision == "16-mixed":
@@ -221,6 +225,8 @@ class Steps(Callback):
         values = {}
         if isinstance(pl_module, LanguageModel):  # also where a subclass overrides this very hook
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
+        if not values and not trainer.sanity_checking:
+            check_evaluated(trainer)
         # Also in the sanity check, which no logger sees: what cannot be logged fails there.
         step = trainer.global_step or self.evaluated_step
         pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
@@ -247,7 +253,7 @@ class Steps(Callback):
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         step, strategy = trainer.global_step, strategy_of(trainer)
-        if strategy.micro_losses:
+        if strategy.micro_losses and not self.missing_targets.is_last:
             theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
             pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=theirs)
         speed = self.speed.read()
@@ -257,7 +263,7 @@ class Steps(Callback):
             # Of prog_bar=True Lightning would read the loss from its device at every micro-batch.
             bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
             bar.logged["lr"] = f"{self.lr:.3g}"
-            bar.logged["tokens/s"] = f"{speed['perf/tokens_per_s']:,.0f}"
+            bar.logged[f"{self.lengths.unit}/s"] = f"{speed['perf/tokens_per_s']:,.0f}"
             if self.lengths.n_steps:
                 left_s = (self.lengths.n_steps - step) * speed["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))

@@ -127,9 +127,9 @@ class NetStrategy(Strategy):
             return
         loader = trainer.train_dataloader
         if ahead := getattr(loader, "step_targets", None):
-            self.step_mean.announce(ahead.pop(0), getattr(loader, "read_ahead", 1))
+            self.step_mean.announce(ahead.pop(0) or 0, getattr(loader, "read_ahead", 1))
         else:  # not our loader: as if the other micro-batches had as many
-            self.step_mean.announce(count_batch_targets(batch), 1)
+            self.step_mean.announce(count_batch_targets(batch) or 0, 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Drop the last step's gradients before a new step's forward pass.
@@ -302,6 +302,18 @@ class Ranks(NetStrategy, DDPStrategy):
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks; a mean of integers is not rounded.
+
+        Lightning 2.6 writes the mean into the tensor of integers. With evaluation batches of 18
+        samples on one rank and 19 on the other, `self.log(name, value, sync_dist=True)` then
+        divides a mean of sums by 18, and not by 18.5.
+        """
+        is_mean = str(reduce_op).lower() in ("mean", "avg")
+        if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+        return super().reduce(tensor, group, reduce_op)
 
     def configure_ddp(self) -> None:
         if self.parallel.ddp is not None:

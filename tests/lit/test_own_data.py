@@ -1,0 +1,184 @@
+"""Data of the user's own: every sample counts once, and a form that does not fit is one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch.nn import functional as F
+
+from tests.lit.conftest import OWN
+from tests.lit.own.data import Points
+
+DATA, MODULES = f"{OWN}.data", f"module._target_={OWN}.modules"
+TWO = ("trainer.devices=2", "model.n_layers=2")
+
+
+def of(name: str, *more: str) -> tuple[str, ...]:
+    """Return the words that train and validate on a class of data.py, with these extra keys."""
+    words = [f"data.{part}._target_={DATA}.{name}" for part in ("train", "val")]
+    return (*words, *(f"+data.{part}.{one}" for part in ("train", "val") for one in more))
+
+
+def line_of(run, label: str) -> str:
+    """Return one of the lines that a run prints at its start."""
+    return next(line for line in run.out.splitlines() if line.startswith(f"{label} "))
+
+
+# Every sample once
+
+
+@pytest.mark.parametrize("kind", ["class", "distance"])
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_plain_module_evaluates_every_sample_once(fit, kind, n_ranks):
+    n_samples = 37
+    run = fit(
+        *of("Points", f"kind={kind}"), f"{MODULES}.Supervised", f"+module.kind={kind}",
+        f"data.val.num_samples={n_samples}", f"trainer.devices={n_ranks}", "data.batch_size=8",
+        "data.val.seed=1",
+    )  # fmt: skip
+    weights = run.state(6)["state_dict"]
+    data = Points(n_samples, 17, 256, seed=1, kind=kind)
+    outputs = data.points @ weights["module.layer.weight"].T + weights["module.layer.bias"]
+    if kind == "class":
+        loss = F.cross_entropy(outputs, data.targets)
+        accuracy = float((outputs.argmax(1) == data.targets).float().mean())
+        assert run.metrics["val/accuracy"] == pytest.approx(accuracy, abs=1e-6)
+        assert run.metrics["val/f1"] == pytest.approx(accuracy, abs=1e-6)  # micro: the same
+    else:
+        loss = F.mse_loss(outputs[:, 0], data.targets)
+    assert run.metrics["val/seen"] == n_samples
+    assert run.metrics["val/loss"] == pytest.approx(float(loss), rel=1e-5)
+    # What the start says is of this module and of these data.
+    n_parameters = 10 if kind == "class" else 5
+    assert line_of(run, "model").endswith(f"Supervised · {n_parameters} parameters")
+    batch = line_of(run, "batch")
+    assert f"= {8 * n_ranks} samples per step" in batch
+    assert "token" not in batch and " lr " not in batch and "\nplan " not in run.out
+    assert "Adam · lr 0.05" in line_of(run, "optimizer")
+    assert " samples/s" in line_of(run, "result") and "tokens/s" not in run.out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor_parallel", "pipeline"])
+@pytest.mark.parametrize("n_samples", [1, 5])
+def test_fewer_samples_than_a_round_of_batches_are_measured_as_on_one_device(
+    fit, strategy, n_samples
+):
+    words = ("trainer.max_steps=1", f"data.val.num_samples={n_samples}", "model.n_layers=2")
+    one = fit(*words, "data.batch_size=8", name=None)
+    two = fit(*words, *TWO, f"strategy={strategy}", "data.global_batch_size=8", name="two")
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
+
+
+def test_a_step_of_ones_own_is_never_given_a_batch_without_data(fit):
+    words = (f"{MODULES}.CrossEntropy", *TWO, "trainer.max_steps=1")
+    run = fit(*words, "data.val.num_samples=1", code=65)
+    assert run.errors == [
+        "error: data.val: 1 samples for 2 ranks: one would have no batch; "
+        "try: trainer.devices=1, or more samples"
+    ]
+    words = ("trainer.max_steps=1", "data.val.num_samples=3", "model.n_layers=2")
+    one = fit(*words, "data.batch_size=8", name="one")
+    two = fit(*words, f"{MODULES}.CrossEntropy", *TWO, name="two")
+    assert two.metrics["val/loss"] == pytest.approx(one.metrics["val/loss"], rel=1e-5)
+
+
+# Targets that all do not count
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_first_step_without_a_target_is_refused(fit, n_ranks):
+    run = fit(*of("Odd", "kind=ignored"), f"trainer.devices={n_ranks}", code=65)
+    (line,) = run.errors
+    assert "data.train: no target counts, all are -100 in step 0; samples: " in line
+
+
+def test_a_later_step_without_a_target_is_counted_and_keeps_the_loss_of_the_step_before(fit):
+    run = fit(*of("Odd", "kind=some"), "data.batch_size=1", "data.train.num_samples=8", "seed=4")
+    losses, norms = run.column("train/loss"), run.column("grad_norm")
+    missing = [step for step, norm in enumerate(norms) if norm == 0]
+    assert len(missing) == 4 and all(losses[step] == losses[step - 1] for step in missing)
+    assert run.out.count("warning: data.train: no target counts, all are -100 in step ") == 1
+    assert " · 4 steps without a target · " in line_of(run, "result")
+    result = json.loads((run.folder / "result.json").read_text())
+    assert result["steps_without_target"] == 4
+
+
+@pytest.mark.parametrize("module", ["gptrain.lit.LanguageModel", f"{OWN}.modules.CrossEntropy"])
+def test_a_validation_without_any_target_is_an_error(fit, module):
+    words = (f"data.val._target_={DATA}.Odd", "+data.val.kind=ignored", f"module._target_={module}")
+    for n_ranks in (1, 2):
+        one_step = (f"trainer.devices={n_ranks}", "trainer.max_steps=1")
+        run = fit(*words, *one_step, name=f"run-{n_ranks}", code=65)
+        assert run.errors == ["error: data.val: no target counts, all are -100"]
+
+
+# Forms of samples
+
+
+@pytest.mark.parametrize("kind", ["dict", "dict of lists", "padded"])
+@pytest.mark.parametrize("module", ["gptrain.lit.LanguageModel", f"{OWN}.modules.Logs"])
+def test_dicts_of_hugging_face_train_as_the_same_pairs(fit, kind, module):
+    """Labels are input_ids there, and each is predicted from the tokens before it."""
+    dicts = fit(*of("Odd", f"kind={kind}"), f"module._target_={module}", "model.max_seq_len=64")
+    pairs = fit(f"module._target_={module}", "model.max_seq_len=64", name=None)
+    assert dicts.column("train/loss") == pytest.approx(pairs.column("train/loss"), rel=1e-5)
+    assert dicts.metrics["val/loss"] == pytest.approx(pairs.metrics["val/loss"], rel=1e-5)
+
+
+FORMS = {
+    "padded left": "sample 0: attention_mask has a 0 before a 1: a causal net",
+    "shifted": "not shifted, as models of transformers take them",
+    "more keys": "sample 0: position_ids: nothing reads this; needed: a dict of input_ids, labels",
+    "lists": "sample 0 is (list of 16, list of 16)",
+    "int32": "sample 0 is (int32 (16,), int32 (16,))",
+    "list": "sample 0 is list of 17",
+    "text": "sample 0 is str",
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_that_does_not_fit_is_one_line(fit, kind):
+    run = fit(*of("Odd", f"kind={kind}"), code=65)
+    (line,) = run.errors
+    assert "data.train: " in line and FORMS[kind] in line and "Traceback" not in run.out
+
+
+@pytest.mark.parametrize("kind", ["uneven", "dict", "text"])
+def test_the_first_sample_of_another_form_is_named(fit, kind):
+    run = fit(*of("Odd", f"kind={kind}", "odd=6"), "data.val.num_samples=4", code=65)
+    (line,) = run.errors
+    assert "error: data.train: sample " in line and ", but sample " in line
+    assert "needed: " in line and "Traceback" not in run.out
+
+
+def test_samples_of_uneven_length_are_refused_one_by_one_too(fit):
+    line = fit(*of("Odd", "kind=uneven"), "data.batch_size=1", code=65).errors[0]
+    assert "but sample 0 has 3 positions; needed: tensors of equal shape" in line
+
+
+@pytest.mark.parametrize("place", ["train", "val"])
+def test_data_without_an_index_are_one_line(refused, place):
+    line = refused(f"data.{place}._target_={DATA}.Endless")
+    assert f"data.{place}._target_={DATA}.Endless: an IterableDataset, whose samples have" in line
+    line = refused(f"data.{place}._target_={DATA}.make_endless")
+    assert f"data.{place}._target_={DATA}.make_endless: made a Endless" in line
+
+
+def test_a_data_module_of_lightnings_is_one_line(refused):
+    wrong = "nothing reads a class for the whole data group, such as a LightningDataModule"
+    name = f"{DATA}.DataModule"
+    assert f"data._target_={name}: {wrong}" in refused(f"+data._target_={name}")
+    line = refused(f"data.train._target_={name}")
+    assert f"data.train._target_={name}: a LightningDataModule; needed: a torch" in line
+
+
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_the_learning_rate_that_is_shown_is_that_of_the_modules_optimizer(fit, name):
+    run = fit(f"{MODULES}.OwnOptimizers", "+module.kind=step", "trainer.max_steps=1", *(
+        TWO if name == "ddp" else ()
+    ))  # fmt: skip
+    assert "SGD · lr 0.1 · of the module's configure_optimizers" in line_of(run, "optimizer")
+    batch = line_of(run, "batch")
+    assert " lr " not in batch
+    assert f"= {128 if name == 'ddp' else 64} tokens per step" in batch
