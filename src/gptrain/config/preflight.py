@@ -20,7 +20,14 @@ from hydra.utils import get_class, get_method
 from gptrain.config.check import CheckedConfig, check_cpu, check_world, find_world_size
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig, PartConfig
-from gptrain.core.schema import SHIPPED, ModelConfig, OptimizerConfig, RunConfig, SchedulerConfig
+from gptrain.core.schema import (
+    SHIPPED,
+    ModelConfig,
+    ModuleConfig,
+    OptimizerConfig,
+    RunConfig,
+    SchedulerConfig,
+)
 from gptrain.core.strategies import ShardedOptions, strategy_name
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
@@ -43,7 +50,7 @@ DATA_FILES = ("path", "train_path", "val_path", "tokenizer")
 SUPPLIED = {"optimizer": 1, "scheduler": 1, "module": 0}
 OURS = {
     "model": ModelConfig.OWN_KEYS,
-    "module": {"loss", "metrics"},
+    "module": ModuleConfig.OWN_KEYS,
     "optimizer": OptimizerConfig.model_fields.keys(),
     "scheduler": SchedulerConfig.model_fields.keys(),
 }

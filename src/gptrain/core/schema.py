@@ -101,6 +101,8 @@ class LossConfig(Section):
 class ModuleConfig(TargetConfig):
     """Keys of any module group."""
 
+    OWN_KEYS = frozenset({"loss", "metrics"})
+
     loss: Any = None
     metrics: Any = None
 
