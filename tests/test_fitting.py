@@ -71,17 +71,18 @@ except KeyboardInterrupt:
 
 
 SAVED_AND_STOPPED = """
-import os, pathlib, sys
-from gptrain.home import FOLDER_VARIABLE
+import os, sys
+from gptrain.home import report_to_fit
 from gptrain.resilience.status import write_status
-pathlib.Path(os.environ[FOLDER_VARIABLE]).write_text(os.getcwd())
+report_to_fit(folder=os.getcwd())
 write_status(".", cause="preempted", exit_code=75, message="asked to stop, saved at step 5")
 sys.exit(75)
 """
 
 
-def test_a_run_that_saved_and_stopped_says_why_in_its_exception(tmp_path, monkeypatch):
-    """It prints no error, so the message is that of its status.json."""
+def test_the_exception_of_a_run_that_saved_and_stopped_has_the_message_of_its_status(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SAVED_AND_STOPPED)
     with pytest.raises(gptrain.RunFailed) as failed:

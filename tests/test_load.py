@@ -74,7 +74,7 @@ def test_what_is_no_run_is_named(tmp_path):
 
 
 def test_a_run_that_is_done_gives_its_net_and_its_tokenizer(speaker):
-    run = gptrain.Run(speaker, ROOT / "conf")
+    run = gptrain.FinishedRun(speaker, ROOT / "conf")
     tokens = run.tokenizer.encode("café")
     assert run.tokenizer.decode(tokens) == "café"
     assert not run.net.training and run.net(torch.tensor([[*tokens]])).shape[-1] == 256

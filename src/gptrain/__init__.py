@@ -8,7 +8,7 @@ _PLACES = {  # imported when asked for: torch is not, by `import gptrain`
     "generate": "gptrain.texts",
     "load": "gptrain.nets.load",
     "score": "gptrain.scoring",
-    "Run": "gptrain.fitting",
+    "FinishedRun": "gptrain.fitting",
     "RunFailed": "gptrain.fitting",
     "ConfigError": "gptrain.problems",
 }

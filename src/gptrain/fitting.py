@@ -1,7 +1,8 @@
-"""A run from Python: `gptrain.fit(["experiment=quickstart"])`, in a process of its own.
+"""Run the project's train.py from Python: `gptrain.fit(["experiment=quickstart"])`.
 
-That process is the project's train.py, so that checks, ranks, run folder and signals are those of
-the command line. This one keeps its Hydra, its log, its random numbers and its GPU as they were.
+The run is a process of its own. It makes the checks, ranks, run folder and signal handlers that it
+makes on the command line, and it prints to the same terminal. The calling process keeps its own
+Hydra, its log, its random numbers and its GPU memory.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from gptrain import home
 from gptrain.problems import BAD_CONFIG, ConfigError, Problem
 from gptrain.resilience.status import RESULT_NAME, read_status
-from gptrain.small_files import read_json
-from gptrain.streams import Stream
+from gptrain.small_files import read_facts, read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class RunFailed(Exception):
-    """A run that began, and is not done.
+    """A run that started and did not finish.
 
     Attributes:
-        lines: what it said on stderr about the error.   code: its exit code; 75: saved and stopped.
-        folder: of the run; `fit([..., f"run_dir={folder}", "ckpt_path=last"])` goes on with it.
+        lines: Lines of the error message.
+        code: Exit code of the run. 75 means that the run saved a checkpoint and stopped.
+        folder: Run folder. `fit([..., f"run_dir={folder}", "ckpt_path=last"])` continues the run.
     """
 
     def __init__(self, lines: list[str], code: int, folder: Path):
@@ -47,11 +47,12 @@ class RunFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that is done.
+class FinishedRun:
+    """A run that finished.
 
     Attributes:
-        folder: its run folder.   conf: the folder of yaml of its project.
+        folder: Run folder.
+        conf: The conf/ folder of the run's project.
     """
 
     folder: Path
@@ -59,100 +60,91 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of result.json, under their logged names: losses in nats per token."""
+        """Final metrics of result.json under their logged names. Losses are in nats per token."""
         return read_json(self.folder / RESULT_NAME)["metrics"]
 
     @property
     def net(self) -> nn.Module:
-        """The net with the best weights, on the CPU in evaluation mode, as by `gptrain.load`."""
+        """Net with the best weights, on the CPU and in evaluation mode, as by `gptrain.load`."""
         return self._loaded[0]
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the run's text; None where its data has none."""
+        """Tokenizer of the run's text, or None if the run's data has no tokenizer."""
         return self._loaded[1]
 
     @cached_property
     def _loaded(self) -> Any:
-        from gptrain.nets.load import load  # torch
+        from gptrain.nets.load import load  # imports torch
 
-        home.enter(self.conf)  # whose classes may be named, and are found in its src/
+        home.enter(self.conf)  # classes of the project's src/ may be loaded, and can be imported
         return load(self.folder, with_tokenizer=True)
 
 
-def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Run:
-    """The run of `python train.py <overrides>`, once it is done; what it prints is printed here.
+def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> FinishedRun:
+    """Run `python train.py <overrides>` and return the finished run.
 
-    In a rank of torchrun, srun or mpirun it is that rank of the run. Ctrl-C, or a notebook's stop,
-    lets the run save before KeyboardInterrupt is raised.
+    The run writes to the standard streams of this process. In a rank of torchrun, srun or mpirun,
+    the new process is that rank of the run. Ctrl-C, or a notebook's stop button, lets the run save
+    a checkpoint before `fit` raises KeyboardInterrupt.
 
     Args:
-        overrides: as on the command line, without flags: ["trainer.devices=2", "data.path=a b"].
-        conf: the project's conf/, beside its train.py; None: of the project around the working
-            directory.
+        overrides: Words of the command line without flags: ["trainer.devices=2", "data.path=a b"].
+        conf: The project's conf/ folder, next to its train.py. Defaults to the conf/ of the project
+            around the working directory.
 
     Raises:
-        ConfigError: refused, nothing was started; `.lines`, and `.code`, the exit code.
-        RunFailed: `.lines`, `.code`, `.folder`.
+        ConfigError: If the run was refused before it started. `.lines` has one line per problem,
+            `.code` is the exit code.
+        RunFailed: If the run started and did not finish.
     """
     words, conf = list(overrides), Path(conf).absolute() if conf else home.find_conf()
     if conf is None or not conf.with_name("train.py").is_file():
-        wrong = "no project here, a folder with train.py and conf/"
-        raise ConfigError.of("conf", str(conf), wrong, attempt='fit(..., conf="project/conf")')
+        message = "no project here, a folder with train.py and conf/"
+        raise ConfigError.of("conf", str(conf), message, attempt='fit(..., conf="project/conf")')
     if flags := [word for word in words if word.startswith("-") or not set(word) & set("=~")]:
         raise ConfigError.of("", None, f"{flags[0]}: not key=value")
-    with TemporaryDirectory() as place:
-        told = Path(place) / "folder"
-        errors, code = _run([sys.executable, str(conf.with_name("train.py")), *words], told)
-        folder = Path(os.fsdecode(told.read_bytes())) if told.exists() else None
-    if folder and code == 0:
-        return Run(folder, conf)
-    status = (read_status(folder) or {}).get("message") if folder else None
-    lines = errors or [status or f"error: exit code {code}"]
-    if folder:
-        raise RunFailed(lines, code, folder)
-    wrong = [line.removeprefix("error: ") for line in lines]
-    raise ConfigError([Problem("", None, line, code=code or BAD_CONFIG) for line in wrong])
+    with TemporaryDirectory() as folder:
+        report_path = Path(folder) / "report.json"
+        code = _run([sys.executable, str(conf.with_name("train.py")), *words], report_path)
+        report = read_facts(report_path)
+    unknown_error = f"error: exit code {code}"
+    if "folder" not in report:
+        lines = [line.removeprefix("error: ") for line in report.get("lines", [unknown_error])]
+        raise ConfigError([Problem("", None, line, code=code or BAD_CONFIG) for line in lines])
+    run_dir = Path(report["folder"])
+    if code == 0:
+        return FinishedRun(run_dir, conf)
+    message = (read_status(run_dir) or {}).get("message") or unknown_error
+    raise RunFailed(message.splitlines(), code, run_dir)
 
 
-def _run(command: list[str], told: Path) -> tuple[list[str], int]:
-    """Lines of stderr that tell an error, and the exit code, of a command that ends with us.
+def _run(command: list[str], report_path: Path) -> int:
+    """Run a command to its end and return its exit code.
 
     Args:
-        told: file into which it writes the run's folder, as soon as it has begun.
+        report_path: File for the command's `home.report_to_fit`.
+
+    Raises:
+        KeyboardInterrupt: After the command has ended, if Ctrl-C came before. The command gets
+            SIGINT for each Ctrl-C.
     """
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # of a notebook: ""
-    environment = os.environ | {home.FOLDER_VARIABLE: str(told), "PYTHONPATH": path}
+    search_path = (entry or os.getcwd() for entry in sys.path)  # "" is a notebook's own folder
+    variables = {home.REPORT_VARIABLE: str(report_path), "PYTHONPATH": os.pathsep.join(search_path)}
     process = subprocess.Popen(
         command,
-        env=environment,
+        env=os.environ | variables,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C reaches it through us, and once
+        start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
     )
-    errors: list[str] = []
-
-    def show(lines: IO[str] | None, out: TextIO) -> None:
-        stream: Any = Stream(out)
-        for line in lines or ():  # not by descriptors, which a notebook does not show
-            print(line, end="", file=stream, flush=True)
-            if line.startswith("error: "):
-                errors.append(line.rstrip("\n"))
-
-    beside, is_stopped = Thread(target=show, args=(process.stderr, sys.stderr), daemon=True), False
-    beside.start()
+    is_interrupted = False
     while True:
         try:
-            show(process.stdout, sys.stdout)
-            beside.join()
             code = process.wait()
             break
         except KeyboardInterrupt:
-            is_stopped = True
+            is_interrupted = True
             process.send_signal(signal.SIGINT)
-    if is_stopped:
+    if is_interrupted:
         raise KeyboardInterrupt
-    return errors, code
+    return code

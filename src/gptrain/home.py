@@ -7,12 +7,13 @@ Outside of any project there are the library's own choices alone.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
 VARIABLE = "GPTRAIN_CONF"
-FOLDER_VARIABLE = "GPTRAIN_TELL_FOLDER"  # a file, into which gptrain.fit has its run write
+REPORT_VARIABLE = "GPTRAIN_REPORT"  # path of the file in which a run answers gptrain.fit
 LIBRARY = Path(__file__).parent  # of which this file is a part, wherever it is installed
 
 
@@ -47,6 +48,19 @@ def default_output_dir() -> str:
     """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever in it the command is typed."""
     project = find_project() or Path.cwd()
     return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(project / "outputs")
+
+
+def report_to_fit(**facts: object) -> None:
+    """Write the facts as JSON to the file that `gptrain.fit` has named, once.
+
+    Does nothing in a process that `gptrain.fit` did not start, or that has reported before.
+
+    Args:
+        facts: `folder`, the run folder of a run that starts, or `lines`, the error message of a
+            run that is refused.
+    """
+    if path := os.environ.pop(REPORT_VARIABLE, None):
+        Path(path).write_text(json.dumps(facts))
 
 
 def train_script() -> str:

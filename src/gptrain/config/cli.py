@@ -305,7 +305,11 @@ def _run(
 
 
 def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
-    """Code and line of what a command or its job raised, printed here if nobody has done so."""
+    """Return the exit code and the error message of what a command or its job raised.
+
+    The message of a JobFailed has been printed already. Every other message is printed on stderr,
+    and reported to `gptrain.fit` if that started this process.
+    """
     if isinstance(error, JobFailed):
         return error.code, str(error)
     if debug:
@@ -319,6 +323,7 @@ def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
     ending = ending_of(error)
     hint = "; try: debug=true" if ending.trace and not debug else ""
     _print([ending.line + hint])
+    home.report_to_fit(lines=ending.line.splitlines())
     return ending.code, ending.line
 
 

@@ -68,13 +68,13 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
 
 
 def tell_folder(run_dir: str) -> None:
-    """Tells gptrain.fit, where that has started this process, the folder of the run that begins.
+    """Report the folder of the run that starts to `gptrain.fit`, if that started this process.
 
-    When its process ends before the run does, the run is asked to save and stop.
+    If the process of `gptrain.fit` ends before the run, the run is asked to save and to stop.
     """
-    if path := os.environ.pop(home.FOLDER_VARIABLE, None):
+    if home.REPORT_VARIABLE in os.environ:
         die_with_parent(os.getppid(), signal.SIGTERM)
-        Path(path).write_bytes(os.fsencode(run_dir))
+        home.report_to_fit(folder=str(run_dir))
 
 
 def keep_config(cfg: RunConfig) -> None:
