@@ -1,7 +1,7 @@
-"""Trains a language model: compose -> check -> build -> fit -> report, all of it on this page.
+"""Train a language model: compose, check, build, fit, report. The whole run is on this page.
 
 python train.py                                       SimpleGPT on dummy text, one device
-python train.py experiment=quickstart                 a small GPT learns Python on a laptop's CPU
+python train.py experiment=quickstart                 a small Llama learns Python on a laptop's CPU
 python train.py trainer.devices=4                     the same run on four GPUs
 python train.py -m optimizer.lr=1e-3,3e-4 seed=1,2    four runs, one after another
 """
@@ -15,23 +15,24 @@ from gptrain import config
 
 if TYPE_CHECKING:
     from gptrain.core.schema import RunConfig
-    from gptrain.resilience.watchdog import Guard
+    from gptrain.runtime.watchdog import Guard
 
 
 def train(cfg: RunConfig, guard: Guard) -> dict[str, float]:
-    """The run itself, in each of its ranks; returns its final metrics."""
-    from gptrain import assemble  # here, so that a wrong option is answered without torch
+    """Run the training in one rank and return its final metrics."""
+    from gptrain.assemble.run import build  # imported late: config errors need no torch
 
-    run = assemble.build(cfg, guard)
-    return run.go()
+    return build(cfg, guard).go()
 
 
 def main(cfg: RunConfig) -> float | None:
-    """One job: checked, then run in this process or in the ranks that it starts."""
-    from gptrain import assemble, ranks  # likewise
+    """Check one job, run it in this process or in ranks of its own, and return the objective."""
+    from gptrain import runtime  # imported late: config errors need no torch
+    from gptrain.assemble.resume import find_checkpoint
+    from gptrain.assemble.run import check
 
-    assemble.check(cfg)
-    metrics = ranks.run(train, cfg, assemble.find_checkpoint)
+    check(cfg)
+    metrics = runtime.run(train, cfg, find_checkpoint)
     return metrics.get(cfg.objective)
 
 

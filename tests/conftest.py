@@ -188,7 +188,7 @@ class Finished:
 
     def state(self, step: int) -> dict:
         """The checkpoint of one step."""
-        from gptrain.resilience.amendment import load_state
+        from gptrain.checkpoints.amendment import load_state
 
         return load_state(self.folder / "checkpoints" / f"step-{step:08d}")
 

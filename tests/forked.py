@@ -17,20 +17,19 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from gptrain import measure
-from gptrain.ranks import supervisor
+from gptrain.runtime import measure, supervisor
 
 PRELOAD = [  # what is installed; of Python below 3.13 a fork server finds nothing else
     "gptrain.assemble",
     "gptrain.config.cli",
-    "gptrain.ranks.supervisor",
+    "gptrain.runtime.supervisor",
     "gptrain.lit.loggers.csv",
     "gptrain.lit.perf",
     "gptrain.parallel.ddp",
     "gptrain.parallel.diloco",
     "gptrain.parallel.pipeline",
     "gptrain.parallel.sharded",
-    "gptrain.resilience.safe_load",
+    "gptrain.checkpoints.safe_load",
     "hydra._internal.utils",
     "pytest",
     "torch._dynamo",  # of every optimizer
@@ -54,7 +53,7 @@ def rank_process(out: Path, err: Path, *args: object) -> None:
     """The supervisor's entry of a rank, with its output in these files."""
     from no_network import forbid_network
 
-    from gptrain.ranks.rank import rank_process as enter
+    from gptrain.runtime.rank import rank_process as enter
 
     forbid_network()
     measure.measure_matmul = some_flops_per_s

@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 
+from gptrain.checkpoints.manifest import DamagedCheckpoint, NoGoodCheckpoint, read_manifest, seal
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config import ConfigError
 from gptrain.data import DataError
 from gptrain.models import SimpleGPT
-from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint, read_manifest, seal
-from gptrain.resilience.store import CheckpointStore
 
 REFUSALS = (
     ConfigError, DamagedCheckpoint, NoGoodCheckpoint, DataError, FileNotFoundError, ValueError

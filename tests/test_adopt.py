@@ -17,7 +17,7 @@ import pytest
 from gptrain.adopt.__main__ import main
 from gptrain.adopt.library import put
 from gptrain.adopt.project import TEMPLATE
-from gptrain.home import LIBRARY, VARIABLE
+from gptrain.core.locations import LIBRARY, VARIABLE
 from tests.conftest import ROOT
 
 QUICK = "trainer.max_steps=2 trainer.limit_val_batches=1 data.path=src/gptrain/models"

@@ -12,10 +12,10 @@ import torch
 import gptrain
 from gptrain.assemble.datasets import check_sample
 from gptrain.assemble.parts import build_optimizer, build_schedule, peak_lr
+from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import BatchPlan, Lengths
 from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig
-from gptrain.lengths import BatchPlan, Lengths
 from gptrain.lit import LanguageModel
-from gptrain.problems import ConfigError
 from tests.command_line import compose_run
 
 EXACT = ("logger=csv", "trainer.log_every_n_steps=1", "trainer.val_check_interval=3")

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.resilience import draft, fileops, manifest
-from gptrain.resilience import store as store_module
-from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.manifest import (
+from gptrain.checkpoints import fileops, manifest, writer
+from gptrain.checkpoints import store as store_module
+from gptrain.checkpoints.manifest import (
     DamagedCheckpoint,
     NoGoodCheckpoint,
     read_manifest,
     seal,
     verify,
 )
-from gptrain.resilience.store import CheckpointStore
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.writer import SaveFailed
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "extra.bin")
@@ -64,7 +64,7 @@ def wrap_os(patch: pytest.MonkeyPatch, call: Callable) -> None:
             setattr(self, name, found)  # shutil compares functions by identity (Python 3.13)
             return found
 
-    for module in (draft, fileops, store_module, shutil):
+    for module in (writer, fileops, store_module, shutil):
         patch.setattr(module, "os", Wrapped())
 
 

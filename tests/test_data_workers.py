@@ -11,7 +11,7 @@ import os
 from functools import partial
 from gptrain.data import DummyTextDataset
 from gptrain.lit.datamodule import Loader, collate_and_share
-from gptrain.resilience.signals import ignore_in_worker
+from gptrain.runtime.signals import ignore_in_worker
 
 loader = Loader(
     DummyTextDataset(4096, 1024, 256),

@@ -6,15 +6,15 @@ import errno
 
 import pytest
 
+from gptrain.checkpoints.manifest import DamagedCheckpoint, NoGoodCheckpoint
+from gptrain.checkpoints.safe_load import UnsafeCheckpoint
+from gptrain.checkpoints.status import NonFinite, Preempted
+from gptrain.checkpoints.writer import SaveFailed
+from gptrain.core.errors import ConfigError, Problem, ending_of
 from gptrain.data import DataError
-from gptrain.problems import ConfigError, Problem, ending_of
-from gptrain.ranks.process import attempt_folder
-from gptrain.ranks.rank import forget_old_starts
-from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.manifest import DamagedCheckpoint, NoGoodCheckpoint
-from gptrain.resilience.safe_load import UnsafeCheckpoint
-from gptrain.resilience.status import NonFinite, Preempted
-from gptrain.resilience.watchdog import Heartbeat, read_lives
+from gptrain.runtime.process import attempt_folder
+from gptrain.runtime.rank import forget_old_starts
+from gptrain.runtime.watchdog import Heartbeat, read_lives
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from gptrain import shell
 from gptrain.config.cli import run_command
+from gptrain.core import shell
+from gptrain.core.errors import IO_ERROR, ConfigError, code_of
 from gptrain.data import ByteTokenizer, train_bpe
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
 from gptrain.export.files import check_format, write_net, write_tensors, write_tokenizer
-from gptrain.problems import IO_ERROR, ConfigError, code_of
 
 
 @pytest.fixture

@@ -72,8 +72,8 @@ except KeyboardInterrupt:
 
 SAVED_AND_STOPPED = """
 import os, sys
-from gptrain.home import report_to_fit
-from gptrain.resilience.status import write_status
+from gptrain.core.locations import report_to_fit
+from gptrain.checkpoints.status import write_status
 report_to_fit(folder=os.getcwd())
 write_status(".", cause="preempted", exit_code=75, message="asked to stop, saved at step 5")
 sys.exit(75)

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.shape import gpt_shape
 from gptrain.loss import next_token_loss
-from gptrain.measure import measure_matmul
 from gptrain.models import SimpleGPT
+from gptrain.runtime.measure import measure_matmul
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from gptrain.checkpoints.manifest import read_manifest
 from gptrain.config import compose_command
-from gptrain.problems import ConfigError
-from gptrain.resilience.manifest import read_manifest
+from gptrain.core.errors import ConfigError
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 
 from gptrain.config import ConfigError, check, compose_command
 from gptrain.config.cli import run_command
+from gptrain.core.errors import JobFailed, Problem
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count
-from gptrain.problems import JobFailed, Problem
 from tests.command_line import refused
 from tests.test_choices import CONFS
 

@@ -17,7 +17,7 @@ import gptrain
 from gptrain.config.cli import compose_command, run_command
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
 from gptrain.generate.__main__ import DEFAULTS, GenerateRun, as_typed, generate
-from gptrain.texts import Numbers, Writer, characters, until
+from gptrain.text.writing import Numbers, Writer, characters, until
 from tests.conftest import CORPUS
 
 BYTES = ByteTokenizer()

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gptrain import home
 from gptrain.config import compose_command
 from gptrain.config.cli import run_command
+from gptrain.core import locations
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
     """A project with one choice of its own, and no GPTRAIN_CONF."""
-    monkeypatch.delenv(home.VARIABLE)
+    monkeypatch.delenv(locations.VARIABLE)
     monkeypatch.delenv("GPTRAIN_OUTPUT_DIR")
     monkeypatch.setattr(sys, "path", list(sys.path))
     folder = tmp_path / "mine"
@@ -23,7 +23,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (folder / "src").mkdir()
     (folder / "train.py").touch()
     (folder / "conf" / "train.yaml").write_text(
-        (home.LIBRARY / "conf" / "train.yaml").read_text().replace("simple_gpt", "tiny")
+        (locations.LIBRARY / "conf" / "train.yaml").read_text().replace("simple_gpt", "tiny")
     )
     (folder / "conf" / "model" / "tiny.yaml").write_text("defaults: [gpt_nano]\nd_model: 8\n")
     return folder
@@ -44,24 +44,24 @@ def test_a_name_goes_before_the_working_directory_and_train_py_before_both(
     project, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(home.VARIABLE, "mine/conf")
+    monkeypatch.setenv(locations.VARIABLE, "mine/conf")
     assert compose_command([]).model.d_model == 8
-    monkeypatch.setenv(home.VARIABLE, str(tmp_path / "other" / "conf"))
-    home.enter("mine/conf")
+    monkeypatch.setenv(locations.VARIABLE, str(tmp_path / "other" / "conf"))
+    locations.enter("mine/conf")
     monkeypatch.chdir("/")  # as a rank or a job of its own may be
-    assert home.find_project() == project
+    assert locations.find_project() == project
     assert sys.path[-1] == str(project / "src")
 
 
 def test_outside_of_any_project_there_are_the_librarys_own_choices(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert home.find_project() is None
+    assert locations.find_project() is None
     cfg = compose_command(["model=gpt_nano"])
     assert cfg.model.d_model == 128 and cfg.output_dir == str(tmp_path / "outputs")
 
 
 def test_a_name_of_no_folder_is_a_line(project, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(home.VARIABLE, str(tmp_path / "gone"))
+    monkeypatch.setenv(locations.VARIABLE, str(tmp_path / "gone"))
     assert run_command(lambda cfg: None, []) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: GPTRAIN_CONF={tmp_path}/gone: no such folder")

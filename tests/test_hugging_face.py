@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from gptrain.assemble.weights import load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
-from gptrain.nets.weights import load_weights
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.parallel.slices import make_to_look_at
+from gptrain.parallel.placement import make_to_look_at
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

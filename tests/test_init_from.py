@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import gptrain
+from gptrain.assemble.weights import load_weights
+from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.status import read_status
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
-from gptrain.nets.weights import load_weights
-from gptrain.resilience.manifest import read_manifest
-from gptrain.resilience.status import read_status
 
 STILL = ("trainer.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "logger=none")
 

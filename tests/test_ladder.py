@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from torch import nn
 
+from gptrain.core.errors import ConfigError
 from gptrain.ladder.__main__ import main
-from gptrain.ladder.report import duration, plan_table
-from gptrain.ladder.runs import check_same
-from gptrain.ladder.sizes import merged
-from gptrain.law import (
+from gptrain.ladder.law import (
     NAMES,
     Law,
     best_for,
@@ -24,7 +22,9 @@ from gptrain.law import (
     law_loss,
     left_out,
 )
-from gptrain.problems import ConfigError
+from gptrain.ladder.report import duration, plan_table
+from gptrain.ladder.runs import check_same
+from gptrain.ladder.sizes import merged
 from tests.conftest import ROOT, TINY
 
 pytestmark = pytest.mark.engine("scipy", "matplotlib")

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import yaml
 
+from gptrain.core.errors import quoted
 from gptrain.launch.command import main
-from gptrain.problems import quoted
 from tests.conftest import ROOT
 
 PATH = {"PATH": os.environ["PATH"]}

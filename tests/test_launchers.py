@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from command_line import accepted, refused
 
-from gptrain.ranks.process import LAUNCHERS, Process, this_process
+from gptrain.runtime.process import LAUNCHERS, Process, this_process
 from tests.conftest import ROOT, TINY, Finished
 
 WORDS = (*TINY, "data.global_batch_size=8", "trainer.devices=2", "logger=none")
@@ -56,7 +56,7 @@ def test_a_launcher_gives_one_run_with_the_same_loss(command, train, tmp_path):
 
 
 WHERE = """
-from gptrain.ranks.process import *
+from gptrain.runtime.process import *
 with open(f"rank{this_process().rank}", "w") as file:
     print(this_process(), run_stamp(), attempt(), sep="\\n", file=file)
 """
@@ -83,16 +83,17 @@ def test_a_rank_that_fails_ends_what_mpirun_started_with_its_code(tmp_path):
 DIES = """
 import sys, time
 conf, *sys.argv = sys.argv[1:]
-from gptrain import config, ranks
-from gptrain.ranks.process import this_process
-from gptrain.small_files import DataError
+from gptrain import runtime
+from gptrain import config
+from gptrain.runtime.process import this_process
+from gptrain.core.small_files import DataError
 
 def train(cfg, guard):
     if this_process().rank == 1:
         raise DataError("the other one waits")
     time.sleep(100)
 
-config.main(lambda cfg: ranks.run(train, cfg, lambda *_: None), conf=conf)
+config.main(lambda cfg: runtime.run(train, cfg, lambda *_: None), conf=conf)
 """
 
 
@@ -159,7 +160,7 @@ def test_mpirun_on_two_nodes_is_asked_where_the_ranks_meet(launched, monkeypatch
 
 def test_a_shell_around_each_rank_is_not_its_launcher(launched):
     """Both ranks name the folder, and where they meet, by what started the shells."""
-    asked = "from gptrain.ranks.process import *; print(run_stamp(), attempt())"
+    asked = "from gptrain.runtime.process import *; print(run_stamp(), attempt())"
     launched("openmpi", 0, 2, 0, 2)
     alone = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     shell = ["sh", "-c", f"{shlex.quote(sys.executable)} -c '{asked}'; exit $?"]

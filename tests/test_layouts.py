@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+from gptrain.assemble.weights import load_weights
+from gptrain.checkpoints.manifest import DamagedCheckpoint
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
-from gptrain.nets.weights import load_weights
-from gptrain.resilience.manifest import DamagedCheckpoint
 
 GPT2 = {"vocab_size": 97, "d_model": 36, "n_heads": 3, "n_layers": 2, "max_seq_len": 300}
 LLAMA = {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "d_ff": 40}

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from gptrain.assemble.parts import plan_lengths
 from gptrain.config.cli import compose_command
+from gptrain.core.lengths import token_steps, warmup_steps
 from gptrain.data import TokenDataset, collate
-from gptrain.lengths import token_steps, warmup_steps
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
 from tests.conftest import ROOT

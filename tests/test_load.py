@@ -10,8 +10,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import gptrain
-from gptrain.problems import ConfigError
-from gptrain.resilience.manifest import NoGoodCheckpoint
+from gptrain.checkpoints.manifest import NoGoodCheckpoint
+from gptrain.core.errors import ConfigError
 from tests.conftest import ROOT
 
 

@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from gptrain.problems import ConfigError
-from gptrain.resilience.lock import RunLock, read_holder
+from gptrain.checkpoints.lock import RunLock, read_holder
+from gptrain.core.errors import ConfigError
 
 FORK = multiprocessing.get_context("fork")
 HOLD = """
 import sys, time
-from gptrain.resilience.lock import RunLock
+from gptrain.checkpoints.lock import RunLock
 RunLock(sys.argv[1]).acquire()
 print("held", flush=True)
 time.sleep(60)

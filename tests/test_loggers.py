@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from gptrain.checkpoints.lock import read_holder
 from gptrain.lit.loggers import CSVLogger
-from gptrain.resilience.lock import read_holder
 
 EVERY_STEP = ("trainer.log_every_n_steps=1", "trainer.val_check_interval=2")
 

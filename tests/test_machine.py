@@ -10,14 +10,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gptrain import assemble
+from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
 from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.shell import Ranks, SingleDevice
-from gptrain.parallel.whole import Whole
-from gptrain.ranks.devices import Machine, find_machine, set_threads
-from gptrain.ranks.process import Process, calm_threads
+from gptrain.lit.strategies.base import Ranks, SingleDevice
+from gptrain.parallel.strategy import Whole
+from gptrain.runtime.devices import Machine, find_machine, set_threads
+from gptrain.runtime.process import Process, calm_threads
 from tests.command_line import compose_run
 
 

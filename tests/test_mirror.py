@@ -14,11 +14,11 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.pytorch import Callback
 
 import gptrain
-from gptrain.problems import BAD_DATA, ConfigError
-from gptrain.ranks import supervisor
-from gptrain.resilience.manifest import read_manifest
-from gptrain.resilience.mirror import Mirror
-from gptrain.resilience.store import CheckpointStore
+from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.runtime import supervisor
 
 SAVES = (
     "trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=1",

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from gptrain.assemble.load import build_net
 from gptrain.costs.shape import find_shape
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.models import Llama, SimpleGPT
 from gptrain.models.rms_norm import RMSNorm
-from gptrain.nets.load import build_net
 from gptrain.parallel.activation import apply_activation_checkpointing
 from tests.command_line import compose_run
 

@@ -14,7 +14,7 @@ import torch
 from processes import wait_until
 
 import gptrain
-from gptrain.problems import FOLDER_UNUSABLE
+from gptrain.core.errors import FOLDER_UNUSABLE
 from tests.conftest import Finished
 from tests.nodes import two_nodes
 

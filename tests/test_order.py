@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from gptrain.core.lengths import BatchPlan, Lengths
 from gptrain.data import (
     BatchReader,
     DataError,
@@ -18,7 +19,6 @@ from gptrain.data import (
     TrainBatches,
     collate,
 )
-from gptrain.lengths import BatchPlan, Lengths
 from gptrain.lit import TextDataModule
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gptrain import assemble
+from gptrain.assemble import run as assemble
 from gptrain.config.cli import run_command
 from tests.command_line import refused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptrain.ranks.devices import Machine, native_precision, precision_for
+from gptrain.runtime.devices import Machine, native_precision, precision_for
 
 AMPERE, TURING = 8, 7
 
@@ -57,9 +57,9 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
 
     from gptrain.data import DummyTextDataset, collate
     from gptrain.lit import LanguageModel
-    from gptrain.lit.strategies.shell import SingleDevice
+    from gptrain.lit.strategies.base import SingleDevice
     from gptrain.models import SimpleGPT
-    from gptrain.parallel.whole import Whole
+    from gptrain.parallel.strategy import Whole
 
     net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)
     module = LanguageModel(net, lambda m: torch.optim.AdamW(m.parameters(), fused=fused))

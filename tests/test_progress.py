@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from gptrain.progress import progress_bar
-from gptrain.resilience import manifest
-from gptrain.resilience.store import CheckpointStore
+from gptrain.checkpoints import manifest
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.progress import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from gptrain.checkpoints.status import read_status, write_status
+from gptrain.core.errors import ending_of
 from gptrain.parallel.meeting import MissingRanksError, meet
-from gptrain.problems import ending_of
-from gptrain.ranks.supervisor import job_code
-from gptrain.resilience.status import read_status, write_status
+from gptrain.runtime.supervisor import job_code
 from tests.conftest import ROOT, TINY
 
 LOGGED = ("logger=csv", "trainer.log_every_n_steps=1", "data.global_batch_size=8")

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 import torch
 
-from gptrain.ranks.provenance import read_git
+from gptrain.runtime.provenance import read_git
 from tests.conftest import ROOT
 
 EARLY = "+callbacks.early={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss,"

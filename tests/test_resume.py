@@ -17,12 +17,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
+from gptrain.checkpoints.rng import capture
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.cli import compose_command
+from gptrain.core.errors import ConfigError
 from gptrain.lit.callbacks import resume
-from gptrain.problems import ConfigError
-from gptrain.ranks.supervisor import note_start
-from gptrain.resilience.rng import capture
-from gptrain.resilience.store import CheckpointStore
+from gptrain.runtime.supervisor import note_start
 
 RUN = "a" * 32
 LOCK = SimpleNamespace(run_id=RUN)

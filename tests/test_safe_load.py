@@ -14,16 +14,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, metadata
 
-from gptrain.resilience import rng
-from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.manifest import DamagedCheckpoint, verify
-from gptrain.resilience.safe_load import (
+from gptrain.checkpoints import rng
+from gptrain.checkpoints.manifest import DamagedCheckpoint, verify
+from gptrain.checkpoints.safe_load import (
     SafeFileSystemReader,
     ShardWriter,
     UnsafeCheckpoint,
     load_file,
 )
-from gptrain.resilience.store import CheckpointStore
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.writer import SaveFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

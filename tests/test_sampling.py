@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gptrain.models import SimpleGPT
-from gptrain.sampling import Sampling, generate, printable
+from gptrain.text.sampling import Sampling, generate, printable
 
 V = 12
 SIZES = {"vocab_size": 61, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 24}

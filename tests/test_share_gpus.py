@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-from gptrain.ranks.process import take_gpus
+from gptrain.runtime.process import take_gpus
 
 TAKE = """
 import os, sys
-from gptrain.ranks.process import take_gpus
+from gptrain.runtime.process import take_gpus
 take_gpus(int(sys.argv[1]))
 print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 sys.stdin.read()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gptrain import home, shell
+from gptrain.checkpoints.status import read_status
 from gptrain.config.compose import compose_and_explain
-from gptrain.resilience.status import read_status
+from gptrain.core import locations, shell
 from tests.conftest import ROOT, TINY
 
 ODD = [
@@ -73,13 +73,13 @@ def test_the_script_is_found_from_the_current_folder(tmp_path, monkeypatch):
     for name in ("conf", "inner"):
         (tmp_path / name).mkdir()
     (tmp_path / "train.py").touch()
-    monkeypatch.delenv(home.VARIABLE)
+    monkeypatch.delenv(locations.VARIABLE)
     monkeypatch.chdir(tmp_path / "inner")
     for typed in ("/x/site-packages/submitit/core/_submit.py", "gptrain/export/__main__.py"):
         monkeypatch.setattr(sys, "argv", [typed])
-        assert home.train_script() == "../train.py"
+        assert locations.train_script() == "../train.py"
     monkeypatch.setattr(sys, "argv", ["../mine.py"])
-    assert home.train_script() == "../mine.py"
+    assert locations.train_script() == "../mine.py"
 
 
 @pytest.mark.parametrize("name", ["lr=1e-3", "#2 été, (v2)", "-it's $HOME ~[x]"])

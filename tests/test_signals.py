@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from gptrain.resilience import signals
-from gptrain.resilience.signals import SAME_REQUEST_S, SIGNALS, StopFlag
-from gptrain.resilience.status import Preempted
-from gptrain.resilience.watchdog import Guard
+from gptrain.checkpoints.status import Preempted
+from gptrain.runtime import signals
+from gptrain.runtime.signals import SAME_REQUEST_S, SIGNALS, StopFlag
+from gptrain.runtime.watchdog import Guard
 
 RUN = """
 import sys, time
-from gptrain.resilience.signals import StopFlag
+from gptrain.runtime.signals import StopFlag
 with StopFlag() as flag:
     print("ready", end="", flush=True)
     stop_s = time.monotonic() + 60
@@ -29,7 +29,7 @@ with StopFlag() as flag:
 """
 WORKER = """
 import os, signal, sys, time
-from gptrain.resilience.signals import StopFlag, ignore_in_worker
+from gptrain.runtime.signals import StopFlag, ignore_in_worker
 with StopFlag() as flag:
     rank = os.getpid()
     worker = os.fork()
@@ -46,7 +46,7 @@ with StopFlag() as flag:
 
 LATE_WORKER = """
 import os, time
-from gptrain.resilience.signals import ignore_in_worker
+from gptrain.runtime.signals import ignore_in_worker
 rank = os.getpid()
 if os.fork() == 0:
     os.write(1, b"ready")

@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from gptrain.resilience.status import read_status
+from gptrain.checkpoints.status import read_status
 from tests.conftest import ROOT, TINY
 from tests.processes import LOOPBACK, family, is_alive, listeners, wait_until
 

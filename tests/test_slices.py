@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gptrain.parallel.slices import make_net_on
+from gptrain.parallel.placement import make_net_on
 
 
 class Tied(nn.Module):

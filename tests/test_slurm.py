@@ -7,8 +7,8 @@ import os
 import pytest
 from command_line import accepted, refused
 
-from gptrain.ranks.devices import cores_per_rank
-from gptrain.ranks.process import (
+from gptrain.runtime.devices import cores_per_rank
+from gptrain.runtime.process import (
     Process,
     attempt,
     first_host,

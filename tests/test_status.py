@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
-from gptrain.resilience import status
-from gptrain.resilience.status import clear_status, read_status, write_result, write_status
+from gptrain.checkpoints import status
+from gptrain.checkpoints.status import clear_status, read_status, write_result, write_status
 
 FORK = multiprocessing.get_context("fork")
 

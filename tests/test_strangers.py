@@ -45,7 +45,7 @@ OVERRIDES = {
     "g01b": ["allowed_targets=[distutils]", "+data.test={_target_: distutils.spawn.spawn}"],
     "f06": ["allowed_targets=[evilpkg]", "model._target_=evilpkg.Net"],
     "own": ["model._target_=old.evil.Net"],
-    "g06": ["+data.test={_target_: gptrain.resilience.fileops.remove_tree, path: victim}"],
+    "g06": ["+data.test={_target_: gptrain.checkpoints.fileops.remove_tree, path: victim}"],
     "g05": ["model=evil", "hydra.searchpath=[file://.]"],
     "file": ["+experiment=../../old/evil"], "absolute": ["+experiment=/tmp/evil"],
     "dirpath": ["+callbacks.x={_target_: lightning.pytorch.callbacks.ModelCheckpoint, "

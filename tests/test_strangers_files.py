@@ -14,11 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import gptrain
+from gptrain.assemble.weights import load_weights
+from gptrain.checkpoints.manifest import read_manifest, seal
 from gptrain.data import TextDataset, TokenDataset
 from gptrain.data.tokenizers import load_tokenizer
 from gptrain.models import SimpleGPT
-from gptrain.nets.weights import load_weights
-from gptrain.resilience.manifest import read_manifest, seal
 from tests.strangers import (
     MODEL,
     SIZES,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gptrain.streams import Stream
+from gptrain.runtime.streams import Stream
 
 ROOT = Path(__file__).parents[1]
 RUN = (

@@ -11,10 +11,10 @@ from importlib.metadata import version
 import pytest
 from omegaconf import OmegaConf
 
-from gptrain import assemble as build
+from gptrain.assemble import run as build
+from gptrain.checkpoints.status import write_result, write_status
 from gptrain.config.compose import job_folder, parse
 from gptrain.config.sweep import report_sweep
-from gptrain.resilience.status import write_result, write_status
 from tests.conftest import TINY
 
 

@@ -20,14 +20,14 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gptrain import ranks
+from gptrain import runtime
+from gptrain.checkpoints.lock import LOST_HOST_S, RunLock
+from gptrain.checkpoints.status import read_status
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config import compose_command
 from gptrain.lit import LanguageModel
 from gptrain.models import SimpleGPT
-from gptrain.resilience import watchdog
-from gptrain.resilience.lock import LOST_HOST_S, RunLock
-from gptrain.resilience.status import read_status
-from gptrain.resilience.store import CheckpointStore
+from gptrain.runtime import watchdog
 from tests.conftest import ROOT, Finished
 
 _made: list[Finished] = []
@@ -278,7 +278,7 @@ def test_a_job_that_a_launcher_starts_again_goes_on_by_itself(train, monkeypatch
         (run.folder / ".beats" / "of an earlier start").mkdir(parents=True)
         monkeypatch.setenv(name, "1")
         torch.set_num_threads(n_threads)
-        with patch.object(ranks, "RunLock", wraps=RunLock) as lock:
+        with patch.object(runtime, "RunLock", wraps=RunLock) as lock:
             again = train(*options)
         assert lock.call_args.args[1] == LOST_HOST_S
         torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from gptrain.config.from_run import check_values
-from gptrain.problems import Problem
+from gptrain.core.errors import Problem
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) that a stranger's run may name.
@@ -34,7 +34,7 @@ REFUSED = [
     ("model", "tests.campaign.faults.Fault"),
     ("module", "gptrain.lit.LanguageModel.load_from_checkpoint"),
     ("module.metrics.a", "torchmetrics.image.fid.FrechetInceptionDistance"),
-    ("data", "gptrain.resilience.fileops.remove_tree"),
+    ("data", "gptrain.checkpoints.fileops.remove_tree"),
     ("callbacks", "tests.campaign.faults.Fault"),
     ("callbacks", "gptrain.assemble.build"),
     ("callbacks", "lightning.pytorch.callbacks.os.system"),

@@ -14,11 +14,11 @@ import pytest
 from omegaconf import OmegaConf
 from processes import is_alive, wait_until
 
-from gptrain.problems import JobFailed
-from gptrain.ranks import supervisor
-from gptrain.resilience.signals import StopFlag
-from gptrain.resilience.status import read_status, write_status
-from gptrain.resilience.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives
+from gptrain.checkpoints.status import read_status, write_status
+from gptrain.core.errors import JobFailed
+from gptrain.runtime import supervisor
+from gptrain.runtime.signals import StopFlag
+from gptrain.runtime.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives
 
 FORK = multiprocessing.get_context("fork")
 # A rank that does what it is told. One that shall hang may do so early; one that shall go on must
@@ -26,8 +26,8 @@ FORK = multiprocessing.get_context("fork")
 HANG_S, RUN_S = 0.6, 3.0
 RANK = """
 import os, sys, time
-from gptrain.resilience import watchdog
-from gptrain.resilience.signals import StopFlag, die_with_parent
+from gptrain.runtime import watchdog
+from gptrain.runtime.signals import StopFlag, die_with_parent
 watchdog.GRACE_S, watchdog.POLL_S = 0.5, 0.1
 run_dir, rank, what, timeout_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 if what == "orphan":

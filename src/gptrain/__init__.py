@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import Any
 
 _PLACES = {  # imported when asked for: torch is not, by `import gptrain`
-    "fit": "gptrain.fitting",
-    "generate": "gptrain.texts",
-    "load": "gptrain.nets.load",
-    "score": "gptrain.scoring",
-    "FinishedRun": "gptrain.fitting",
-    "RunFailed": "gptrain.fitting",
-    "ConfigError": "gptrain.problems",
+    "fit": "gptrain.assemble.fit",
+    "generate": "gptrain.text.writing",
+    "load": "gptrain.assemble.load",
+    "score": "gptrain.text.scoring",
+    "FinishedRun": "gptrain.assemble.fit",
+    "RunFailed": "gptrain.assemble.fit",
+    "ConfigError": "gptrain.core.errors",
 }
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gptrain.lengths import loss_rows
+from gptrain.core.lengths import loss_rows
 
 # Rows of logits begin at a multiple of so many numbers: on a CPU, where they then begin on cache
 # lines, products are 1.4 x faster; a GPU has no 16-bit kernels of full speed for other widths

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from gptrain import config
+from gptrain.core.errors import ConfigError, quoted
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, Name, Positive
-from gptrain.problems import ConfigError, quoted
 from tests import bench as package
 from tests.bench import target
 from tests.bench.result import summarize, table
@@ -74,10 +74,10 @@ def bench(cfg: DictConfig) -> None:
     """
     import torch  # here, so that a wrong option is answered without it
 
-    from gptrain import ranks
-    from gptrain.ranks.devices import find_machine, native_precision, set_threads
+    from gptrain import runtime
+    from gptrain.runtime.devices import find_machine, native_precision, set_threads
 
-    cfg, mine = ranks.settle(cfg), typed_words()
+    cfg, mine = runtime.settle(cfg), typed_words()
     folder = Path(cfg.run_dir)
     if cfg.target_loss is not None:
         results = target.race(cfg, mine)

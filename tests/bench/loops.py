@@ -72,9 +72,9 @@ def ours(spec: Spec, device: torch.device, turns: Turns) -> None:
     """What train.py does, with one callback more."""
     from lightning.pytorch import Callback
 
-    from gptrain.assemble import build
+    from gptrain.assemble.run import build
+    from gptrain.checkpoints.lock import RunLock
     from gptrain.config.cli import compose_command
-    from gptrain.resilience.lock import RunLock
 
     class TakeTurns(Callback):
         def on_train_batch_end(self, *_: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gptrain.problems import JobFailed, quoted
+from gptrain.core.errors import JobFailed, quoted
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 # GPT-2's block with AdamW at the best of three learning rates (1e-3, 2e-3, 5e-3); the quickstart.

@@ -24,9 +24,9 @@ from tests.campaign.truth import record
 from tests.processes import living
 
 EVERY = 5  # steps between two checkpoints
-WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.ranks.supervisor",
+WARM = ["train", "gptrain.config.cli", "gptrain.assemble", "gptrain.runtime.supervisor",
         "gptrain.lit.loggers", "gptrain.parallel.pipeline", "gptrain.parallel.sharded",
-        "gptrain.resilience.safe_load", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
+        "gptrain.checkpoints.safe_load", "tests.campaign.faults", "torch._dynamo"]  # fmt: skip
 _polling = threading.Lock()  # of multiprocessing's children, by whom a code can be read once
 # A GPT that is as small as one can be and still has all parts; everything random is on.
 TINY = (
@@ -127,7 +127,7 @@ def become_run(words: list[str], log: Path) -> None:
         os.environ["TMPDIR"], tempfile.tempdir = words.pop().removeprefix("TMPDIR="), None
     import train
     from gptrain.config import cli
-    from gptrain.ranks import supervisor
+    from gptrain.runtime import supervisor
 
     supervisor.START_METHOD = "fork"
     code = cli.run_command(train.main, words)

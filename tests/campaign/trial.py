@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from gptrain.resilience.status import read_status
+from gptrain.checkpoints.status import read_status
 from tests.campaign.faults import HOOKS
 from tests.campaign.lab import EVERY, Attempt, Lab
 from tests.campaign.truth import difference, record, repeated

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from gptrain.resilience.amendment import load_state
+from gptrain.checkpoints.amendment import load_state
 
 
 def record(run_dir: Path) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from gptrain.resilience.amendment import NAME
-from gptrain.resilience.draft import Draft
-from gptrain.resilience.manifest import read_manifest
+from gptrain.checkpoints.amendment import NAME
+from gptrain.checkpoints.manifest import read_manifest
+from gptrain.checkpoints.writer import Draft
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import gptrain
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
-from gptrain.parallel.whole import Whole
+from gptrain.parallel.strategy import Whole
 from tests.lit.conftest import ACCURACY, OWN
 
 DEEP = ("model.n_layers=2",)

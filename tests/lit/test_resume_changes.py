@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptrain.resilience.manifest import read_manifest, seal
+from gptrain.checkpoints.manifest import read_manifest, seal
 from tests.lit.conftest import OWN, differences
 
 SAVED = ("checkpoint.every_n_steps=1", "checkpoint.keep=9", "scheduler.total_steps=9")

@@ -16,7 +16,7 @@ from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN
 from gptrain.models import SimpleGPT
-from gptrain.parallel.slices import local_of, whole_of
+from gptrain.parallel.placement import local_of, whole_of
 from gptrain.parallel.state import (
     WHOLE,
     load_net_state,

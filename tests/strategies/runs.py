@@ -30,7 +30,7 @@ from own_parts import Ragged
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from gptrain.resilience.amendment import load_state
+from gptrain.checkpoints.amendment import load_state
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "strategies")]

@@ -14,10 +14,10 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.checkpoints.writer import SaveFailed
 from gptrain.lit.callbacks.vote import gather
-from gptrain.resilience.draft import SaveFailed
-from gptrain.resilience.safe_load import SafeFileSystemReader, ShardWriter
-from gptrain.resilience.store import CheckpointStore
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from gptrain.core.strategies import parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
 from gptrain.parallel.comparison import is_of_library
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.requirements import Unfit
 
 CPU = torch.device("cpu")
 SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))

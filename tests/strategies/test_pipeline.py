@@ -7,7 +7,7 @@ from kinds import LOSS_RTOL, OneProcess, Parallel, close, make_batch
 from ranks import on_ranks
 
 from gptrain.loss import PLAIN
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.requirements import Unfit
 
 
 def loss_of_one_process(tokens, targets):

@@ -11,11 +11,11 @@ import pytest
 import runs as claims
 import torch
 
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.errors import FAILED, HUNG, PREEMPTED
 from gptrain.lit.callbacks import checkpoints
-from gptrain.problems import FAILED, HUNG, PREEMPTED
-from gptrain.ranks import rank
-from gptrain.resilience.store import CheckpointStore
-from gptrain.resilience.watchdog import Guard, Heartbeat
+from gptrain.runtime import rank
+from gptrain.runtime.watchdog import Guard, Heartbeat
 
 ONE, TWO = claims.PLACES["single"], claims.PLACES["ddp"]
 BATCH_TOKENS = 16 * 15  # sequences and positions of one step

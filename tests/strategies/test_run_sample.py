@@ -11,7 +11,7 @@ from torch import nn
 
 from gptrain.data import ByteTokenizer
 from gptrain.lit.callbacks.sample import SampleText
-from gptrain.sampling import Sampling, generate, printable
+from gptrain.text.sampling import Sampling, generate, printable
 
 
 def test_the_callback_writes_by_its_own_options(caplog):

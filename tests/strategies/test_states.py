@@ -22,7 +22,7 @@ from ranks import on_ranks
 from torch import nn
 
 from gptrain.parallel import state as states
-from gptrain.parallel.slices import whole_of
+from gptrain.parallel.placement import whole_of
 
 
 class CountsSteps(torch.optim.Optimizer):

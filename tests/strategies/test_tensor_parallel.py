@@ -23,7 +23,7 @@ from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.slices import whole_of
+from gptrain.parallel.placement import whole_of
 from gptrain.parallel.tensor import vocab_parallel_loss
 
 

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from omegaconf import OmegaConf
 
 from gptrain import adopt as package
-from gptrain import shell
 from gptrain.adopt.library import (
     IN_PROJECT,
     VENDORED,
@@ -29,9 +28,10 @@ from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain
 from gptrain.config.values import walk
-from gptrain.home import LIBRARY, VARIABLE, enter, find_project
-from gptrain.problems import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
-from gptrain.streams import bear_lost_streams
+from gptrain.core import shell
+from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
+from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
+from gptrain.runtime.streams import bear_lost_streams
 
 CHECK = ("-m", "gptrain.adopt", "--check")
 MISSING = "???"  # of Hydra: a value that has to be typed

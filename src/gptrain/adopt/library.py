@@ -7,8 +7,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from gptrain.home import LIBRARY
-from gptrain.problems import ConfigError
+from gptrain.core.errors import ConfigError
+from gptrain.core.locations import LIBRARY
 
 VENDORED = "vendored"
 IN_PROJECT = "src/gptrain"

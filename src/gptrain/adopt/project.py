@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gptrain.adopt.library import IN_PROJECT
-from gptrain.home import LIBRARY
-from gptrain.problems import ConfigError, Problem
+from gptrain.core.errors import ConfigError, Problem
+from gptrain.core.locations import LIBRARY
 
 TEMPLATE = LIBRARY / "adopt" / "template"  # laid out as a project
 WRITTEN = {  # file of a project -> its text in files/

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset, Subset
 
+from gptrain.assemble.load import build_target
 from gptrain.assemble.parts import module_class
+from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.samples import describe, len_of
-from gptrain.lengths import BatchPlan
 from gptrain.lit.module import LanguageModel
-from gptrain.nets.load import build_target
-from gptrain.problems import BAD_DATA, ConfigError
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # the last is for a test
 INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"

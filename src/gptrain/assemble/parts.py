@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
+from gptrain.assemble.load import build_target
 from gptrain.core.data_schema import MixtureConfig
-from gptrain.core.schema import RunConfig
-from gptrain.core.strategies import ANY_NET
-from gptrain.lengths import (
+from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import (
     DEFAULT_DECAY,
     BatchPlan,
     Lengths,
@@ -29,15 +29,15 @@ from gptrain.lengths import (
     token_steps,
     warmup_steps,
 )
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import ANY_NET
 from gptrain.lit.metrics import try_metric
 from gptrain.lit.module import LanguageModel
-from gptrain.lit.strategies.shell import check_optimization
+from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
-from gptrain.nets.load import build_target
 from gptrain.optim import decay_groups, muon_groups, scaled_lr
-from gptrain.parallel.fit import Unfit
+from gptrain.parallel.requirements import Unfit
 from gptrain.parallel.state import named_beside_net
-from gptrain.problems import ConfigError
 
 OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # of an evaluation, see LanguageModel
 LOGGING = ("gptrain.", "lightning.")  # classes of which it is known what they log

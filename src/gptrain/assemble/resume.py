@@ -11,18 +11,18 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from gptrain.assemble.parts import batch_of
+from gptrain.assemble.weights import find_weights, named_source
+from gptrain.checkpoints.lock import RunLock
+from gptrain.checkpoints.manifest import Checkpoint, read_manifest
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
+from gptrain.core.lengths import Lengths
 from gptrain.core.schema import RunConfig
+from gptrain.core.shell import command, option
+from gptrain.core.small_files import flatten
 from gptrain.core.strategies import STRATEGIES, parallel_dims
-from gptrain.lengths import Lengths
-from gptrain.nets.weights import find_weights, named_source
-from gptrain.problems import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
-from gptrain.resilience.lock import RunLock
-from gptrain.resilience.manifest import Checkpoint, read_manifest
-from gptrain.resilience.mirror import Mirror
-from gptrain.resilience.status import CHECKPOINTS_NAME
-from gptrain.resilience.store import CheckpointStore
-from gptrain.shell import command, option
-from gptrain.small_files import flatten
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,18 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch.utils.data import Dataset
 
+from gptrain.assemble.load import build_target
 from gptrain.assemble.parts import peak_lr, takes_net, warmup_of
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
+from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.from_run import NOT_TAKEN, typed_again
+from gptrain.core.lengths import Lengths
 from gptrain.core.schema import RunConfig
 from gptrain.costs.memory import states_per_weight
 from gptrain.costs.speed import DamagedMeasurement
-from gptrain.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
@@ -38,16 +43,11 @@ from gptrain.lit.lightning import (
 from gptrain.lit.module import has_own_optimizer
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
-from gptrain.nets.load import build_target
-from gptrain.parallel.fit import Unfit
-from gptrain.ranks.devices import Machine, native_precision
-from gptrain.ranks.process import this_process
-from gptrain.ranks.provenance import describe_run
-from gptrain.resilience.lock import read_holder
-from gptrain.resilience.mirror import Mirror
-from gptrain.resilience.status import CHECKPOINTS_NAME
-from gptrain.resilience.store import CheckpointStore
-from gptrain.resilience.watchdog import Guard
+from gptrain.parallel.requirements import Unfit
+from gptrain.runtime.devices import Machine, native_precision
+from gptrain.runtime.process import this_process
+from gptrain.runtime.provenance import describe_run
+from gptrain.runtime.watchdog import Guard
 
 FP32_BYTES = 4
 SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told at the start

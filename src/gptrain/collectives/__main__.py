@@ -20,7 +20,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import between
 
 if TYPE_CHECKING:
-    from gptrain.resilience.watchdog import Guard
+    from gptrain.runtime.watchdog import Guard
 
 DEFAULTS = {"max_bytes": 2**24}
 
@@ -45,9 +45,9 @@ def default_devices() -> str:
 
 def start(cfg: CollectivesRun) -> None:
     """Starts the ranks, or is one of those that torchrun started."""
-    from gptrain import ranks  # here, so that a wrong option is answered without torch
+    from gptrain import runtime  # here, so that a wrong option is answered without torch
 
-    ranks.run(work, cfg, lambda *_: None)
+    runtime.run(work, cfg, lambda *_: None)
 
 
 def work(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gptrain.core.schema import RunConfig
-from gptrain.measure import wait_for
 from gptrain.parallel.mesh import start_group
-from gptrain.ranks.devices import find_machine, set_threads
-from gptrain.ranks.process import rank_variables, store_path, this_process
+from gptrain.runtime.devices import find_machine, set_threads
+from gptrain.runtime.measure import wait_for
+from gptrain.runtime.process import rank_variables, store_path, this_process
 
 BATCHES = 5  # of calls whose time is taken
 # What the root and what each other rank gives and gets: n rows, its own, or none. Bus bandwidth is

@@ -2,7 +2,7 @@
 
 import sys
 
-from gptrain.problems import INTERRUPTED, ConfigError, Problem
+from gptrain.core.errors import INTERRUPTED, ConfigError, Problem
 
 try:
     from gptrain.config.cli import check, compose_command, main

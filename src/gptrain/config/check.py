@@ -18,6 +18,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.compose import plain
 from gptrain.config.values import read_config, walk
 from gptrain.core.data_schema import DATA, DummyTextConfig
+from gptrain.core.errors import BAD_CONFIG, DONE, Problem, first_line, show
+from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import (
     ANY_NET,
@@ -30,9 +32,7 @@ from gptrain.core.strategies import (
     count_microbatches,
     parallel_dims,
 )
-from gptrain.lengths import effective_max_epochs, plan_batch, run_steps
-from gptrain.problems import BAD_CONFIG, DONE, Problem, first_line, show
-from gptrain.ranks.process import count_devices, count_nodes, this_process
+from gptrain.runtime.process import count_devices, count_nodes, this_process
 
 DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
 FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gptrain import home, problems, shell
+from gptrain.checkpoints.status import write_status
 from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, line_of, open_hydra, parse, plain
 from gptrain.config.from_run import expand
@@ -38,15 +38,23 @@ from gptrain.config.sweep import (
     report_sweep,
 )
 from gptrain.config.values import read_config
+from gptrain.core import errors, locations, shell
+from gptrain.core.errors import (
+    ConfigError,
+    JobFailed,
+    Parser,
+    Problem,
+    ending_of,
+    first_line,
+    quoted,
+)
 from gptrain.core.schema import RunConfig
-from gptrain.problems import ConfigError, JobFailed, Parser, Problem, ending_of, first_line, quoted
-from gptrain.ranks.process import calm_threads, take_gpus, this_process
-from gptrain.resilience.status import write_status
-from gptrain.streams import bear_lost_streams
+from gptrain.runtime.process import calm_threads, take_gpus, this_process
+from gptrain.runtime.streams import bear_lost_streams
 
 LINGER_S = 10.0  # ranks start within seconds of each other
 # The user or the scheduler wants all to end, not one job.
-STOPPED = (problems.PREEMPTED, problems.INTERRUPTED)
+STOPPED = (errors.PREEMPTED, errors.INTERRUPTED)
 Job = Callable[[Any], "float | None"]  # takes the config, of the command's own type
 
 
@@ -69,12 +77,12 @@ def main(
     """
     bear_lost_streams()
     calm_threads()
-    home.enter(conf)
+    locations.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
     sys.stdout.flush()
     if not schema.runs_here and getattr(sys.stdout, "error", None):
-        code = code or problems.IO_ERROR  # what it printed was all that was asked for
-    if code == problems.BAD_CONFIG and _rank() > 0:
+        code = code or errors.IO_ERROR  # what it printed was all that was asked for
+    if code == errors.BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
     sys.exit(code)
 
@@ -91,7 +99,7 @@ def run_command(
         args = parse_command(argv)
         if args.help:
             print(help_text(usage))
-            return problems.DONE
+            return errors.DONE
         check_environment()
         overrides = args.overrides
         if args.config_dir:
@@ -104,7 +112,7 @@ def run_command(
             check_sweep(overrides)
             with open_hydra() as hydra:
                 hydra.show_cfg("train", overrides, args.cfg, package=None)
-            return problems.DONE
+            return errors.DONE
         sweep, searched = None, []
         if args.multirun:
             parsed, first = check_sweep(overrides)
@@ -121,7 +129,7 @@ def run_command(
             _print(warnings)
             if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
                 job(run)
-                return problems.DONE
+                return errors.DONE
         if _rank() > 0:
             overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
         code = _run(job, overrides, schema, sweep, debug=bool(first.get("debug")))
@@ -174,8 +182,8 @@ def typed(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunConfig:
 
 def check_environment() -> None:
     """Raises: ConfigError where variables name no folder, or those of a launcher are no numbers."""
-    if (conf := home.find_conf()) and not conf.is_dir():
-        raise ConfigError.of(home.VARIABLE, conf, "no such folder")
+    if (conf := locations.find_conf()) and not conf.is_dir():
+        raise ConfigError.of(locations.VARIABLE, conf, "no such folder")
     try:
         this_process()
     except (ValueError, KeyError) as error:
@@ -203,7 +211,7 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
 def parse_command(argv: list[str]) -> argparse.Namespace:
     """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
     spec = sys.modules["__main__"].__spec__  # None of a script
-    typed = ("-m", spec.parent) if spec and spec.parent else (home.train_script(),)
+    typed = ("-m", spec.parent) if spec and spec.parent else (locations.train_script(),)
     program = shell.command("python", *typed)
     parser = Parser(program, add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -230,7 +238,7 @@ def compose_command(overrides: list[str]) -> DictConfig:
 def help_text(usage: str | None) -> str:
     """What to type, every choice of every group, and where the keys are."""
     choices: dict[str, set[str]] = {}
-    for conf in filter(None, (home.find_conf(), home.LIBRARY / "conf")):
+    for conf in filter(None, (locations.find_conf(), locations.LIBRARY / "conf")):
         for file in conf.glob("*/*.yaml"):
             choices.setdefault(file.parent.name, set()).add(file.stem)
     lines = (f"  {group:17}{' '.join(sorted(names))}" for group, names in sorted(choices.items()))
@@ -243,7 +251,7 @@ def help_text(usage: str | None) -> str:
   --cfg job        shows the composed config         -m           runs a sweep
   debug=true       shows tracebacks
   conf/            your choices and values; those of the library, with every key's default and
-                   type, are in conf/ and core/schema.py of {home.LIBRARY}"""
+                   type, are in conf/ and core/schema.py of {locations.LIBRARY}"""
 
 
 def _run(
@@ -263,10 +271,10 @@ def _run(
         try:
             if sweep:
                 gc.collect()  # the net of the job before, in cycles that no small collection finds
-                home.enter()  # it may be a process of another machine
+                locations.enter()  # it may be a process of another machine
                 print(f"{f'job {node.job.num}':9} {node.job.override_dirname}", flush=True)
                 if finished := find_finished(node):
-                    codes.append(problems.DONE)
+                    codes.append(errors.DONE)
                     return report_finished(finished, cfg.objective)
                 take_gpus(cfg.trainer.devices)
                 _print(check(cfg, schema, folder=node.runtime.output_dir)[1])
@@ -290,7 +298,7 @@ def _run(
             if sweep and code and kinds != ["BasicSweeper", "BasicLauncher"]:
                 raise JobFailed(code, said) from error  # a basic sweep would lose the jobs to come
             return None
-        codes.append(problems.DONE)
+        codes.append(errors.DONE)
         return value
 
     try:
@@ -301,7 +309,7 @@ def _run(
             codes.append(_end(error, debug)[0])
             if isinstance(error, JobFailed):  # it was told in another process
                 _print([first_line(error)])
-    return next(filter(None, codes), problems.DONE)
+    return next(filter(None, codes), errors.DONE)
 
 
 def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
@@ -315,15 +323,15 @@ def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, SystemExit):
-        code = error.code or problems.DONE
-        code = code if isinstance(code, int) else problems.FAILED
+        code = error.code or errors.DONE
+        code = code if isinstance(code, int) else errors.FAILED
         return code, f"error: exit code {code}"
     if isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         error = ConfigError.of("", None, first_line(error))
     ending = ending_of(error)
     hint = "; try: debug=true" if ending.trace and not debug else ""
     _print([ending.line + hint])
-    home.report_to_fit(lines=ending.line.splitlines())
+    locations.report_to_fit(lines=ending.line.splitlines())
     return ending.code, ending.line
 
 

@@ -20,11 +20,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gptrain import home
 from gptrain.config.values import unknown_choice, unknown_key, walk
-from gptrain.problems import Problem, first_line, quoted
-from gptrain.ranks.process import run_stamp
-from gptrain.shell import command
+from gptrain.core import locations
+from gptrain.core.errors import Problem, first_line, quoted
+from gptrain.core.shell import command
+from gptrain.runtime.process import run_stamp
 
 LONGEST_NAME = 80  # of a job's folder
 # What Hydra raises on words that it cannot use; not all of it is wrapped.
@@ -131,10 +131,10 @@ def open_hydra() -> Generator[Any, None, None]:
     """Hydra's own object on the project's conf/, or the library's alone, with their resolvers."""
     # Kept in the config, so that a job of a sweep in another process has this one's time, too.
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True, use_cache=True)
-    for resolver in (home.default_output_dir, job_folder, of_parts, plus):
+    for resolver in (locations.default_output_dir, job_folder, of_parts, plus):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
     Plugins.instance().register(LibraryChoices)
-    conf = str(home.find_conf() or home.LIBRARY / "conf")
+    conf = str(locations.find_conf() or locations.LIBRARY / "conf")
     with initialize_config_dir(conf, job_name="train", version_base="1.3"):
         yield GlobalHydra.instance().hydra
 

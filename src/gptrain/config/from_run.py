@@ -22,12 +22,12 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 
-from gptrain import home
 from gptrain.config.compose import compose_and_explain, line_of, parse
 from gptrain.config.values import walk
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem, show
-from gptrain.shell import command
-from gptrain.small_files import UnreadableFile, read_yaml
+from gptrain.core import locations
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem, show
+from gptrain.core.shell import command
+from gptrain.core.small_files import UnreadableFile, read_yaml
 
 # Where the old run lay and wrote, how it went on there, and what it was allowed.
 NOT_TAKEN = {
@@ -170,8 +170,8 @@ def find_folders() -> list[str | Path]:
     with suppress(ValueError, AttributeError):  # no command of ours
         sources = HydraConfig.get().runtime.config_sources
         if found := [one.path for one in sources if one.schema == "file"]:
-            return [*found, home.LIBRARY / "conf"]
-    return [*filter(None, [home.find_conf()]), home.LIBRARY / "conf"]
+            return [*found, locations.LIBRARY / "conf"]
+    return [*filter(None, [locations.find_conf()]), locations.LIBRARY / "conf"]
 
 
 def _group_of(place: str) -> str:
@@ -226,8 +226,8 @@ def _find_refused(
 def named_outside(typed: Iterable[Override], run_dir: str | Path) -> Iterator[Override]:
     """Overrides that name files neither in this project nor beside the run."""
     run = Path(run_dir).expanduser().resolve()
-    project = home.find_project() or Path.cwd()
-    roots = [Path.cwd(), project, Path(home.default_output_dir()), run.parent]
+    project = locations.find_project() or Path.cwd()
+    roots = [Path.cwd(), project, Path(locations.default_output_dir()), run.parent]
     roots = [root.resolve() for root in roots]
     for one in typed:
         for _, value in walk(None if one.is_delete() else one.value(), one.key_or_group):

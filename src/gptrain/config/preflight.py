@@ -20,6 +20,14 @@ from hydra.utils import get_class, get_method
 from gptrain.config.check import CheckedConfig, check_cpu, check_world, find_world_size
 from gptrain.config.values import OF_HYDRA, targets
 from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig, PartConfig
+from gptrain.core.errors import (
+    BAD_DATA,
+    DONE,
+    FOLDER_UNUSABLE,
+    INPUT_NOT_FOUND,
+    Problem,
+    first_line,
+)
 from gptrain.core.schema import (
     SHIPPED,
     ModelConfig,
@@ -31,8 +39,7 @@ from gptrain.core.schema import (
 from gptrain.core.strategies import ShardedOptions, strategy_name
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
-from gptrain.problems import BAD_DATA, DONE, FOLDER_UNUSABLE, INPUT_NOT_FOUND, Problem, first_line
-from gptrain.ranks.process import (
+from gptrain.runtime.process import (
     LAUNCHERS,
     count_devices,
     count_nodes,
@@ -82,7 +89,7 @@ def check_machine(checked: CheckedConfig) -> Iterator[Problem]:
     from torch.cuda import device_count as count_gpus
     from torch.distributed import is_backend_available
 
-    from gptrain.ranks.devices import accelerator_of, count_local
+    from gptrain.runtime.devices import accelerator_of, count_local
 
     logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it also logs what it raises
     yield from check_classes(checked)

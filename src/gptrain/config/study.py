@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from gptrain.problems import INPUT_NOT_FOUND, ConfigError, first_line
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, first_line
 
 STORAGE = "hydra.sweeper.storage"
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.status import RESULT_NAME, to_json, write_status
 from gptrain.config.compose import line_of, parse
 from gptrain.config.from_run import is_left_out, typed_again
-from gptrain.problems import DONE
-from gptrain.resilience import fileops
-from gptrain.resilience.status import RESULT_NAME, to_json, write_status
+from gptrain.core.errors import DONE
+from gptrain.core.shell import override, train_command
+from gptrain.core.small_files import read_json
 from gptrain.runs.folder import OVERRIDES, WRONG, RunRecord, read_run, read_runs
 from gptrain.runs.table import ranked, same, table, text_table
-from gptrain.shell import override, train_command
-from gptrain.small_files import read_json
 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "max_tokens")
 LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")

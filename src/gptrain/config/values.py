@@ -12,11 +12,11 @@ from pydantic import BaseModel, ValidationError
 
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig
+from gptrain.core.errors import Problem, show
 from gptrain.core.schema import SHIPPED, RunConfig
+from gptrain.core.shell import command
 from gptrain.core.strategies import STRATEGIES, options_type
 from gptrain.core.value_types import Section
-from gptrain.problems import Problem, show
-from gptrain.shell import command
 
 OF_HYDRA = {"_args_", "_recursive_", "_convert_", "_partial_"}  # in any node with a _target_
 CLASS = r"[^\W\d]\w*(\.\w+)+"

@@ -164,7 +164,7 @@ _STAGES = ("embed", "blocks", "norm", "head")
 _HEADS = ("tensor_plan", "n_heads", "head")
 # To remove a strategy, delete its row here, its conf/strategy/*.yaml and its class.
 STRATEGIES: dict[str, Strategy] = {
-    "single": Strategy((), (), f"{_PARALLEL}.whole:Whole"),
+    "single": Strategy((), (), f"{_PARALLEL}.strategy:Whole"),
     "ddp": Strategy((DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions),
     "fsdp": Strategy((DATA,), ("blocks",), f"{_PARALLEL}.sharded:Sharded", options=FSDPOptions),
     "tensor_parallel": Strategy((TENSOR,), _HEADS, **_TENSOR, options=TensorParallelOptions),

@@ -14,7 +14,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from gptrain.lengths import warmup_steps
+from gptrain.core.lengths import warmup_steps
 
 SEED_MAX = 2**32 - 1  # numpy's generators take no more
 WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
+from gptrain.core.lengths import loss_rows
 from gptrain.core.strategies import DDPOptions, DiLoCoOptions, PipelineOptions, ShardedOptions
 from gptrain.costs.work import Work
-from gptrain.lengths import loss_rows
 
 # States per parameter of torch's optimizers; of all others two, as Adam has.
 _STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gptrain.core import strategies
+from gptrain.core.lengths import plan_batch
 from gptrain.core.schema import RunConfig, SimpleGPTConfig
 from gptrain.core.strategies import DiLoCoOptions, ParallelDims, PipelineOptions, StrategyOptions
 from gptrain.costs.shape import DecoderShape, find_shape
-from gptrain.lengths import plan_batch
 
 
 @dataclass(frozen=True)

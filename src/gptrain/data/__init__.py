@@ -14,6 +14,7 @@ all of one length T), where labels are input_ids, or -100 where no loss is count
 shifted: see `HuggingFacePairs`. A right-padded `attention_mask` is taken into account.
 """
 
+from gptrain.core.small_files import DataError
 from gptrain.data.corpus import default_corpus
 from gptrain.data.dummy import DummyTextDataset
 from gptrain.data.hugging_face import HuggingFacePairs, as_pairs
@@ -23,4 +24,3 @@ from gptrain.data.samples import BatchReader, collate
 from gptrain.data.text import TextDataset
 from gptrain.data.tokenizers import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset
-from gptrain.small_files import DataError

@@ -17,10 +17,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from gptrain.core.small_files import DataError, open_regular
 from gptrain.data.folders import FoundFile, SkippedPaths, walk_files
 from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
-from gptrain.small_files import DataError, open_regular
 
 BLOCK_BYTES = 2**16
 # Other packages; and tests, some of which are deliberately no UTF-8.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gptrain.core.small_files import DataError
 from gptrain.data.samples import describe, len_of
 from gptrain.loss import IGNORED
-from gptrain.small_files import DataError
 
 NEEDED = {"input_ids", "labels"}
 OPTIONAL_ATTRIBUTES = ("about", "fingerprint", "token_bytes", "tokenizer")  # of a data set

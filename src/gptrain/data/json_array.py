@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from gptrain.small_files import DataError
+from gptrain.core.small_files import DataError
 
 DATA_KEY = "data"
 _BLOCK_BYTES = 2**16

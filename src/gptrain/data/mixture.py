@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gptrain.core.small_files import DataError
 from gptrain.data.hugging_face import as_pairs
 from gptrain.data.order import SampleOrder
 from gptrain.data.samples import BatchDataset, BatchReader, describe, len_of
-from gptrain.small_files import DataError
 
 _CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from gptrain.small_files import DataError
+from gptrain.core.small_files import DataError
 
 _ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
 # Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from gptrain.core.progress import progress_bar
 from gptrain.data.corpus import Piece
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.data.tokens import token_dtype
-from gptrain.progress import progress_bar
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import BinaryIO, cast
 
+from gptrain.core.small_files import DataError, open_regular
 from gptrain.data.json_array import holds_array, read_array
-from gptrain.small_files import DataError, open_regular
 
 FORMATS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "parquet"}
 # A file with such a suffix may be an array of records, one record a line, or no records at all.

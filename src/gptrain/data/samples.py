@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from gptrain.core.small_files import DataError
 from gptrain.loss import IGNORED
-from gptrain.small_files import DataError
 
 SHOWN_KEYS = 8  # keys of a dict, or items of a tuple, that an error message shows
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from gptrain.core.small_files import DataError, read_facts
 from gptrain.data.corpus import Content, Piece, Source, find_sources, look_through, read_pieces
 from gptrain.data.prepare import LENGTHS_TYPE, fresh_folder, write_tokens
 from gptrain.data.token_files import open_token_file
 from gptrain.data.tokenizers import FILE_NAME, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from gptrain.data.tokens import TokenDataset, token_dtype
-from gptrain.small_files import DataError, read_facts
 
 log = logging.getLogger(__name__)
 

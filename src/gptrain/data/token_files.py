@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from gptrain.core.small_files import DataError, open_regular
 from gptrain.data.folders import SkippedPaths, walk_files
-from gptrain.small_files import DataError, open_regular
 
 HEADER_BYTES = 1024  # 256 int32
 # magic: (version, dtype), as in dev/data/data_common.py of karpathy/llm.c (GPT-2, Llama 3)

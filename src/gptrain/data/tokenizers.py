@@ -18,7 +18,7 @@ from types import ModuleType
 
 import numpy as np
 
-from gptrain.small_files import DataError, read_bytes, read_facts
+from gptrain.core.small_files import DataError, read_bytes, read_facts
 
 FILE_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
 # Of GPT-2, Llama 2, Llama 3, Gemma, BERT-like ones; where no configuration says which it is.

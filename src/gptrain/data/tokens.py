@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptrain.core.small_files import DataError
 from gptrain.data.samples import BatchDataset
 from gptrain.data.token_files import TokenFile, find_token_files, open_token_file
 from gptrain.loss import IGNORED
-from gptrain.small_files import DataError
 
 _SAMPLE_BLOCKS = 16  # of 2^14 tokens that are looked at when opened: all of a file below 512 KiB
 

@@ -9,13 +9,14 @@ from typing import Literal
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from gptrain import config, shell
+from gptrain import config
 from gptrain import export as package
+from gptrain.checkpoints import fileops
 from gptrain.config.from_run import typed_again
+from gptrain.core import shell
+from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import LocalPath
-from gptrain.problems import FOLDER_UNUSABLE, ConfigError
-from gptrain.resilience import fileops
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ def export(cfg: ExportRun) -> None:
     Raises: ConfigError: 2 for a net that transformers does not know, 65 or 66 for a checkpoint that
         cannot be taken, 73 where run_dir holds a run.
     """
+    from gptrain.assemble.load import build_net, find_tokenizer
     from gptrain.assemble.resume import find_trained  # imported here: it needs torch
+    from gptrain.assemble.weights import load_weights, named_source
     from gptrain.export.files import check_format, write_around, write_net, write_tokenizer
-    from gptrain.nets.load import build_net, find_tokenizer
-    from gptrain.nets.weights import load_weights, named_source
 
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():

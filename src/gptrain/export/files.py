@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gptrain.assemble.companion_files import TOKENIZER, WITH_IT, copy_around
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.status import to_json
+from gptrain.core.errors import ConfigError
+from gptrain.core.small_files import read_facts
 from gptrain.data.tokenizers import Tokenizer
-from gptrain.nets.around import TOKENIZER, WITH_IT, copy_around
-from gptrain.parallel.fit import tied_names
-from gptrain.problems import ConfigError
-from gptrain.resilience import fileops
-from gptrain.resilience.status import to_json
-from gptrain.small_files import read_facts
+from gptrain.parallel.requirements import tied_names
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names
 

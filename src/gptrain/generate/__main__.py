@@ -1,4 +1,17 @@
-"""The command: what is continued, by which net, and where the text is shown."""
+"""Text from a trained net, shown as it is made; each prompt is told with what follows it.
+
+    python -m gptrain.generate from_run=outputs/a prompt="def "
+    python -m gptrain.generate from_run=outputs/a interactive=true     reads prompts until Ctrl-D
+    python -m gptrain.generate from_run=outputs/a prompt='["if ","for "]' stop=$'\\n\\n'
+
+    from_run     a run, a checkpoint of it, an exported folder; ckpt_path  best, last: of a run
+    prompt       a text, or a list of them; interactive  true: they are typed
+    n_tokens     at most; stop  a text or a list of them: ends before it; seed
+    temperature  0: the most probable token; top_k  top_p  leave out improbable tokens
+    cache        true: each position is computed once; false: for comparison
+
+A run's tokenizer lies in its folder; where there is none (data=tokens), a text is token ids.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +23,10 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
-from gptrain import generate as package
 from gptrain.config.compose import parse
+from gptrain.core.errors import ConfigError, Problem, quoted
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, LocalPath, Name
-from gptrain.problems import ConfigError, Problem, quoted
 
 Prompt = str | Annotated[list[str], Field(min_length=1)] | None
 DEFAULTS = {
@@ -46,7 +58,7 @@ class GenerateRun(RunConfig):
 def main() -> None:
     """The command line, in which a prompt is taken as it is typed."""
     sys.argv[1:] = [as_typed(word) for word in sys.argv[1:]]
-    config.main(generate, GenerateRun, DEFAULTS, usage=package.__doc__)
+    config.main(generate, GenerateRun, DEFAULTS, usage=__doc__)
 
 
 def as_typed(word: str) -> str:
@@ -64,10 +76,10 @@ def generate(cfg: GenerateRun) -> None:
     Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.
     """
     check_effects()
-    from gptrain.nets.load import load
-    from gptrain.nets.weights import named_source
-    from gptrain.ranks.devices import accelerator_of, set_threads  # torch
-    from gptrain.texts import Writer  # here, so that a wrong option is answered without
+    from gptrain.assemble.load import load
+    from gptrain.assemble.weights import named_source
+    from gptrain.runtime.devices import accelerator_of, set_threads  # torch
+    from gptrain.text.writing import Writer  # here, so that a wrong option is answered without
 
     if (device := accelerator_of(asked := cfg.trainer.accelerator)) is None:
         raise ConfigError.of("trainer.accelerator", asked, "not on this machine")

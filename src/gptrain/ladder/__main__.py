@@ -25,12 +25,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from gptrain import config, home, shell
+from gptrain import config
+from gptrain.core import locations, shell
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.ladder.options import LadderRun
 from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
 from gptrain.plan.__main__ import spelt_out
-from gptrain.problems import INPUT_NOT_FOUND, ConfigError
-from gptrain.ranks.process import this_process
+from gptrain.runtime.process import this_process
 
 DEFAULTS = OF_PLAN | {
     "ladder": "{sizes:[0.2,0.3,0.4,0.5,0.63],target:'',tokens_per_parameter:[5,10,20],seeds:null,"
@@ -55,7 +56,7 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     options, folder = cfg.ladder, Path(cfg.run_dir)
     if this_process().is_rank:
         raise ConfigError.of("", None, "starts its runs by itself, and is no rank of a launcher")
-    if not (script := (home.find_project() or Path.cwd()) / "train.py").is_file():
+    if not (script := (locations.find_project() or Path.cwd()) / "train.py").is_file():
         wrong = f"{script}: missing, its runs are this script's"
         raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)
     if not only_plan:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.status import to_json
+from gptrain.ladder.law import COUNTS, LEVEL, best_for, fit_law, law_loss, left_out
 from gptrain.ladder.options import Options
 from gptrain.ladder.sizes import Phases, Size
-from gptrain.law import COUNTS, LEVEL, best_for, fit_law, law_loss, left_out
-from gptrain.resilience import fileops
-from gptrain.resilience.status import to_json
 from gptrain.runs.table import aligned
 
 FILE = "ladder.json"

@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gptrain.checkpoints.manifest import folder_name
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.from_run import expand
+from gptrain.core.errors import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
+from gptrain.core.shell import override
 from gptrain.ladder.sizes import Phases, Size, merged
-from gptrain.problems import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
-from gptrain.resilience.manifest import folder_name
-from gptrain.resilience.status import CHECKPOINTS_NAME
-from gptrain.resilience.store import CheckpointStore
 from gptrain.runs.folder import OVERRIDES, read_run
 from gptrain.runs.table import same
-from gptrain.shell import override
 
 # With other values of these it is the same run: where and how it runs, what it keeps.
 INDIFFERENT = (

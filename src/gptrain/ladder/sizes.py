@@ -10,23 +10,23 @@ from functools import partial
 from typing import Any
 
 from gptrain.assemble.datasets import build_datasets, check_sample
+from gptrain.assemble.load import build_net
 from gptrain.assemble.parts import as_config_errors, plan_lengths
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
+from gptrain.core.errors import DONE, ConfigError, Problem
+from gptrain.core.lengths import DEFAULT_DECAY, token_steps, warmup_steps
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import parallel_dims, strategy_name
 from gptrain.costs.choice import estimates
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.shape import find_shape
 from gptrain.data.samples import len_of
+from gptrain.ladder.law import count_parameters
 from gptrain.ladder.options import LadderRun, Options
-from gptrain.law import count_parameters
-from gptrain.lengths import DEFAULT_DECAY, token_steps, warmup_steps
-from gptrain.nets.load import build_net
-from gptrain.parallel.slices import make_to_look_at
+from gptrain.parallel.placement import make_to_look_at
 from gptrain.plan.__main__ import PlanRun, find_machine
-from gptrain.problems import DONE, ConfigError, Problem
-from gptrain.ranks.process import count_nodes
+from gptrain.runtime.process import count_nodes
 
 D_FF_STEP = 8  # a multiple that products of 16 bits are fast for
 FEW_STEPS = 100  # a schedule of fewer leaves a loss that no law is about
@@ -37,7 +37,7 @@ class Size:
     """One net.
 
     Attributes:
-        words: overrides of what was typed.   counts: N, by gptrain.law.COUNTS.
+        words: overrides of what was typed.   counts: N, by gptrain.ladder.law.COUNTS.
         step_tokens, epoch_tokens: of an optimizer step, of one pass over the data.
         row: what gptrain.costs says of a step; None for a net that it does not know.
     """

@@ -30,13 +30,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from gptrain import config, shell
+from gptrain import config
 from gptrain.config.compose import line_of, parse
+from gptrain.core import shell
+from gptrain.core.errors import BAD_CONFIG, ConfigError, Problem
+from gptrain.core.locations import find_project
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, LocalPath, Section, between
-from gptrain.home import find_project
-from gptrain.problems import BAD_CONFIG, ConfigError, Problem
-from gptrain.ranks.process import run_stamp
+from gptrain.runtime.process import run_stamp
 
 HERE = Path(__file__).parent
 KEY = r"<([\w.]+)>"  # of the texts there

@@ -14,12 +14,12 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gptrain.core.lengths import Lengths
+from gptrain.core.small_files import DataError
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
-from gptrain.lengths import Lengths
-from gptrain.resilience.signals import hold_back, ignore_in_worker, kill_workers
-from gptrain.small_files import DataError
+from gptrain.runtime.signals import hold_back, ignore_in_worker, kill_workers
 
 SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
 

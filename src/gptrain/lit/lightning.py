@@ -17,10 +17,10 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from gptrain.core.errors import ConfigError
 from gptrain.lit.datamodule import TextDataModule
-from gptrain.lit.strategies.shell import NetStrategy
-from gptrain.problems import ConfigError
-from gptrain.ranks.process import Process
+from gptrain.lit.strategies.base import NetStrategy
+from gptrain.runtime.process import Process
 
 NOISE = (
     "isinstance(treespec, LeafSpec)",  # Lightning 2.6 on torch 2.13
@@ -36,7 +36,7 @@ NOISE = (
 
 
 class RankEnvironment(TorchElasticEnvironment):
-    """This process's place in the job, as gptrain.ranks.process reads it of any launcher.
+    """This process's place in the job, as gptrain.runtime.process reads it of any launcher.
 
     Lightning's guess takes a run that is started by hand in a SLURM allocation for a task of srun
     (pytorch-lightning#20391), and refuses `srun --ntasks`. The process group exists already, so

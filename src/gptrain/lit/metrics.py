@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gptrain.problems import DONE, ConfigError, Problem, first_line
-from gptrain.resilience.rng import capture, restore
+from gptrain.checkpoints.rng import capture, restore
+from gptrain.core.errors import DONE, ConfigError, Problem, first_line
 
 log = logging.getLogger(__name__)
 MOST_NUMBERS = 256  # of one metric: each is a logged name of its own

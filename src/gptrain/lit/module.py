@@ -13,13 +13,13 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from gptrain.core.small_files import DataError
 from gptrain.lit.metrics import named_numbers
-from gptrain.lit.strategies.shell import NetStrategy
+from gptrain.lit.strategies.base import NetStrategy
 from gptrain.loss import IGNORED, PLAIN, LossOptions
-from gptrain.parallel.fit import Net
+from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
-from gptrain.parallel.whole import Whole
-from gptrain.small_files import DataError
+from gptrain.parallel.strategy import Whole
 
 
 class LanguageModel(pl.LightningModule):

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from gptrain.checkpoints.rng import capture, restore
 from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import strategy_of, without_logging
-from gptrain.resilience.rng import capture, restore
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 AGAIN = "a second try was finite: random numbers that gptrain does not know, or faulty hardware"

@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
+from gptrain.core.lengths import Lengths
 from gptrain.costs.flops import train_flops_per_token
-from gptrain.lengths import Lengths
 from gptrain.lit.lightning import connected, data_of, strategy_of
-from gptrain.measure import find_peak, wait_for
+from gptrain.runtime.measure import find_peak, wait_for
 
 
 class Speed:

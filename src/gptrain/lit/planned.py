@@ -11,7 +11,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import device_of
 from gptrain.costs.speed import machine_of, this_machine, unit_of
-from gptrain.ranks.devices import Machine
+from gptrain.runtime.devices import Machine
 
 
 def plan_run(

@@ -13,14 +13,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import OmegaConf
 
-from gptrain import shell
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.status import RESULT_NAME, to_json, write_result
+from gptrain.core import shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.steps import STEP, Steps
 from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import connected, data_of, strategy_of
 from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
-from gptrain.resilience import fileops
-from gptrain.resilience.status import RESULT_NAME, to_json, write_result
 
 log = logging.getLogger(__name__)
 LONGEST_WAIT = 0.1  # of the time of training, for data: above it is named as the cause of slowness

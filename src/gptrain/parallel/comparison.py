@@ -46,10 +46,10 @@ from gptrain.parallel.differences import (
     gather,
     recording,
 )
-from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.mesh import from_rank_0
-from gptrain.parallel.slices import like_parameter, local_of, make_net_on
-from gptrain.parallel.whole import Whole, has_chunks
+from gptrain.parallel.placement import like_parameter, local_of, make_net_on
+from gptrain.parallel.requirements import Net, Unfit, tied_names
+from gptrain.parallel.strategy import Whole, has_chunks
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.core.strategies import DDPOptions
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.whole import Whole
+from gptrain.parallel.strategy import Whole
 
 SYNC_BUFFERS = (  # renamed in torch 2.13
     "forward_sync_buffers"

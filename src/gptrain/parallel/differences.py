@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gptrain.parallel.slices import like_parameter, local_of
+from gptrain.parallel.placement import like_parameter, local_of
 
 INPUT, OUTPUT = "input", "output"
 Event = tuple[str, str]  # name of a module, and INPUT or OUTPUT

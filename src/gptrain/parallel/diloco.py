@@ -17,7 +17,7 @@ from gptrain.core.strategies import DiLoCoOptions, count_replicas
 from gptrain.parallel.ddp import SYNC_BUFFERS
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.state import saved_parameters
-from gptrain.parallel.whole import Whole
+from gptrain.parallel.strategy import Whole
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gptrain.parallel.slices import local_of
+from gptrain.parallel.placement import local_of
 
 
 @torch.no_grad()

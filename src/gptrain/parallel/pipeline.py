@@ -28,11 +28,11 @@ from gptrain.core.strategies import (
     stage_blocks,
 )
 from gptrain.loss import LossOptions, logits_in_chunks
-from gptrain.parallel.fit import Net, Unfit, tied_names
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
+from gptrain.parallel.requirements import Net, Unfit, tied_names
 from gptrain.parallel.state import Stages
-from gptrain.parallel.whole import Whole
+from gptrain.parallel.strategy import Whole
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of hidden (b, T, D) after the norm, targets (b, T)
 

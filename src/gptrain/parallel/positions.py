@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
-from gptrain.parallel.slices import copy_slice, whole_of
+from gptrain.parallel.placement import copy_slice, whole_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 TABLE = "position_embedding"  # a role of tensor_plan

@@ -26,15 +26,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adagrad, Optimizer
 
 from gptrain.core.strategies import ShardedOptions, StrategyOptions
-from gptrain.parallel.fit import Net
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
+from gptrain.parallel.requirements import Net
+from gptrain.parallel.strategy import Whole
 from gptrain.parallel.tensor import (
     apply_tensor_parallel,
     partial_parameters,
     vocab_parallel_loss,
 )
-from gptrain.parallel.whole import Whole
 
 
 class Sharded(Whole[StrategyOptions]):

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gptrain.parallel.fit import tied_names
+from gptrain.parallel.placement import copy_slice, like_parameter, whole_of
 from gptrain.parallel.positions import fill_positions, find_tables
-from gptrain.parallel.slices import copy_slice, like_parameter, whole_of
+from gptrain.parallel.requirements import tied_names
 from gptrain.parallel.unmatched import Unmatched
 
 State = dict[str, Any]

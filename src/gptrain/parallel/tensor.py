@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from gptrain.core.strategies import ParallelDims, StrategyOptions
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
-from gptrain.parallel.fit import Net, Unfit
+from gptrain.parallel.requirements import Net, Unfit
 
 # Renamed in torch 2.13, which warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -26,9 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gptrain import config, shell
+from gptrain import config
 from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
 from gptrain.collectives.__main__ import CollectivesRun, default_devices
+from gptrain.core import shell
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
 from gptrain.costs.choice import changed_overrides, compare
@@ -36,9 +38,8 @@ from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.speed import DamagedMeasurement, Machine, machine_of, this_machine, unit_of
 from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
-from gptrain.problems import BAD_DATA, INPUT_NOT_FOUND, ConfigError
-from gptrain.ranks.process import count_devices, count_nodes
 from gptrain.runs.table import aligned
+from gptrain.runtime.process import count_devices, count_nodes
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "total")
@@ -78,10 +79,10 @@ def spelt_out(words: Iterable[str]) -> list[str]:
 
 def measure(cfg: CollectivesRun) -> None:
     """Starts the ranks that measure, or is one of those that torchrun started."""
-    from gptrain import ranks  # here: a plan needs no torch
+    from gptrain import runtime  # here: a plan needs no torch
     from gptrain.plan.measure import measure
 
-    ranks.run(measure, cfg, lambda *_: None)
+    runtime.run(measure, cfg, lambda *_: None)
 
 
 def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:

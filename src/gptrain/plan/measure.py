@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gptrain.checkpoints import fileops
 from gptrain.collectives.__main__ import CollectivesRun
 from gptrain.collectives.operations import COLLECTIVES, from_all, group_of, say, seconds_of
 from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurement, read_measurement
-from gptrain.measure import measure_matmul
-from gptrain.resilience import fileops
-from gptrain.resilience.watchdog import Guard
+from gptrain.runtime.measure import measure_matmul
+from gptrain.runtime.watchdog import Guard
 
 SMALLEST_BYTES, FACTOR = 2**12, 16  # of the sweep
 ACTIVATIONS = 2**18  # numbers, of a small net

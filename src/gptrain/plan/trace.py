@@ -33,12 +33,14 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.assemble.datasets import build_dataset, check_sample
+from gptrain.assemble.load import build_net
 from gptrain.assemble.parts import (
     as_config_errors,
     build_module,
     module_class,
     plan_lengths,
 )
+from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import (
     DDPOptions,
@@ -49,12 +51,10 @@ from gptrain.core.strategies import (
 )
 from gptrain.lit.strategies import build_strategy
 from gptrain.models.hugging_face import config_keys
-from gptrain.nets.load import build_net
-from gptrain.parallel.fit import check_fit
-from gptrain.parallel.slices import allocate, fills_itself, local_of, make_to_look_at
+from gptrain.parallel.placement import allocate, fills_itself, local_of, make_to_look_at
+from gptrain.parallel.requirements import check_fit
 from gptrain.parallel.step_mean import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
-from gptrain.problems import ConfigError
 
 # A pipeline's stages tell each other shapes, which needs numbers.
 TRACED = ("single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel", "diloco")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import runs as package
-from gptrain.home import default_output_dir
-from gptrain.problems import DONE, INPUT_NOT_FOUND, IO_ERROR, ConfigError, Parser, printable
+from gptrain.core.errors import DONE, INPUT_NOT_FOUND, IO_ERROR, ConfigError, Parser, printable
+from gptrain.core.locations import default_output_dir
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.prune import prune
 from gptrain.runs.table import aligned, differing, names, ranked, text_table
-from gptrain.streams import bear_lost_streams
+from gptrain.runtime.streams import bear_lost_streams
 
 AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
 EACH_ITS_OWN = {"overrides", "command", "started"}

@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gptrain.problems import DONE, Problem
-from gptrain.resilience.lock import is_held
-from gptrain.resilience.manifest import DamagedCheckpoint, read_manifest
-from gptrain.resilience.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
-from gptrain.resilience.store import CheckpointStore
-from gptrain.small_files import flatten, read_facts, read_json, read_yaml
+from gptrain.checkpoints.lock import is_held
+from gptrain.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.errors import DONE, Problem
+from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
 
 # Of files that are not as ours are, whoever wrote them.
 WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)

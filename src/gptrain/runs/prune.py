@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gptrain.problems import FOLDER_UNUSABLE, ConfigError, first_line, printable
-from gptrain.resilience.lock import LOCK_NAME, RunLock
-from gptrain.resilience.manifest import NoGoodCheckpoint, folder_name
-from gptrain.resilience.status import CHECKPOINTS_NAME
-from gptrain.resilience.store import CheckpointStore
+from gptrain.checkpoints.lock import LOCK_NAME, RunLock
+from gptrain.checkpoints.manifest import NoGoodCheckpoint, folder_name
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, first_line, printable
 from gptrain.runs.folder import RunRecord
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gptrain.problems import printable
+from gptrain.core.errors import printable
 from gptrain.runs.folder import RunRecord
 
 SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # beside the objective

@@ -7,6 +7,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from gptrain.checkpoints.manifest import folder_name
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.rng import capture
+from gptrain.checkpoints.status import Preempted
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.errors import DONE, Problem, first_line
 from gptrain.lit.callbacks.resume import (
     STATE,
     add_state,
@@ -18,12 +24,6 @@ from gptrain.lit.callbacks.salvage import may_save, note_loaded
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import data_of, ends_step, is_validated, loops_after, strategy_of
 from gptrain.parallel.mesh import wait_for_rank_0
-from gptrain.problems import DONE, Problem, first_line
-from gptrain.resilience.manifest import folder_name
-from gptrain.resilience.mirror import Mirror
-from gptrain.resilience.rng import capture
-from gptrain.resilience.status import Preempted
-from gptrain.resilience.store import CheckpointStore
 
 log = logging.getLogger(__name__)
 # Smaller saves take less than a fifth of a second and are on the disk before the next step begins.

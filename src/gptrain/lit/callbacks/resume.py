@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim.lr_scheduler import LambdaLR
 
+from gptrain.checkpoints.rng import capture, restore
 from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import finish_step, start_epoch_anew, strategy_of
-from gptrain.resilience.rng import capture, restore
 
 log = logging.getLogger(__name__)
 STATE = ("global_step", "validated", "rng", "threads", "logged")  # of a checkpoint, for go_on

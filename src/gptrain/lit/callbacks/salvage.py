@@ -5,12 +5,12 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from gptrain.checkpoints.manifest import STATE_NAME, read_manifest
+from gptrain.checkpoints.safe_load import load_file
+from gptrain.core.errors import ending_of
 from gptrain.lit.callbacks.vote import gather, n_collectives
 from gptrain.lit.lightning import strategy_of
-from gptrain.problems import ending_of
-from gptrain.resilience.agreement import all_agree
-from gptrain.resilience.manifest import STATE_NAME, read_manifest
-from gptrain.resilience.safe_load import load_file
+from gptrain.runtime.agreement import all_agree
 
 AGREEING_S = 3.0  # a rank that failed waits that long for the others to fail, too
 SALVAGED = ("error", "memory", "nonfinite", "config")  # causes of `ending_of` after which to save

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.steps import log_note
 from gptrain.lit.lightning import connected, data_of
-from gptrain.sampling import Sampling, generate, printable
+from gptrain.text.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
 SAMPLING = Sampling(temperature=0.7)  # below 1 the likelier tokens are preferred

@@ -12,7 +12,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptrain.lengths import Lengths
+from gptrain.checkpoints.status import NonFinite, Preempted, shorten
+from gptrain.core.errors import first_line
+from gptrain.core.lengths import Lengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal
@@ -22,11 +24,9 @@ from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, s
 from gptrain.lit.module import LanguageModel, describe_optimizer, has_own_optimizer
 from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
-from gptrain.lit.strategies.shell import check_optimization
-from gptrain.parallel.fit import Unfit
-from gptrain.problems import first_line
-from gptrain.resilience.status import NonFinite, Preempted, shorten
-from gptrain.resilience.watchdog import Guard
+from gptrain.lit.strategies.base import check_optimization
+from gptrain.parallel.requirements import Unfit
+from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
 STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from lightning.pytorch import Trainer
 
+from gptrain.checkpoints.status import shorten
+from gptrain.core.small_files import DataError
 from gptrain.lit.lightning import data_of, strategy_of
-from gptrain.resilience.status import shorten
-from gptrain.small_files import DataError
 
 log = logging.getLogger(__name__)
 NO_TARGET = "no target counts, all are -100"

@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.resilience import fileops
-from gptrain.small_files import open_regular
+from gptrain.checkpoints import fileops
+from gptrain.core.small_files import open_regular
 
 
 class CSVLogger(Logger):

@@ -5,7 +5,7 @@ from typing import Any
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-from gptrain.resilience.lock import read_holder
+from gptrain.checkpoints.lock import read_holder
 
 
 class WandbLogger(pl_loggers.WandbLogger):

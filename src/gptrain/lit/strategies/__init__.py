@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from gptrain.checkpoints import rng
 from gptrain.core.strategies import (
     STRATEGIES,
     ParallelDims,
@@ -17,19 +18,18 @@ from gptrain.core.strategies import (
     strategy_name,
 )
 from gptrain.lit.perf import count_matrix_weights
-from gptrain.lit.strategies.diloco import DiLoCo
-from gptrain.lit.strategies.shell import (
+from gptrain.lit.strategies.base import (
     NetStrategy,
     PartitionedRanks,
     Ranks,
     SingleDevice,
     StrategyInfo,
 )
+from gptrain.lit.strategies.diloco import DiLoCo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.comparison import Comparison, needs_comparison
-from gptrain.parallel.slices import make_net_on, make_to_look_at
-from gptrain.parallel.whole import Whole
-from gptrain.resilience import rng
+from gptrain.parallel.placement import make_net_on, make_to_look_at
+from gptrain.parallel.strategy import Whole
 
 __all__ = ["NetStrategy", "build_strategy"]
 

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from gptrain.checkpoints.safe_load import load_file
+from gptrain.lit.strategies.base import Ranks
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
-from gptrain.lit.strategies.shell import Ranks
 from gptrain.parallel import diloco
-from gptrain.resilience.safe_load import load_file
 
 log = logging.getLogger(__name__)
 

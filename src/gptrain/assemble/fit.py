@@ -1,0 +1,155 @@
+"""Run the project's train.py from Python: `gptrain.fit(["experiment=quickstart"])`.
+
+The run is a process of its own. It makes the checks, ranks, run folder and signal handlers that it
+makes on the command line, and it prints to the same terminal. The calling process keeps its own
+Hydra, its log, its random numbers and its GPU memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from gptrain.checkpoints.status import RESULT_NAME, read_status
+from gptrain.core import locations
+from gptrain.core.errors import BAD_CONFIG, ConfigError, Problem
+from gptrain.core.small_files import read_facts, read_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gptrain.data.tokenizers import Tokenizer
+
+
+class RunFailed(Exception):
+    """A run that started and did not finish.
+
+    Attributes:
+        lines: Lines of the error message.
+        code: Exit code of the run. 75 means that the run saved a checkpoint and stopped.
+        folder: Run folder. `fit([..., f"run_dir={folder}", "ckpt_path=last"])` continues the run.
+    """
+
+    def __init__(self, lines: list[str], code: int, folder: Path):
+        super().__init__(lines, code, folder)
+        self.lines, self.code, self.folder = lines, code, folder
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that finished.
+
+    Attributes:
+        folder: Run folder.
+        conf: The conf/ folder of the run's project.
+    """
+
+    folder: Path
+    conf: Path
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Final metrics of result.json under their logged names. Losses are in nats per token."""
+        return read_json(self.folder / RESULT_NAME)["metrics"]
+
+    @property
+    def net(self) -> nn.Module:
+        """Net with the best weights, on the CPU and in evaluation mode, as by `gptrain.load`."""
+        return self._loaded[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer of the run's text, or None if the run's data has no tokenizer."""
+        return self._loaded[1]
+
+    @cached_property
+    def _loaded(self) -> Any:
+        from gptrain.assemble.load import load  # imports torch
+
+        locations.enter(
+            self.conf
+        )  # classes of the project's src/ may be loaded, and can be imported
+        return load(self.folder, with_tokenizer=True)
+
+
+def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> FinishedRun:
+    """Run `python train.py <overrides>` and return the finished run.
+
+    The run writes to the standard streams of this process. In a rank of torchrun, srun or mpirun,
+    the new process is that rank of the run. Ctrl-C, or a notebook's stop button, lets the run save
+    a checkpoint before `fit` raises KeyboardInterrupt.
+
+    Args:
+        overrides: Words of the command line without flags: ["trainer.devices=2", "data.path=a b"].
+        conf: The project's conf/ folder, next to its train.py. Defaults to the conf/ of the project
+            around the working directory.
+
+    Raises:
+        ConfigError: If the run was refused before it started. `.lines` has one line per problem,
+            `.code` is the exit code.
+        RunFailed: If the run started and did not finish.
+    """
+    words, conf = list(overrides), Path(conf).absolute() if conf else locations.find_conf()
+    if conf is None or not conf.with_name("train.py").is_file():
+        message = "no project here, a folder with train.py and conf/"
+        raise ConfigError.of("conf", str(conf), message, attempt='fit(..., conf="project/conf")')
+    if flags := [word for word in words if word.startswith("-") or not set(word) & set("=~")]:
+        raise ConfigError.of("", None, f"{flags[0]}: not key=value")
+    with TemporaryDirectory() as folder:
+        report_path = Path(folder) / "report.json"
+        code = _run([sys.executable, str(conf.with_name("train.py")), *words], report_path)
+        report = read_facts(report_path)
+    unknown_error = f"error: exit code {code}"
+    if "folder" not in report:
+        lines = [line.removeprefix("error: ") for line in report.get("lines", [unknown_error])]
+        raise ConfigError([Problem("", None, line, code=code or BAD_CONFIG) for line in lines])
+    run_dir = Path(report["folder"])
+    if code == 0:
+        return FinishedRun(run_dir, conf)
+    message = (read_status(run_dir) or {}).get("message") or unknown_error
+    raise RunFailed(message.splitlines(), code, run_dir)
+
+
+def _run(command: list[str], report_path: Path) -> int:
+    """Run a command to its end and return its exit code.
+
+    Args:
+        report_path: File for the command's `locations.report_to_fit`.
+
+    Raises:
+        KeyboardInterrupt: After the command has ended, if Ctrl-C came before. The command gets
+            SIGINT for each Ctrl-C.
+    """
+    search_path = (entry or os.getcwd() for entry in sys.path)  # "" is a notebook's own folder
+    variables = {
+        locations.REPORT_VARIABLE: str(report_path),
+        "PYTHONPATH": os.pathsep.join(search_path),
+    }
+    process = subprocess.Popen(
+        command,
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
+    )
+    is_interrupted = False
+    while True:
+        try:
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            is_interrupted = True
+            process.send_signal(signal.SIGINT)
+    if is_interrupted:
+        raise KeyboardInterrupt
+    return code

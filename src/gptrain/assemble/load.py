@@ -1,0 +1,110 @@
+"""A trained net in one line, for a notebook: `gptrain.load("outputs/a")`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import nn
+
+from gptrain.assemble.weights import BestBy, find_weights, load_weights
+from gptrain.checkpoints.safe_load import load_file
+from gptrain.config.from_run import check_values
+from gptrain.core.errors import BAD_DATA, ConfigError
+from gptrain.core.schema import ModelConfig
+from gptrain.core.small_files import read_yaml
+from gptrain.data.tokenizers import Tokenizer, load_tokenizer
+
+CHOICES = ("best", "last")
+_PLACES = 4  # folders above a checkpoint's file in which its run may lie
+
+
+def load(
+    source: str | Path,
+    which: str = "best",
+    allowed_targets: Sequence[str] = (),
+    *,
+    with_tokenizer: bool = False,
+) -> nn.Module | tuple[nn.Module, Tokenizer | None]:
+    """The net of a run, a checkpoint or an export, on the CPU in evaluation mode.
+
+    Of a folder only tensors and plain values are read, and the names of the net's classes, which
+    must be named by the project's conf/ or lie in a package allowed here. Neither Hydra's global
+    state nor the random numbers are touched.
+
+    Args:
+        source: a run folder, a checkpoint's folder, a folder of gptrain.export, or a file that
+            Lightning saved.
+        which: of a run: "best" by its checkpoint.monitor (the newest where none was measured), or
+            "last".
+        allowed_targets: packages from which this run may take classes.
+        with_tokenizer: returns (net, tokenizer), which is None where the run's data had none.
+
+    Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint, UnreadableFile; ConfigError for
+        a class that may not be imported; ValueError for weights of another net.
+    """
+    if which not in CHOICES:
+        raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
+    source = Path(source).expanduser()
+    content, run_dir = _read_config(source)
+    model = {"model": content["model"]}
+    if problems := list(check_values(model, allowed_targets)):
+        raise ConfigError(problems)
+    match content.get("checkpoint"):
+        case {"monitor": str(monitor), "mode": ("min" | "max") as mode}:
+            found = find_weights(source, which, BestBy(monitor, mode))
+        case _:
+            found = find_weights(source, which)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            section = ModelConfig.model_construct(**content["model"])
+            net = build_net(section)
+    except (TypeError, ValueError, RuntimeError) as error:  # of arguments that do not fit
+        wrong = f"cannot be made: {str(error).splitlines()[0]}"
+        raise ConfigError.of("model", model["model"]["_target_"], wrong, code=BAD_DATA) from error
+    load_weights(net, found)
+    return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
+
+
+def build_target(node: Mapping[str, Any]) -> Any:
+    """Build the object that a node with a `_target_` describes.
+
+    What the class raises is raised as it is, not in Hydra's wrapper.
+
+    Only by its own type a DataError, or a disk that is full, gets the exit code that it means.
+    """
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        raise (error.__cause__ or error) from None
+
+
+def build_net(model: ModelConfig) -> nn.Module:
+    """Build the net of a model group. Its initial weights depend on torch's seed alone."""
+    return build_target(model.node())
+
+
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer that lies in a run's folder, or in an export's.   Raises: DataError."""
+    try:
+        return load_tokenizer(folder)
+    except FileNotFoundError:
+        return None
+
+
+def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
+    """The record of the run around source, or of the net in a file; and its folder."""
+    folders = (source, *source.absolute().parents[:_PLACES])
+    files = [folder / ".hydra" / "config.yaml" for folder in folders]
+    if config := next((file for file in files if file.is_file()), None):
+        content, run_dir = read_yaml(config), config.parent.parent
+    else:
+        content, run_dir = load_file(source, mmap=True) if source.is_file() else {}, source.parent
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or "_target_" not in model:
+        raise FileNotFoundError(f"{source}: no run in this folder, and no model in this file")
+    return content, run_dir

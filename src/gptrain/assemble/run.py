@@ -1,0 +1,226 @@
+"""cfg -> (module, datamodule, trainer).
+
+Here: the order in which the parts of a run are made. `datasets`: what it learns from. `parts`:
+module, lengths, optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the
+report. `resume`: which checkpoint a run goes on from. The net and its weights: gptrain.assemble.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from gptrain.assemble.companion_files import keep_around
+from gptrain.assemble.datasets import (
+    Datasets,
+    build_datasets,
+    check_sample,
+    check_samples,
+    first_batches,
+    tokens_to_compare,
+)
+from gptrain.assemble.load import build_net
+from gptrain.assemble.parts import (
+    as_config_errors,
+    batch_of,
+    build_module,
+    build_optimizer,
+    check_names,
+    module_class,
+    plan_lengths,
+)
+from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
+from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
+from gptrain.assemble.weights import start_from
+from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.manifest import read_manifest
+from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
+from gptrain.core.lengths import BatchPlan
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import parallel_dims, strategy_name
+from gptrain.data.samples import len_of
+from gptrain.data.tokenizers import Tokenizer
+from gptrain.lit import LanguageModel, TextDataModule
+from gptrain.lit.callbacks.vote import gather
+from gptrain.lit.lightning import quiet, refusals_in_one_line, use_checkpoint
+from gptrain.lit.report import Report
+from gptrain.lit.strategies import build_strategy
+from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
+from gptrain.parallel.placement import make_to_look_at
+from gptrain.parallel.requirements import check_fit
+from gptrain.runtime.devices import Machine, find_machine, set_threads
+from gptrain.runtime.process import Process, rank_variables, store_path, this_process
+from gptrain.runtime.watchdog import Guard
+
+__all__ = ["Run", "build", "check", "find_checkpoint"]
+
+PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
+SHARED_S = 10.0  # after which what one node has written is to be seen from all (NFS: seconds)
+MEETING_S = 60.0  # more than the ranks wait for each other, so that they report who is missing
+STARTING_S = 600.0  # from there to the first step, on a slow file system
+
+
+@dataclass
+class Run:
+    """All parts of one run, in one rank."""
+
+    cfg: RunConfig
+    module: pl.LightningModule
+    datamodule: TextDataModule
+    trainer: pl.Trainer
+    report: Report
+    checkpoint: Path | None  # to go on from, or to evaluate
+
+    def go(self) -> dict[str, float]:
+        """Fits, validates or tests, and returns the final metrics.   Raises: ConfigError."""
+        cfg, trainer = self.cfg, self.trainer
+        parts: dict[str, Any] = {"datamodule": self.datamodule}
+        use_checkpoint(trainer, self.checkpoint)
+        self.report.start(trainer)
+        with as_config_errors(cfg), refusals_in_one_line():
+            if cfg.task == "fit":
+                trainer.fit(self.module, **parts)
+            if cfg.task == "validate":
+                trainer.validate(self.module, **parts, verbose=False)
+            if cfg.task == "test" or cfg.trainer.fast_dev_run:
+                fitted = dict(trainer.callback_metrics)  # of fast_dev_run
+                trainer.test(self.module, **parts, verbose=False)
+                trainer.callback_metrics.update(fitted)
+        return self.report.end(trainer)
+
+
+def check(cfg: RunConfig) -> None:
+    """Whether net, module and optimizer can do what is asked, before a process or a file is made.
+
+    The net is made to be looked at, without memory where it can be.
+
+    Raises: ConfigError.
+    """
+    dims = parallel_dims(cfg.strategy, find_machine(cfg).world_size)
+    name = strategy_name(cfg.strategy.name, dims.world_size)
+    with as_config_errors(cfg):
+        made = module_class(cfg, name)
+        check_names(cfg, made)
+        check_callbacks(cfg, name)
+        with as_config_errors(cfg, "model._target_"):
+            net = make_to_look_at(partial(build_net, cfg.model))
+        mode = cfg.model.activation_checkpointing
+        compile_mode = cfg.model.compile
+        check_fit(net, cfg.strategy, dims, compile=compile_mode, activation_checkpointing=mode)
+    if cfg.task == "fit" and issubclass(made, LanguageModel):
+        # An optimizer that needs real weights to begin with says so in torch's words or its own.
+        with suppress(RuntimeError, AssertionError):
+            build_optimizer(cfg, BatchPlan(1, 1, 1), net)
+
+
+def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
+    """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
+    process, machine = this_process(), find_machine(cfg)
+    dims = parallel_dims(cfg.strategy, machine.world_size)
+    device = machine.device(process.local_rank)
+    if guard is not None:
+        guard.heartbeat.beat(phase="meeting", allow_s=cfg.strategy.timeout_s + MEETING_S)
+    start_rank(cfg, process, machine)
+    if machine.n_nodes > 1:
+        check_shared(cfg.run_dir, process.rank)
+
+    train, val, test = prepare_data(cfg, process.rank, guard)
+    if cfg.task == "fit" and process.rank == 0:
+        if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
+            tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
+        sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
+        keep_around([Path(one).expanduser() for one in sources if one], Path(cfg.run_dir))
+    made = module_class(cfg, strategy_name(cfg.strategy.name, machine.world_size))
+    check_samples(cfg, made, (train, val, test), dims.data)
+    if cfg.trainer.overfit_batches:
+        train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
+    start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
+    checkpoint = None if start is None else Path(start)
+    sample = train[0]
+    lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
+    check_data(cfg, checkpoint, getattr(train, "fingerprint", None))
+    if checkpoint is not None and cfg.task == "fit":
+        lengths = keep_warmup(cfg, lengths, read_manifest(checkpoint)["config"])
+    torch.manual_seed(cfg.seed)
+    with as_config_errors(cfg):
+        net, strategy = build_strategy(
+            partial(build_net, cfg.model),
+            cfg.strategy,
+            dims,
+            device,
+            compile=cfg.model.compile,
+            activation_checkpointing=cfg.model.activation_checkpointing,
+            precision=resolve_precision(cfg, machine),
+            n_nodes=machine.n_nodes,
+            sample=tokens_to_compare(
+                cfg, strategy_name(cfg.strategy.name, dims.world_size), sample
+            ),
+        )
+    if checkpoint is None and cfg.init_from is not None:
+        start_from(cfg, cfg.init_from, net, strategy.parallel.stages)
+    torch.manual_seed(cfg.seed + 1 + process.rank)  # dropout differs between ranks
+
+    with as_config_errors(cfg):
+        module = build_module(cfg, net, lengths, val)
+        trainer = build_trainer(cfg, machine, strategy, lengths, guard, train)
+    datamodule = TextDataModule(
+        train,
+        val,
+        test,
+        lengths,
+        seed=cfg.seed,
+        rank=process.rank // dims.tensor % dims.data,
+        world_size=dims.data,
+        ranks_per_sample=dims.tensor,
+        is_tokens=lengths.unit == "tokens" and issubclass(made, LanguageModel),
+        num_workers=cfg.data.num_workers,
+        pin_memory=machine.accelerator == "cuda",
+    )
+    report = build_report(cfg, machine, lengths, trainer, train, module)
+    return Run(cfg, module, datamodule, trainer, report, checkpoint)
+
+
+def start_rank(cfg: RunConfig, process: Process, machine: Machine) -> None:
+    """Threads, precision of products, seed and process group of this rank."""
+    quiet()
+    if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
+        set_threads(machine.n_local)
+    if machine.accelerator == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
+    pl.seed_everything(cfg.seed, verbose=False)
+    backend, device = cfg.strategy.backend or machine.backend, machine.device(process.local_rank)
+    if strategy_name(cfg.strategy.name, machine.world_size) != "single":
+        place = process.rank, machine.world_size
+        where = store_path(cfg.run_dir), rank_variables()
+        start_group(backend, device, *place, cfg.strategy.timeout_s, *where)
+
+
+def check_shared(run_dir: str, rank: int) -> None:
+    """Raises ConfigError with code 73, in all ranks, where one does not see rank 0's run folder."""
+    holder, give_up_s = from_rank_0(read_holder(run_dir)), time.monotonic() + SHARED_S
+    while (is_blind := read_holder(run_dir) != holder) and time.monotonic() < give_up_s:
+        time.sleep(0.1)
+    if blind := list(filter(None, gather(is_blind and f"rank {rank} on {socket.gethostname()}"))):
+        wrong = f"{blind[0]} does not see what rank 0 wrote there"
+        attempt = "run_dir=<a folder that all nodes share>"
+        raise ConfigError.of("run_dir", run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
+
+
+def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
+    """Train, validation and test set; rank 0 prepares them, for hours where it must."""
+    make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
+    if guard is None:
+        return make()
+    guard.heartbeat.beat(phase="data", allow_s=PREPARING_S)
+    with guard.nothing_to_save():
+        datasets = make()
+    guard.heartbeat.beat(phase="build", allow_s=STARTING_S)
+    return datasets

@@ -1,1 +1,0 @@
-"""A net from its config, and its weights from wherever they lie; without Lightning."""

@@ -1,0 +1,89 @@
+"""Starts a job: in this process where it has one device, else in ranks that the parent watches.
+
+process     which process this is, and where ranks meet
+devices     what it runs on
+supervisor  the parent of local ranks
+rank        what surrounds the training function in each of them
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
+from gptrain.core import locations
+from gptrain.core.schema import RunConfig
+from gptrain.runtime.process import this_process
+from gptrain.runtime.signals import StopFlag, die_with_parent
+
+__all__ = ["run"]
+
+
+def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str, float]:
+    """Runs one job to its end, alone in its folder, and returns its metrics.
+
+    Args:
+        train: (cfg, guard) -> metrics; runs in every rank, with plain values.
+        find_checkpoint: (cfg, lock, world_size) -> folder of the verified checkpoint to go on
+            from, or None; called by the one process that holds the run folder, before any rank
+            starts, and again before a restart.
+
+    Raises:
+        JobFailed: with the exit code, after the reason has been printed.
+        ConfigError: it does not fit what is in its folder, or another run holds that; nothing was
+            started or changed.
+    """
+    process = this_process()
+    with StopFlag() as stop:
+        from gptrain.runtime.devices import find_machine  # torch
+        from gptrain.runtime.rank import forget_old_starts, run_rank, start_log
+        from gptrain.runtime.supervisor import is_restart, prepare_start, supervise
+
+        machine, again = find_machine(cfg), is_restart()
+        if process.rank > 0:  # rank 0 holds the folder, and says where to start
+            tell_folder(cfg.run_dir)
+            return run_rank(train, cfg, stop)
+        # Free again when the process ends, however that ends.
+        with RunLock(cfg.run_dir, LOST_HOST_S if again else NAMED_AFTER_S) as lock:
+            start_log()
+            cfg = prepare_start(cfg, find_checkpoint, lock, machine.world_size, again)
+            forget_old_starts(cfg.run_dir)
+            keep_config(cfg)
+            tell_folder(cfg.run_dir)
+            if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
+                return run_rank(train, cfg, stop)
+            again = partial(
+                prepare_start, cfg, find_checkpoint, lock, machine.world_size, again=True
+            )
+            return supervise(train, cfg, machine.n_local, again, stop)
+
+
+def tell_folder(run_dir: str) -> None:
+    """Report the folder of the run that starts to `gptrain.fit`, if that started this process.
+
+    If the process of `gptrain.fit` ends before the run, the run is asked to save and to stop.
+    """
+    if locations.REPORT_VARIABLE in os.environ:
+        die_with_parent(os.getppid(), signal.SIGTERM)
+        locations.report_to_fit(folder=str(run_dir))
+
+
+def keep_config(cfg: RunConfig) -> None:
+    """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
+
+    So a start that is refused leaves the record of the run that lives there alone.
+    """
+    folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)
+    folder.mkdir(exist_ok=True)
+    records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
+    for name, record in records.items():
+        fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())

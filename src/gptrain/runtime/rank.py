@@ -1,0 +1,213 @@
+"""What surrounds the training function in every rank: log, guard, and an ending for each error."""
+
+from __future__ import annotations
+
+import logging.handlers
+import os
+import runpy
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log
+from omegaconf import DictConfig
+
+from gptrain.checkpoints.fileops import remove_tree
+from gptrain.checkpoints.status import CHECKPOINTS_NAME, write_status
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core import errors, shell
+from gptrain.core.errors import Ending, JobFailed, ending_of
+from gptrain.core.schema import RunConfig
+from gptrain.runtime.process import attempt_folder, set_rendezvous, this_process
+from gptrain.runtime.signals import StopFlag, die_with_parent
+from gptrain.runtime.streams import bear_lost_streams
+from gptrain.runtime.watchdog import Guard
+
+log = logging.getLogger(__name__)
+IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
+PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its connections close
+
+
+def run_rank(
+    train: Callable, cfg: RunConfig, stop: StopFlag, parent_pid: int | None = None
+) -> dict[str, float]:
+    """Runs `train` in this process, guarded; the first rank that fails says how and why.
+
+    Args:
+        parent_pid: the supervisor that must live.
+
+    Raises: JobFailed, with the exit code; but a process that a launcher started ends here.
+    """
+    rank = this_process().rank
+    guard = None
+    try:
+        guard = Guard(
+            cfg.run_dir,
+            attempt_folder(cfg.run_dir),
+            stop,
+            rank=rank,
+            timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
+            parent_pid=parent_pid,
+            about=partial(way_on, cfg),
+        )
+        with guard:
+            guard.leave_if_asked()
+            guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
+            set_rendezvous(cfg.run_dir)
+            metrics = train(cfg, guard)
+    except BaseException as error:  # whatever ends a rank must end the job, with a line about it
+        ending = ending_of(error, guard.doing if guard else "")
+        if ending.cause == "memory":
+            ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
+        if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
+            time.sleep(PEERS_REPORT_S)
+        report_ending(cfg, ending, rank, guard.heartbeat.step if guard else None)
+        if this_process().is_rank:
+            leave(ending.code)
+        raise JobFailed(ending.code, ending.line) from error
+    if rank == 0:
+        record_ending(cfg, Ending(errors.DONE, "done", "done"), rank, guard.heartbeat.step)
+    return metrics
+
+
+def rank_process(
+    script: str, name: str, cfg: RunConfig, hydra: DictConfig, environment: dict, parent_pid: int
+) -> NoReturn:
+    """Entry of a rank that the supervisor starts.
+
+    Args:
+        script, name: of the training function: of a job of submitit `__main__` is not the script.
+        hydra: of the parent's HydraConfig.
+    """
+    die_with_parent(parent_pid)
+    bear_lost_streams()
+    os.environ.update(environment)
+    HydraConfig.instance().cfg = cast(Any, hydra)
+    if this_process().rank == 0:
+        configure_log(hydra.hydra.job_logging, hydra.hydra.verbose)
+        start_log()
+    else:
+        logging.getLogger().setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+
+    def train(*arguments: object) -> dict[str, float]:
+        return runpy.run_path(script)[name](*arguments)
+
+    run_rank(train, cfg, StopFlag().install(), parent_pid)
+    leave(errors.DONE)
+
+
+def start_log() -> None:
+    """Lets the log into the run folder, now that it is held: what was said before comes first."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.handlers.MemoryHandler):
+            handler.capacity = 0  # from now on it passes each record on at once
+            handler.flush()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a rank, but not by sys.exit: destructors of a process group wait for lost ranks."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def record_ending(
+    cfg: RunConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
+) -> bool:
+    """Writes status.json; False where another rank was first, unless it is to be replaced."""
+    try:
+        return write_status(
+            cfg.run_dir,
+            cause=ending.cause,
+            exit_code=ending.code,
+            rank=rank if ending.rank is None else ending.rank,
+            step=step,
+            message=ending.line,
+            traceback=ending.trace or None,
+            replace=replace,
+            **way_on(cfg),
+        )
+    except OSError as error:  # the disk that failed the run may refuse status.json, too
+        print(f"warning: no status.json: {error}", file=sys.stderr)
+        return replace or rank == 0
+
+
+def report_ending(
+    cfg: RunConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
+) -> None:
+    """Records an ending and prints it, on stderr but for a run that was asked to stop and did.
+
+    Args:
+        rank: that it befell, unless the ending itself names another.
+        replace: what ranks have written; else the first of them alone says how the job ended.
+    """
+    if not (record_ending(cfg, ending, rank, step, replace) or cfg.debug):
+        return
+    if ending.trace:
+        print(ending.trace, file=sys.stderr)
+    if ending.code != errors.PREEMPTED:
+        lines = map(errors.printable, ending.line.split("\n"))
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        return
+    # A rank other than 0, whose log is off, may be the first to end.
+    say = log.info if log.isEnabledFor(logging.INFO) else partial(print, flush=True)
+    say(f"{'stopped':9} {ending.line}")
+    say(f"{'next':9} {resume_command(cfg)}")
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """The newest checkpoint's folder, not verified: for messages, not for loading."""
+    return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
+
+
+def way_on(cfg: RunConfig) -> dict[str, object]:
+    """What status.json says to somebody who wants to go on with the run."""
+    return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
+
+
+def resume_command(cfg: RunConfig) -> str:
+    """Return the command that continues this run from its newest checkpoint, else from its start.
+
+    `from_run` is left out: by now its overrides are among those of this run.
+    """
+    typed = HydraConfig.get().overrides
+    own = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
+    mine = ["run_dir=", "ckpt_path=", "from_run="]
+    if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
+        own["ckpt_path"] = "last"
+        mine.append("init_from=")
+    words = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
+    words += [word for word in typed.task if not word.lstrip("+").startswith(tuple(mine))]
+    words += [shell.override(key, value) for key, value in own.items() if value is not None]
+    return shell.train_command(*words)
+
+
+def ways_to_save_memory(cfg: RunConfig) -> str:
+    """How a run that was too large for its device would do the same in less memory."""
+    batch_size = cfg.data.batch_size
+    ways = []
+    if batch_size > 1:
+        ways.append(f"data.batch_size={batch_size // 2}")
+        if cfg.data.global_batch_size is None:
+            ways[0] += f" trainer.accumulate_grad_batches={2 * cfg.trainer.accumulate_grad_batches}"
+    ways += ["model.activation_checkpointing=full", "strategy=fsdp on several devices"]
+    tokens = cfg.data.extra.get("seq_len")
+    return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
+
+
+def forget_old_starts(run_dir: str | Path) -> None:
+    """Removes what earlier starts left; other ranks may have begun to write what is of this one."""
+    mine = attempt_folder(run_dir)
+    for path in mine.parent.glob("*"):
+        if path != mine:
+            with suppress(OSError):  # on NFS a rank that hangs still has its heartbeat open
+                remove_tree(path)

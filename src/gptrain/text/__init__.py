@@ -1,0 +1,1 @@
+"""Text from a trained net, and scores of given texts."""

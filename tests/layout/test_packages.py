@@ -1,0 +1,197 @@
+"""Imports between packages go one way, and each framework is imported by few packages.
+
+These are rules about this repository. A project that was made from the template may delete them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "gptrain"
+
+# Package -> packages of gptrain that it may import, besides `core`.
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "conf": set(),
+    "__init__": set(),
+    "models": set(),
+    "optim": set(),
+    "loss": set(),
+    "data": {"loss"},
+    "parallel": {"loss"},
+    "costs": set(),
+    "checkpoints": set(),
+    "runtime": {"checkpoints", "costs"},
+    "text": {"data", "loss"},
+    "runs": {"checkpoints"},
+    "lit": {
+        "checkpoints", "costs", "data", "ladder", "loss", "optim", "parallel", "runtime", "text",
+    },
+    "config": {"checkpoints", "costs", "runs", "runtime"},
+    "assemble": {
+        "checkpoints", "config", "costs", "data", "ladder", "lit", "loss", "optim", "parallel",
+        "runtime",
+    },
+}  # fmt: skip
+# Packages of a command may import any other package, as may `__main__.py` and `command.py` of any.
+COMMANDS = {
+    "export", "collectives", "generate", "adopt", "plan", "launch", "ladder", "command",
+}  # fmt: skip
+FOREIGN = {  # framework -> packages that may import it
+    "lightning": {"lit", "assemble"},
+    "hydra": {"config", "assemble", "runtime"},
+    "pydantic": {"config", "core"},
+}
+PRIVATE = {  # of Lightning, and where: what correctness needs, see lit/lightning.py
+    "_signal_connector": "lit/lightning.py",
+    "_broadcast_sigterm_tensor": "lit/lightning.py",
+    "_checkpoint_connector": "lit/lightning.py",
+    "_user_managed": "lit/lightning.py",
+    "_batches_that_stepped": "lit/lightning.py",
+    "_restarting": "lit/lightning.py",
+}
+
+
+@cache
+def modules() -> list[Path]:
+    """Of the library; behind its template are files of this project."""
+    return sorted(path for path in PACKAGE.rglob("*.py") if "template" not in path.parts)
+
+
+def package_of(path: Path) -> str:
+    if path.name in ("__main__.py", "command.py"):
+        return "command"  # of whatever room: nobody imports it but the one who types it
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@cache
+def imports(path: Path) -> set[str]:
+    """Absolute names of all that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_a_package_imports_only_packages_below_it():
+    wrong = []
+    for path in modules():
+        here = package_of(path)
+        if here in COMMANDS:
+            continue
+        names = {name for name in imports(path) if name.startswith("gptrain.")}
+        others = {name.split(".")[1] for name in names} - {here, "core"}
+        wrong += [
+            f"{path.relative_to(PACKAGE)} imports {name}" for name in others - MAY_IMPORT[here]
+        ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_order_of_the_packages_has_no_cycle():
+    TopologicalSorter(MAY_IMPORT).prepare()  # raises CycleError
+
+
+def test_only_some_packages_import_a_framework():
+    for package, allowed in FOREIGN.items():
+        importers = {
+            package_of(path)
+            for path in modules()
+            if package in {n.split(".")[0] for n in imports(path)}
+        }
+        assert importers - COMMANDS <= allowed, package
+
+
+def test_no_internals_of_hydra_are_imported():
+    for path in modules():
+        assert not any(name.startswith("hydra._internal") for name in imports(path)), path
+
+
+def test_private_names_of_lightning_stand_in_one_file():
+    pattern = re.compile(r"\b(?:trainer|loop|fit_loop|epoch_loop|connector)\.(_[a-z]\w+)")
+    for path in modules():
+        if package_of(path) in ("lit", "assemble"):
+            for name in pattern.findall(path.read_text()):
+                assert PRIVATE.get(name) == str(path.relative_to(PACKAGE)), f"{path}: {name}"
+
+
+def test_the_private_names_that_are_relied_on_are_there():
+    from lightning.pytorch import Trainer
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    assert callable(trainer._signal_connector.register_signal_handlers)
+    assert callable(trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor)
+    assert trainer._checkpoint_connector._user_managed is False
+    assert trainer.fit_loop._restarting is False
+    state = trainer.fit_loop.state_dict()
+    assert "_batches_that_stepped" in state["epoch_loop.state_dict"]
+    assert {
+        "epoch_progress",
+        "epoch_loop.batch_progress",
+        "epoch_loop.scheduler_progress",
+        "epoch_loop.automatic_optimization.optim_progress",
+        "epoch_loop.val_loop.batch_progress",
+    } <= state.keys()
+
+
+def test_the_model_is_plain_torch():
+    for path in (PACKAGE / "models").rglob("*.py"):
+        assert not any(name.startswith("torch.distributed") for name in imports(path)), path
+
+
+def test_the_planner_needs_the_standard_library_only():
+    for path in [*(PACKAGE / "costs").rglob("*.py"), PACKAGE / "core" / "lengths.py"]:
+        roots = {name.split(".")[0] for name in imports(path)} - {"gptrain"}
+        assert roots <= sys.stdlib_module_names, path
+
+
+def test_commands_are_made_in_one_place():
+    """A command that is put together anywhere else is not quoted for Hydra and for the shell."""
+    made = re.compile(
+        r"import shlex|f\"[^\"]*python (train\.py|\{)|f\"(from_run|init_from|ckpt_path)=\{"
+    )
+    users = {str(path.relative_to(PACKAGE)) for path in modules() if made.search(path.read_text())}
+    assert users == {"core/shell.py"}
+
+
+def test_one_package_builds_targets():
+    users = {
+        package_of(path) for path in modules() if re.search(r"\binstantiate\(", path.read_text())
+    }
+    assert users <= {"assemble", *COMMANDS}
+
+
+def test_nothing_else_shows_at_the_top_level():
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    shown = {name.split("/")[0] for name in tracked if not name.startswith(".")}
+    files = {"pyproject.toml", "README.md", "LICENSE", "train.py"}
+    assert shown == files | {"conf", "src", "tests", "outputs"}
+
+
+def count_code_lines(path: Path) -> int:
+    """Count the lines of a file that are neither docstring nor comment nor blank."""
+    text = path.read_text()
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            docstrings |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    lines = (line.strip() for n, line in enumerate(text.splitlines(), 1) if n not in docstrings)
+    return sum(bool(line) and not line.startswith("#") for line in lines)
+
+
+def test_the_library_stays_small():
+    lines = sum(map(count_code_lines, modules()))
+    assert lines <= 15_200, f"src/gptrain has {lines} lines of code"  # may fall
+    long = [path for path in modules() if count_code_lines(path) > 270]
+    assert not long, long

@@ -1,0 +1,174 @@
+"""What the README shows is so: its commands, options, files, tables and exit codes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.layout.test_rooms import MAY_IMPORT, modules, room
+
+from gptrain.core import errors
+from gptrain.core.strategies import STRATEGIES
+from tests.campaign.scenarios import SCENARIOS
+from tests.command_line import refused
+from tests.conftest import ROOT
+from tests.forked import forked_ranks
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
+TRAIN = [
+    command.removeprefix(".venv/bin/")
+    for line in COMMANDS
+    for command in line.split(" && ")
+    if "python train.py" in command
+]
+# Said last, so it wins: the same command on a net and a machine of a test's size.
+SMALL = [
+    "trainer.accelerator=cpu", "model.d_model=16", "trainer.max_steps=2", "data.batch_size=2",
+    "data.seq_len=17", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "trainer.enable_progress_bar=false",
+]  # fmt: skip
+SMALL_GPT = [
+    "model.n_heads=2", "model.n_layers=2", "model.vocab_size=256", "trainer.precision=32-true",
+]  # fmt: skip
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def small(words: list[str]) -> list[str]:
+    """The options of a command, followed by those that make it small."""
+    if "--help" in words or "--cfg" in words:
+        return words
+    gpt = [] if "model=my_lstm" in words else SMALL_GPT
+    steps = [f"trainer.max_steps={4 if 'ckpt_path=last' in words else 2}"]
+    ranks = ["trainer.devices=2"] if any("devices=" in word for word in words) else []
+    is_llama = "experiment=quickstart" in words
+    data = ["model.n_kv_heads=2", f"data.path={ROOT / 'src'}"] if is_llama else []
+    return [*words, *SMALL, *gpt, *steps, *ranks, *data]
+
+
+def run_train(words: list[str], monkeypatch, said: Path) -> int:
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *small(words)])
+    with forked_ranks(said, said):
+        return exit_code(lambda: runpy.run_path(str(ROOT / "train.py"), run_name="__main__"))
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    try:
+        run()
+    except SystemExit as left:
+        return left.code or 0
+    return 0
+
+
+def run_verb(command: str, monkeypatch) -> int:
+    """`python -m gptrain.<verb> <words>`"""
+    _, _, module, *words = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    return exit_code(partial(runpy.run_module, module, run_name="__main__", alter_sys=True))
+
+
+@pytest.mark.slow
+def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
+    """In the order of the README: some go on with the run of the one before."""
+    monkeypatch.chdir(tmp_path)
+    assert len(TRAIN) > 8
+    said = tmp_path / "said"  # by ranks
+    for number, command in enumerate(TRAIN):
+        words = shlex.split(command)[2:]
+        if not any(word.startswith(("run_dir=", "--")) for word in words):
+            words.append(f"run_dir={tmp_path / str(number)}")  # a second later it is another one
+        code = run_train(words, monkeypatch, said)
+        out, err = capfd.readouterr()
+        assert code == 0, (command, out, err, said.exists() and said.read_text())
+        if "experiment=quickstart" in words:
+            assert re.search(r"^sample +def ", out, re.MULTILINE), out
+    (export,) = [command for command in COMMANDS if "gptrain.export" in command]
+    assert run_verb(export, monkeypatch) == 0
+    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(block, {})
+
+
+def test_the_options_shown_for_parts_of_ones_own_train(train):
+    table = "".join(re.findall(r"^\|.*\n", section("I want to …"), re.MULTILINE))
+    shown = [text for text in re.findall(r"`([^`]+)`", table) if re.match(r'"?\+?[\w.]+=', text)]
+    shown = [text for text in shown if not re.search("my_|FOLDER", text)]
+    words = [word for text in shown for word in shlex.split(text)]
+    assert len(words) > 6
+    run = train(*words, "trainer.val_check_interval=2")
+    assert run.code == 0, run.err
+    assert 0 <= run.metrics["val/top1"] <= 1 and run.losses()
+
+
+def test_files_that_it_names_are_there():
+    named = re.findall(r"`((?:src|conf|tests|train|\.ci|\.github)\b[\w./]*)`", README)
+    named += re.findall(r"\]\(([^)]+)\)", README)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert len(named) > 40 and sorted(missing) == ["conf/local/default.yaml", "src/my_project"]
+
+
+def test_rooms_stand_in_the_order_in_which_they_import():
+    rows = re.findall(
+        r"^\| (`(?:src/gptrain|train|conf)[^|]*) \|", section("How a run flows"), re.MULTILINE
+    )
+    place = {
+        name.removesuffix(".py"): number
+        for number, row in enumerate(rows)
+        for name in re.findall(r"`(?:src/gptrain/)?([\w.]+)`", row)
+    }
+    beside = {
+        "__init__", "command", "problems", "progress", "small_files", "home", "conf", "streams",
+        "shell",
+    }  # fmt: skip
+    assert {room(path) for path in modules()} - beside == place.keys() - {"train"}
+    for one, others in MAY_IMPORT.items():
+        assert one in beside or all(place[other] < place[one] for other in others - beside), one
+
+
+def test_strategies_need_of_a_net_what_the_table_says():
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \|", section("Strategies"), re.MULTILINE)
+    assert {name for name, _ in rows} == STRATEGIES.keys()
+    for name, needs in rows[:5]:  # the mixes need what their parts need
+        shown = set(re.findall(r"`(\w+)`", needs)) - {"forward"}
+        assert shown <= set(STRATEGIES[name].needs), name
+        assert "…" in needs or shown == set(STRATEGIES[name].needs), name
+
+
+def test_exit_codes_and_the_number_of_faults_are_those_told():
+    told = section("Resume").partition("Exit codes:")[2]
+    codes = {errors.DONE, errors.BAD_CONFIG, errors.BAD_DATA, errors.INPUT_NOT_FOUND}
+    codes |= {errors.FOLDER_UNUSABLE, errors.IO_ERROR, errors.PREEMPTED, errors.HUNG}
+    codes |= {errors.NON_FINITE, errors.INTERRUPTED, errors.FAILED}
+    assert set(map(int, re.findall(r"\d+", told))) == codes
+    assert "in forty ways" in " ".join(README.split()) and len(SCENARIOS) >= 40
+
+
+def test_the_answer_to_a_wrong_option_is_as_shown():
+    (shown,) = re.findall(r"```\n\$ python train.py (.*)\n([^`]*)```", README)
+    assert "\n".join(refused(*shown[0].split())) == shown[1].strip()
+
+
+def test_what_is_known_before_a_run_is_printed(monkeypatch, capfd):
+    verbs = tuple(f"python -m gptrain.{verb}" for verb in ("plan", "ladder", "launch"))
+    found = [command for command in COMMANDS if command.startswith(verbs)]
+    assert len(found) == 4
+    for command in found:
+        code = run_verb(command.replace(" --submit", ""), monkeypatch)
+        out, err = capfd.readouterr()
+        assert code == 0 and out, (command, err)
+
+
+def test_every_other_command_is_known():
+    """Set-up and tests are run by CI as written; the others are tools of their own."""
+    others = [command for command in COMMANDS if command and "train.py" not in command]
+    known = ("python3 -m venv", "tensorboard --logdir", "python -m gptrain.", "python -m pytest ")
+    assert all(command.startswith(known) for command in others), others
