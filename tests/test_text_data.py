@@ -23,7 +23,7 @@ from gptrain.data import (
     train_bpe,
 )
 from gptrain.data import prepare as prepare_module
-from gptrain.data.corpus import cut_at, find_sources, read_pieces, split
+from gptrain.data.corpus import cut_at, find_sources, look_through, read_pieces, split
 from gptrain.data.prepare import fresh_folder
 
 WORDS = ["def", "return", "größe", "値", "x = 1", "🙂", "\tfor i in n:", "", "    pass"]
@@ -362,7 +362,7 @@ def test_the_same_text_elsewhere_is_found_again(tmp_path):
     assert len(folders(cache)) == 3
 
 
-def test_files_that_are_no_utf8_are_left_out_with_one_warning(tmp_path):
+def test_files_that_are_not_utf8_are_left_out_with_one_warning(tmp_path):
     source, cache = make_corpus(tmp_path / "corpus"), tmp_path / "cache"
     first = prepare(source, "bytes", cache)
     (source / "image.png").write_bytes(b"\x89PNG")
@@ -370,30 +370,26 @@ def test_files_that_are_no_utf8_are_left_out_with_one_warning(tmp_path):
     (source / "wide.txt").write_bytes(("text\n" * 1000).encode("utf-16"))
     for _ in range(2):  # fresh and from the cache
         with pytest.warns(
-            UserWarning, match=r"3 of 15 files left out.* cut\.txt, byte 0"
+            UserWarning, match=r"3 of 15 files are not UTF-8 .* cut\.txt, byte 0"
         ) as warned:
             assert prepare(source, "bytes", cache).folder == first.folder
         assert len(warned) == 1
-    with pytest.raises(DataError, match=r"image\.png: no UTF-8 text in 1 files"):
+    with pytest.raises(DataError, match=r"image\.png: no UTF-8 text in 1 files, here byte 0"):
         prepare(source / "image.png", "bytes", cache)
 
 
-def test_a_character_that_is_cut_costs_that_character_and_is_named(tmp_path):
-    text = "größe\n" * 10_000
-    (tmp_path / "a.txt").write_text(text)
-    whole = text.encode()
-    cut = whole.index("ö".encode(), 70_000) + 1  # in the second block
-    (tmp_path / "b.txt").write_bytes(whole[:cut] + whole[cut + 1 :])
-    for _ in range(2):
-        with pytest.warns(
-            UserWarning, match=r"1 of 2 files have bytes .* b\.txt, byte \d+$"
-        ) as said:
-            prepared = prepare([tmp_path / "a.txt", tmp_path / "b.txt"], "bytes", tmp_path / "c")
-    place = int(str(said[0].message).rpartition(" ")[2])
-    assert abs(place - 70_000) <= 2
-    train, val = text_of(prepared, "train"), text_of(prepared, "val")
-    assert (train + val).count("\N{REPLACEMENT CHARACTER}") == 1
-    assert len(train + val) == 2 * len(text)
+@pytest.mark.parametrize("place", ["first block", "across two blocks", "second block"])
+def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
+    text = bytearray(b"x" + "ö".encode() * 2**20)  # a block of 1 MiB ends within a character
+    changed, reported = {
+        "first block": (70_001, 70_001),
+        "across two blocks": (2**20, 2**20 - 1),  # without its second byte the first one is wrong
+        "second block": (2**20 + 70_001, 2**20 + 70_001),
+    }[place]
+    text[changed] = 0xFF
+    (tmp_path / "text").write_bytes(text)
+    (source,) = find_sources(tmp_path / "text")
+    assert look_through(source, "text") == (None, reported)
 
 
 def test_too_little_text_is_an_error_and_leaves_nothing(tmp_path):

@@ -105,15 +105,14 @@ def targets(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> Problem:
-    """A word that is none of a key's choices, with the one that may have been meant."""
+    """Return the problem that a value is not among a key's choices, with the most similar one."""
     near = nearest(value, names)
     words = "unknown" + (f', did you mean "{near}"?' if near else "")
-    attempt = find_alias(key, value) or (f"{group}={near}" if near else "")
-    return Problem(key, value, words, ", ".join(names), attempt)
+    return Problem(key, value, words, ", ".join(names), f"{group}={near}" if near else "")
 
 
 def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
-    """A key that nothing reads, with the one that may have been meant."""
+    """Return the problem that nothing reads a key, with the key that may have been meant."""
     group, _, leaf = key.rpartition(".")
     node = values.get(group) or {}
     siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
@@ -209,7 +208,7 @@ def _judge(
                 words = f"must be {field.description}"
             for long, short in SHORTER.items():
                 words = words.replace(long, short)
-            yield Problem(key, show(given), words, attempt=find_alias(key, show(given)) or "")
+            yield Problem(key, show(given), words)
 
 
 def _key(node: Any, error: dict[str, Any]) -> str:

@@ -23,12 +23,11 @@ from gptrain.data.order import GOLDEN
 from gptrain.data.records import format_of, read_records
 
 BLOCK_BYTES = 2**16
-# Other packages; and tests, some of which are deliberately no UTF-8.
+# Other packages, and tests: some of their files are deliberately not UTF-8.
 _NO_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _SECTION_BYTES = 2**14  # about a source file: many make a fair sample, few words lose context
 _MAX_SECTIONS = 2**16
 _LINE_BYTES = 2**12  # longer lines may be cut between two parts
-_BAD_PART = 100  # a file with more than one bad character in 100 bytes is no text
 
 
 @dataclass(frozen=True, order=True)
@@ -75,10 +74,15 @@ class Piece(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a look through a whole source has found."""
+    """Result of reading a source once from its first to its last byte.
 
-    sha256: str | None  # of its bytes; None where it is no text
-    first_bad: int | None  # where a text file's first byte is that is no UTF-8
+    Attributes:
+        sha256: Hash of the bytes. None for a text file that is not UTF-8.
+        bad_byte: Position of the first byte that is not UTF-8 in a text file, or None.
+    """
+
+    sha256: str | None
+    bad_byte: int | None
 
 
 def default_corpus() -> list[Source]:
@@ -151,13 +155,13 @@ def _find_files(
 
 
 def look_through(source: Source, text_key: str) -> Content:
-    """Hash a source's bytes, and find where a text file is no UTF-8.
+    """Hash the bytes of a source, and check that a text file is UTF-8.
 
     Raises:
         DataError: For a text file whose content is records.
     """
-    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    n_read, n_text, first_bad = 0, 0, None  # bytes
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    n_read = 0  # bytes
     with open_regular(source.path) as file:
         # A file of /proc has no size, and no end.
         while block := file.read(min(2**20, source.size_bytes - n_read)):
@@ -167,17 +171,12 @@ def look_through(source: Source, text_key: str) -> Content:
                 continue
             if is_first and not source.is_declared:
                 _check_no_records(source.path, block, text_key)
-            text = decoder.decode(block, final=n_read == source.size_bytes)
             try:
-                n_text += len(text.encode())
-            except UnicodeEncodeError as error:  # a byte that is no UTF-8
-                if first_bad is None:
-                    first_bad = n_text + len(text[: error.start].encode())
-                n_text += len(text.encode(errors="ignore"))
-                n_bad = n_read - n_text
-                if n_bad * _BAD_PART > source.size_bytes or b"\0" in block:  # UTF-16 has zeros
-                    return Content(None, first_bad)
-    return Content(digest.hexdigest(), first_bad)
+                decoder.decode(block, final=n_read == source.size_bytes)
+            except UnicodeDecodeError as error:
+                # The decoder puts the bytes of an unfinished character in front of the next block.
+                return Content(None, n_read - len(error.object) + error.start)
+    return Content(digest.hexdigest(), None)
 
 
 def split(sources: Sequence[Source], val_fraction: float) -> list[Part]:
@@ -263,7 +262,7 @@ def cut_at(block: bytes) -> int:
 
 
 def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
-    """A part in blocks, in which what is no UTF-8 is U+FFFD. A cut ends a token."""
+    """Yield a part of a text file in blocks of whole characters. A token ends with its block."""
     left, rest = part.stop - part.start, b""
     with open_regular(part.source.path) as file:
         file.seek(part.start)
@@ -271,12 +270,10 @@ def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
             left -= len(read)
             rest += read
             if left and (cut := cut_at(rest)):
-                text = rest[:cut].decode(errors="replace").encode()
-                yield Piece(text, part.is_val, False, False, cut)
+                yield Piece(rest[:cut], part.is_val, False, False, cut)
                 rest = rest[cut:]
     is_end = part.stop == part.source.size_bytes
-    text = rest.decode(errors="replace").encode()
-    text = _with_newline(text) if newline and is_end else text
+    text = _with_newline(rest) if newline and is_end else rest
     yield Piece(text, part.is_val, True, is_end, len(rest))
 
 

@@ -83,8 +83,8 @@ class TextDataset(TokenDataset):
 
         The corpus is hashed when one of its files has changed, tokenized when the hash, the
         tokenizer or the split has. Memory is constant. Processes that do this at once end alike.
-        Files that are no UTF-8 are left out, single bytes that are none are read as U+FFFD, and
-        records without text are an error or, by `on_bad_record="skip"`, left out; one warning each.
+        Text files that are not UTF-8 are left out, with one warning for all of them. Records
+        without text are an error or, by `on_bad_record="skip"`, left out with one warning.
 
         Args:
             path: a file, a folder with all below it, a glob, a list of them; None: the standard
@@ -149,10 +149,14 @@ class TextDataset(TokenDataset):
 
 
 def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[list[Source], str]:
-    """The sources that are text, and SHA-256 over their names and contents.
+    """Return the sources that are text, and the SHA-256 over their names and contents.
 
-    To hash a corpus is to read it. So the result is remembered in `index/`, under the names,
-    sizes and time stamps of the files, and found again while these are the same.
+    Hashing a corpus means reading all of it. The result is therefore kept in `index/` and used
+    again while the names, sizes and time stamps of the files stay the same. Text files that are not
+    UTF-8 are left out, with one warning for all of them.
+
+    Raises:
+        DataError: If no source is text, or the index is a link.
     """
     states = [(s.name, str(s.path), s.size_bytes, s.mtime_ns, s.format, text_key) for s in sources]
     key = hashlib.sha256(repr((FORMAT, states)).encode()).hexdigest()
@@ -161,40 +165,37 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
         if path.is_symlink():
             raise DataError(f"{path}: a link; delete it")
     index = read_facts(known)
-    if index.keys() != {"sha256", "left_out", "said"}:  # none, or damaged
+    if index.keys() != {"sha256", "not_utf8"}:  # missing, damaged, or of an older version
         index = _make_index(sources, [look_through(source, text_key) for source in sources])
         known.parent.mkdir(parents=True, exist_ok=True)
-        draft = known.with_name(f".{uuid.uuid4().hex}")  # numbers of processes repeat in containers
+        draft = known.with_name(f".{uuid.uuid4().hex}")  # process ids repeat in containers
         draft.write_text(json.dumps(index))
         draft.replace(known)
-    texts = [source for i, source in enumerate(sources) if i not in index["left_out"]]
-    if not texts:
-        raise DataError(f"{sources[0].path}: no UTF-8 text in {len(sources)} files")
-    for said in index["said"]:
-        warnings.warn(said, stacklevel=3)
+    left_out = dict(index["not_utf8"])
+    texts = [source for number, source in enumerate(sources) if number not in left_out]
+    if left_out:
+        number, byte = index["not_utf8"][0]
+        if not texts:
+            wrong = f"no UTF-8 text in {len(sources)} files, here byte {byte}"
+            raise DataError(f"{sources[number].path}: {wrong}")
+        wrong = f"{len(left_out)} of {len(sources)} files are not UTF-8 and are left out"
+        first = f"the first is {sources[number].name}, byte {byte}"
+        warnings.warn(f"{wrong}: {first}", stacklevel=3)
     return texts, index["sha256"]
 
 
 def _make_index(sources: list[Source], contents: list[Content]) -> dict[str, Any]:
-    """Hash of the corpus, numbers of the sources that are no text, and what to warn of."""
-    looked = list(zip(sources, contents, strict=True))
-    text = [(s.name, s.format, content.sha256) for s, content in looked if content.sha256]
-    no_text = [(s, content) for s, content in looked if not content.sha256]
-    bad = [
-        (s, content) for s, content in looked if content.sha256 and content.first_bad is not None
-    ]
-    said = []
-    for found, what in (
-        (no_text, "left out, no UTF-8"),
-        (bad, "have bytes that are no UTF-8, read as U+FFFD"),
-    ):
-        if found:
-            source, content = found[0]
-            where = f"the first is {source.name}, byte {content.first_bad}"
-            said.append(f"{len(found)} of {len(sources)} files {what}: {where}")
-    left_out = [i for i, content in enumerate(contents) if not content.sha256]
-    digest = hashlib.sha256(repr(text).encode()).hexdigest()
-    return {"sha256": digest, "left_out": left_out, "said": said}
+    """Return the content of an index file.
+
+    Returns:
+        `sha256`, the hash of the sources that are text, and `not_utf8`, pairs of the number of each
+        other source and the position of its first byte that is not UTF-8.
+    """
+    pairs = list(zip(sources, contents, strict=True))
+    text = [(s.name, s.format, content.sha256) for s, content in pairs if content.sha256]
+    bad_bytes = enumerate(content.bad_byte for content in contents)
+    not_utf8 = [(number, byte) for number, byte in bad_bytes if byte is not None]
+    return {"sha256": hashlib.sha256(repr(text).encode()).hexdigest(), "not_utf8": not_utf8}
 
 
 def _prepare(
