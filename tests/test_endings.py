@@ -14,7 +14,7 @@ from gptrain.core.errors import ConfigError, Problem, ending_of
 from gptrain.data import DataError
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.rank import forget_old_starts
-from gptrain.runtime.watchdog import Heartbeat, read_lives
+from gptrain.runtime.watchdog import Heartbeat, read_progress
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
     forget_old_starts(tmp_path)
     assert list(folder.iterdir()) == [mine]
     now.beat(7)
-    (life,) = read_lives(mine)
-    assert (life.rank, life.step) == (1, 7)
+    (progress,) = read_progress(mine)
+    assert (progress.rank, progress.step) == (1, 7)
     assert (victim / "file").exists()

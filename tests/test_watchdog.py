@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +19,18 @@ from gptrain.checkpoints.status import read_status, write_status
 from gptrain.core.errors import JobFailed
 from gptrain.runtime import supervisor
 from gptrain.runtime.signals import StopFlag
-from gptrain.runtime.watchdog import Guard, Heartbeat, Silence, StallWatch, read_lives
+from gptrain.runtime.watchdog import (
+    Guard,
+    Heartbeat,
+    Progress,
+    StallWatch,
+    hang_message,
+    read_progress,
+)
 
 FORK = multiprocessing.get_context("fork")
-# A rank that does what it is told. One that shall hang may do so early; one that shall go on must
-# not be taken for hung where the machine keeps it waiting.
+# A rank that hangs may be found early. A rank that must not be found has a longer timeout, because
+# a busy machine may keep it waiting.
 HANG_S, RUN_S = 0.6, 3.0
 RANK = """
 import os, sys, time
@@ -32,7 +40,7 @@ watchdog.GRACE_S, watchdog.POLL_S = 0.5, 0.1
 run_dir, rank, what, timeout_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 if what == "orphan":
     die_with_parent(os.getppid())
-guard = watchdog.Guard(run_dir, run_dir + "/lives", StopFlag(), rank=rank, timeout_s=timeout_s,
+guard = watchdog.Guard(run_dir, run_dir + "/beats", StopFlag(), rank=rank, timeout_s=timeout_s,
                        parent_pid=os.getppid() if what == "poll" else None).__enter__()
 heartbeat = guard.heartbeat
 print("ready", flush=True)
@@ -41,7 +49,7 @@ if what == "lock":
     re.match("(a?){40}a{40}", "a" * 40)  # holds the interpreter lock for hours
 for step in range(10**6):
     if what == "hang alone" and step == 3:
-        os.unlink(run_dir + "/lives/rank-00000")
+        os.unlink(run_dir + "/beats/rank-00000")
     if "hang" not in what or step < 3:
         heartbeat.beat(step, "forward")
     if what == "allow" and step == 3:
@@ -73,22 +81,25 @@ def start(tmp_path):
 
 @pytest.mark.parametrize("what", ["hang", "hang alone"])
 def test_a_rank_without_progress_ends_with_76_its_stacks_and_a_status(tmp_path, start, what):
-    """Also where its heartbeats were removed."""
+    """The heartbeat file of "hang alone" is removed while the rank runs."""
     process = start(0, what)
     error = process.communicate(timeout=60)[1].decode()
-    told = read_status(tmp_path)
-    assert (told["cause"], told["exit_code"], told["step"]) == ("hang", process.returncode, 2)
-    assert process.returncode == 76 and "rank 0 is waiting at step 2" in told["message"]
-    assert "rank 0: no progress for " in error
+    status = read_status(tmp_path)
+    assert (status["cause"], status["exit_code"], status["step"]) == ("hang", process.returncode, 2)
+    message = "no progress for 1 s: rank 0 at step 2 in phase forward"
+    assert process.returncode == 76 and status["message"] == message
+    assert f"rank 0: {message}" in error
     assert re.search(r'File "<string>", line \d+ in <module>', error)
 
 
-def test_a_stopped_rank_is_named_by_the_rank_that_waits_for_it(tmp_path, start):
-    stopped, waiting = start(1, "run"), start(0, "hang")
+def test_the_status_of_a_hang_names_a_stopped_rank_and_the_rank_that_waits_for_it(tmp_path, start):
+    stopped, waiting, beating = start(1, "run"), start(0, "hang"), start(2, "run")
     stopped.send_signal(signal.SIGSTOP)
     assert waiting.wait(60) == 76
-    told = read_status(tmp_path)
-    assert told["rank"] == 1 and "rank 1 is stopped" in told["message"]
+    message = read_status(tmp_path)["message"]
+    assert re.search(r"\brank 1 at step", message) and re.search(r"\brank 0 at step 2", message)
+    assert "rank 2" not in message
+    assert beating.wait(60) == 76  # because another rank has reported a hang
 
 
 @pytest.mark.parametrize(
@@ -140,32 +151,41 @@ def test_a_rank_does_not_outlive_a_killed_launcher(tmp_path, what):
 
 def test_a_held_interpreter_lock_is_seen_from_outside_and_prints_its_stacks(tmp_path, start):
     process = start(0, "lock")
-    watch = StallWatch(tmp_path / "lives", HANG_S, stopped_s=0.5)
-    wait_until(watch.stalled, 60)
+    watch = watch_over(tmp_path / "beats", HANG_S)
+    wait_until(watch.silent_ranks, 60)
     time.sleep(HANG_S)
     process.kill()
     assert b"in match" in process.communicate()[1]  # by faulthandler's own thread
 
 
-# The watch from outside, with made-up ranks in this process
+# The watch from outside, over ranks of this process
 
 
-def test_a_beating_rank_never_stalls_nor_one_that_announced_it_and_a_silent_one_does(tmp_path):
+def watch_over(folder, timeout_s: float) -> StallWatch:
+    return StallWatch(partial(read_progress, folder), timeout_s)
+
+
+def test_a_silent_rank_is_found_and_one_that_beats_or_has_announced_a_long_call_is_not(tmp_path):
     alive, silent, compiling = (Heartbeat(tmp_path, rank) for rank in range(3))
     silent.beat(7, "backward")
     compiling.beat(allow_s=60.0)
-    watch, stalls = StallWatch(tmp_path, timeout_s=0.3, stopped_s=0.3), []
-    while not stalls:
+    watch, found, start_s = watch_over(tmp_path, 0.3), [], time.monotonic()
+    while not found:
         alive.beat(9, "validation")
-        for heart in (alive, silent, compiling):
-            heart.tick()
-        stalls = watch.stalled()
+        found = watch.silent_ranks()
         time.sleep(0.02)
-    (stall,) = stalls
-    assert (stall.rank, stall.step, stall.phase, stall.stopped) == (1, 7, "backward", False)
-    assert stall.silent_s > 0.6
+    assert time.monotonic() - start_s > 0.3
+    assert found == [Progress(rank=1, n_beats=2, phase="backward", step=7)]
     silent.beat()
-    assert watch.stalled() == []
+    assert watch.silent_ranks() == []
+
+
+def test_a_hang_is_one_line_with_the_ranks_at_each_place_and_the_earliest_step_first():
+    places = [(5, "train"), (3, "data"), (5, "train"), (5, "save")]
+    silent = [Progress(rank, 9, phase, step) for rank, (step, phase) in enumerate(places)]
+    where = "rank 1 at step 3 in phase data; rank 3 at step 5 in phase save"
+    where += "; ranks 0, 2 at step 5 in phase train"
+    assert hang_message(silent, 60.0) == f"no progress for 60 s: {where}"
 
 
 def test_the_supervisor_waits_as_long_as_the_launchers_option_says(tmp_path, monkeypatch):
@@ -174,7 +194,8 @@ def test_the_supervisor_waits_as_long_as_the_launchers_option_says(tmp_path, mon
     for of_launcher in (7.0, None):
         options = {"launcher": {"timeout_s": of_launcher}, "strategy": {"timeout_s": 60.0}}
         supervisor.watch(OmegaConf.create(options), [], None, tmp_path)
-    assert waits == [(tmp_path, 7.0), (tmp_path, 60.0)]
+    ranks_first_s = supervisor.RANKS_FIRST_S
+    assert [timeout_s - ranks_first_s for _, timeout_s in waits] == [7.0, 60.0]
 
 
 @pytest.mark.parametrize("code, cause", [(-9, "killed"), (-11, "killed"), (1, "error")])
@@ -191,28 +212,6 @@ def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code,
     assert supervisor.job_code(cfg, ranks) == 70
     write_status(tmp_path, cause="nonfinite", exit_code=79, rank=1)
     assert supervisor.job_code(cfg, ranks) == 79  # of the first that failed
-
-
-def test_the_rank_furthest_behind_comes_first(tmp_path):
-    for rank, step in enumerate((5, 3, 5)):
-        Heartbeat(tmp_path, rank).beat(step)
-    watch = StallWatch(tmp_path, timeout_s=0.0, stopped_s=0.001)
-    watch.stalled()
-    time.sleep(0.01)
-    assert [stall.rank for stall in watch.stalled()] == [1, 0, 2]
-
-
-def test_of_ranks_at_one_step_the_one_that_was_silent_longest_comes_first(tmp_path):
-    waiting, stuck = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
-    waiting.beat(5)
-    stuck.beat(5)
-    watch = StallWatch(tmp_path, timeout_s=0.0, stopped_s=0.001)
-    watch.stalled()
-    time.sleep(0.02)
-    waiting.beat(5)
-    watch.stalled()
-    time.sleep(0.02)
-    assert [stall.rank for stall in watch.stalled()] == [1, 0]
 
 
 def sleep_until_terminated() -> None:
@@ -251,37 +250,24 @@ def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
     assert (failed.value.code, len(starts)) == (70, n_starts)
 
 
-def test_a_stopped_rank_is_named_though_another_beat_for_the_last_time_before_it(tmp_path):
-    waiting, stopped = Heartbeat(tmp_path, 0), Heartbeat(tmp_path, 1)
-    waiting.beat(7)
-    stopped.beat(6)
-    watch = StallWatch(tmp_path, timeout_s=0.3, stopped_s=0.4)
-    watch.stalled()
-    time.sleep(0.2)
-    waiting.tick()
-    stopped.beat(7)  # as late as that, and never again
-
-    while not (stalls := watch.stalled()):
-        waiting.tick()
-        time.sleep(0.05)
-    assert (stalls[0].rank, stalls[0].stopped) == (1, True)
-
-
-def test_time_in_which_the_watcher_itself_was_stopped_does_not_count():
-    silence = Silence()
-    assert silence.look(7, now_s=100.0) == 0.0
-    assert silence.look(7, now_s=101.5) == 1.5
-    assert silence.look(7, now_s=4000.0) == 3.5  # the machine slept for an hour
-    assert silence.look(8, now_s=4000.5) == 0.0
+def test_time_in_which_the_watching_process_was_stopped_is_not_silence(monkeypatch):
+    """As after Ctrl-Z and fg."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    watch = StallWatch(lambda: [Progress(0, 7, "train", 3)], timeout_s=3.0)
+    assert watch.silent_ranks() == []
+    now_s = 4000.0
+    assert watch.silent_ranks() == []
+    now_s = 4001.5
+    assert watch.silent_ranks() == [Progress(0, 7, "train", 3)]
 
 
 def test_a_rank_that_is_done_is_not_missed_and_no_longer_watched(tmp_path):
-    with Guard(tmp_path, tmp_path / "lives", StopFlag(), rank=0, timeout_s=60) as guard:
+    with Guard(tmp_path, tmp_path / "beats", StopFlag(), rank=0, timeout_s=60) as guard:
         guard.heartbeat.beat(9, "forward")
         threads = threading.active_count()
-        (life,) = read_lives(tmp_path / "lives")
-        assert (life.step, life.phase, life.beats) == (9, "forward", 2)
-    assert threading.active_count() == threads - 1 and read_lives(tmp_path / "lives") == []
+        assert read_progress(tmp_path / "beats") == [Progress(0, 2, "forward", 9)]
+    assert threading.active_count() == threads - 1 and read_progress(tmp_path / "beats") == []
 
 
 def test_a_heartbeat_that_is_a_link_is_not_followed(tmp_path):

@@ -20,7 +20,8 @@ SAVE = {"rank": 0, "step": 8, "operation": (1, 12), "cause": "killed"}  # killed
 REFUSED = {"phases": LOG, "step": 8, "operation": (1, 9), "codes": (74,), "cause": "disk",
            "says": r"cannot save: .* needs \d+ bytes, \d+ bytes free"}  # fmt: skip
 TOLD = {"codes": (75, 0), "cause": "preempted", "redo": 0}
-HUNG = {"codes": (76,), "cause": "hang", "blames": True, "says": "most recent call first",
+HUNG = {"codes": (76,), "cause": "hang",
+        "says": r"no progress for \d+ s: .*ranks? (\d+, )*{rank}\b[\s\S]*most recent call first",
         "first": ("launcher.timeout_s=4",), **WAITS}  # fmt: skip
 DAMAGED = {"says": "set aside as", "full": 50}
 

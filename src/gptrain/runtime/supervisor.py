@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,13 +35,19 @@ from gptrain.core.small_files import UnreadableFile, read_facts, read_json
 from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS
 from gptrain.runtime.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.runtime.signals import StopFlag, hold_back
-from gptrain.runtime.watchdog import StallWatch, read_lives
+from gptrain.runtime.watchdog import (
+    StallWatch,
+    furthest_behind,
+    hang_message,
+    read_progress,
+)
 
 log = logging.getLogger(__name__)
 START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
 POLL_S = 0.2  # heartbeats are read so often, maybe over a network
 GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
+RANKS_FIRST_S = 3.0  # a rank that sees its own hang prints more than the supervisor can
 SAVING = ("save", "mirror")  # phases of a heartbeat
 WORTH_A_RESTART = (FAILED, HUNG)
 RESTARTS_NAME = ".restarts"
@@ -161,8 +168,13 @@ def plain_hydra() -> DictConfig:
 
 
 def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
-    """Returns when all ranks have ended, or when those left have had their time."""
-    stalls = StallWatch(beats, cfg.launcher.timeout_s or cfg.strategy.timeout_s)
+    """Watch the ranks until all have ended, or until those left have had their time.
+
+    Args:
+        beats: Folder of the ranks' heartbeats.
+    """
+    timeout_s = cfg.launcher.timeout_s or cfg.strategy.timeout_s
+    stalls = StallWatch(partial(read_progress, beats), timeout_s + RANKS_FIRST_S)
     forwarded = False
     deadline_s = code = None
     alive = True
@@ -174,9 +186,9 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
             for rank in ranks:
                 rank.terminate()  # SIGTERM: to a rank it is the same request
         if deadline_s is not None:
-            # Who was asked to stop may still save, and copy that elsewhere.
-            saves = code == PREEMPTED and any(life.phase in SAVING for life in read_lives(beats))
-            if time.monotonic() > deadline_s and not saves:
+            # A rank that was asked to stop may still save, and copy the checkpoint to the mirror.
+            is_saving = any(progress.phase in SAVING for progress in read_progress(beats))
+            if time.monotonic() > deadline_s and not (code == PREEMPTED and is_saving):
                 return
             continue
         failed = next((index for index, rank in enumerate(ranks) if rank.exitcode), None)
@@ -193,11 +205,11 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
             elif read_status(cfg.run_dir) is None:  # before it could, so Python has said why
                 line = f"error: rank {failed} ended with code {code} before it could begin"
                 report_ending(cfg, Ending(FAILED, "error", line), failed)
-        elif alive and (stalled := stalls.stalled()):
+        elif alive and (silent := stalls.silent_ranks()):
             deadline_s = time.monotonic() + LINGER_S
-            stall = stalled[0]
-            line = f"error: no progress for {stall.silent_s:.0f} s: {stall}"
-            report_ending(cfg, Ending(HUNG, "hang", line), stall.rank, stall.step, replace=True)
+            last = furthest_behind(silent)
+            line = f"error: {hang_message(silent, stalls.limit_s(last))}"
+            report_ending(cfg, Ending(HUNG, "hang", line), last.rank, last.step, replace=True)
 
 
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:

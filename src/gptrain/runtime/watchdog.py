@@ -1,15 +1,16 @@
-"""No rank waits for ever: heartbeats of the ranks, and the watch over them in the rank and outside.
+"""No rank waits for ever: heartbeats of the ranks, and the watch over them inside and outside.
 
-A beat says that the main thread got somewhere (a step, a validation batch, a piece of a file), a
-tick only that the process runs. A rank that ticks and does not beat waits for somebody; one that
-does neither is stopped, or holds the interpreter lock: it is the one the others wait for. Clocks of
-two machines need not agree: a counter is compared with itself, a look before.
+The main thread of a rank writes a heartbeat whenever it makes progress: after a step, a validation
+batch, a piece of a file. A rank is silent if its last heartbeat is older than the timeout, or than
+the longer time that this heartbeat allowed for the phase that begins. When one rank is stopped, the
+others soon wait for it in a collective operation and are silent, too: which of them is the stopped
+one may stay unknown.
 
-A thread in every rank ends it where waiting has become pointless: its parent is gone, a rank has
-failed (the others' collectives will never come), or nothing has moved for the timeout. It ends it
-by os._exit: no exception reaches a main thread that is stuck in a collective. Where this thread is
-stopped, too, faulthandler's own thread, which needs no interpreter lock, prints the stacks, and a
-supervisor with a `StallWatch` ends the process from outside.
+A thread in every rank ends the rank when there is nothing left to wait for: its parent process is
+gone, another rank has failed (the collective operations will never complete), or its own main
+thread is silent. It ends the rank by os._exit, because no exception reaches a main thread that is
+stuck in a collective operation. If this thread cannot run either, faulthandler's thread, which
+needs no interpreter lock, prints the stacks, and a supervisor with a `StallWatch` ends the process.
 """
 
 import contextlib
@@ -20,154 +21,158 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptrain.checkpoints.status import Preempted, read_status, write_status
+from gptrain.checkpoints.status import Preempted, read_status, shorten, write_status
 from gptrain.core.errors import DONE, FAILED, HUNG, PREEMPTED
 from gptrain.runtime.signals import StopFlag
 
-GRACE_S = 5.0  # for a rank to end by itself after another has failed
-POLL_S = 0.5  # between two looks of a rank's guard
-STOPPED_S = 3.0  # without a tick: longer than a busy machine keeps a process waiting
-_MAX_GAP_S = 2.0  # a watcher looks more often than this; if not, it was stopped itself
-_RECORD_BYTES = 200  # of one length: it covers what was there
+GRACE_S = 5.0  # time for a rank to end by itself after another rank has failed
+POLL_S = 0.5  # interval at which a rank's guard checks its main thread
+_MAX_GAP_S = 2.0  # longest interval between two checks that counts as silence
+_RECORD_BYTES = 200  # fixed length of a record, so that each write replaces the record before
 
 
 @dataclass(frozen=True)
-class Life:
+class Progress:
     """The last heartbeat of one rank.
 
     Attributes:
-        allow_s: until its next beat may come.
-        silent_s: since its last beat, as a `StallWatch` saw it.
-        stopped: its process does not even tick.
+        rank: Global rank.
+        n_beats: Number of heartbeats so far.
+        phase: Phase of the run that began with the heartbeat, for example "train" or "save".
+        step: Optimizer step.
+        allow_s: Time until the next heartbeat, where it may exceed the timeout, in seconds.
     """
 
     rank: int
-    beats: int
-    ticks: int
+    n_beats: int
     phase: str
     step: int
     allow_s: float = 0.0
-    silent_s: float = 0.0
-    stopped: bool = False
-
-    def __str__(self) -> str:
-        how = "stopped" if self.stopped else "waiting"
-        return f"rank {self.rank} is {how} at step {self.step}, phase {self.phase}"
 
 
 class Heartbeat:
-    """The heartbeat of this rank, a small file. A beat is one small write into the page cache."""
+    """Writer of this rank's heartbeat. Each heartbeat is one small write into the page cache."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
         self.folder, self.rank = Path(folder), rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.beats, self.step, self.phase, self.allow_s, self._ticks = 0, 0, "start", 0.0, 0
+        self.progress = Progress(rank, 0, "start", 0)
         self._path = self.folder / f"rank-{rank:05d}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = os.open(self._path, flags, 0o644)
         self.beat()
 
+    @property
+    def step(self) -> int:
+        """Optimizer step of the last heartbeat."""
+        return self.progress.step
+
     def beat(self, step: int | None = None, phase: str | None = None, allow_s: float = 0.0) -> None:
-        """The main thread got on.
+        """Record that the main thread has made progress.
 
         Args:
-            step, phase: where to; kept from the last beat if None.
-            allow_s: how long the next beat may take, where that is longer than the timeout
-                (compiling, one long call).
+            step: Optimizer step. Defaults to the step of the last heartbeat.
+            phase: Phase that begins. Defaults to the phase of the last heartbeat.
+            allow_s: Time that the next heartbeat may take, in seconds, where that is longer than
+                the timeout (a compilation, one long call).
         """
-        self.step = self.step if step is None else step
-        self.phase, self.allow_s = phase or self.phase, allow_s
-        self.beats += 1
-        self._write()
-
-    def tick(self) -> None:
-        """The process runs."""
-        self._ticks += 1
-        with contextlib.suppress(OSError):  # a full disk must not end the thread that ticks
-            self._write()
+        last = self.progress
+        step = last.step if step is None else step
+        self.progress = Progress(self.rank, last.n_beats + 1, phase or last.phase, step, allow_s)
+        record = json.dumps([self.progress.n_beats, self.progress.phase, step, allow_s])
+        os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES), 0)
 
     def close(self) -> None:
-        """The rank is done: no more is to be expected of it."""
+        """Remove the heartbeat: the rank is done and is no longer watched."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def _write(self) -> None:
-        # A tick may put an older beat back if a newer comes at that moment; the next tick repairs.
-        record = json.dumps([self.beats, self._ticks, self.phase, self.step, self.allow_s])
-        os.pwrite(self._descriptor, record.encode().ljust(_RECORD_BYTES), 0)
 
-
-def read_lives(folder: str | Path) -> list[Life]:
-    """The last heartbeat of every rank of the folder, in rank order."""
-    lives = []
+def read_progress(folder: str | Path) -> list[Progress]:
+    """Return the last heartbeat of every rank that writes into the folder, in rank order."""
+    progress = []
     for path in sorted(Path(folder).glob("rank-?????")):
-        with contextlib.suppress(FileNotFoundError, ValueError):  # just finished, or not begun
-            lives.append(Life(int(path.name[5:]), *json.loads(path.read_bytes())))
-    return lives
+        with contextlib.suppress(FileNotFoundError, ValueError):  # just closed, or just created
+            progress.append(Progress(int(path.name[5:]), *json.loads(path.read_bytes())))
+    return progress
 
 
-class Silence:
-    """How long a counter has stood still, without the time in which the watcher was stopped."""
+def furthest_behind(silent: list[Progress]) -> Progress:
+    """Return the first of the ranks at the earliest step."""
+    return min(silent, key=lambda progress: progress.step)
 
-    def __init__(self) -> None:
-        self._count: int | None = None
-        self._looked_s = self._silent_s = 0.0
 
-    def look(self, count: int, now_s: float) -> float:
-        """Seconds for which the counter has had this value. Look at least every two seconds."""
-        elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
-        self._silent_s = self._silent_s + elapsed_s if count == self._count else 0.0
-        self._count = count
-        return self._silent_s
+def hang_message(silent: list[Progress], limit_s: float) -> str:
+    """Return "no progress for 60 s: rank 1 at step 4 in phase data; ranks 0, 2 at step 5 …".
+
+    Ranks at the same place are named together, and those at the earliest step come first.
+    """
+    places = defaultdict(list)
+    for progress in silent:
+        places[progress.step, progress.phase].append(progress.rank)
+    where = [
+        f"rank{'s' if len(numbers) > 1 else ''} {shorten(numbers)} at step {step} in phase {phase}"
+        for (step, phase), numbers in sorted(places.items())
+    ]
+    return f"no progress for {limit_s:.0f} s: {'; '.join(where)}"
 
 
 class StallWatch:
-    """Which ranks are silent for longer than they may be.
+    """Finds the ranks without a heartbeat for longer than their timeout.
 
-    Start a new one on an empty folder before ranks are started again.
+    Time in which the watching process was stopped itself (Ctrl-Z, a suspended job) is not silence.
+
+    Args:
+        read: Function that returns the last heartbeats, for example `read_progress` of a folder.
+        timeout_s: Time that a rank may be silent, in seconds, unless its heartbeat allows more.
     """
 
-    def __init__(self, folder: str | Path, timeout_s: float, stopped_s: float = STOPPED_S) -> None:
-        self.folder, self.timeout_s, self.stopped_s = Path(folder), timeout_s, stopped_s
-        self._beats: dict[int, Silence] = defaultdict(Silence)
-        self._ticks: dict[int, Silence] = defaultdict(Silence)
+    def __init__(self, read: Callable[[], list[Progress]], timeout_s: float) -> None:
+        self._read, self._timeout_s = read, timeout_s
+        self._last: list[Progress] = []
+        self._silent_s: dict[int, float] = defaultdict(float)
+        self._looked_s = time.monotonic()
 
-    def stalled(self) -> list[Life]:
-        """The silent ranks, the one that the others most likely wait for first; mostly none.
+    def limit_s(self, progress: Progress) -> float:
+        """Return the time that a rank may be silent after this heartbeat, in seconds."""
+        return max(self._timeout_s, progress.allow_s)
 
-        Ask at least every two seconds. Ranks of one step beat at different moments, so the first
-        to have been silent for too long may be one that waits. A rank is late only after as long
-        again as it takes to see that a process has stopped: then any that has is known.
+    def silent_ranks(self) -> list[Progress]:
+        """Return the last heartbeats of the ranks that have been silent for too long.
+
+        Call it at least every two seconds.
         """
-        stalls, any_late, now_s = [], False, time.monotonic()
-        for life in read_lives(self.folder):
-            silent_s = self._beats[life.rank].look(life.beats, now_s)
-            stopped = self._ticks[life.rank].look(life.ticks, now_s) > self.stopped_s
-            late = silent_s > max(self.timeout_s, life.allow_s) + self.stopped_s
-            if late or stopped:
-                stalls.append(replace(life, silent_s=silent_s, stopped=stopped))
-            any_late |= late
-        stalls.sort(key=lambda stall: (not stall.stopped, stall.step, -stall.silent_s))
-        return stalls if any_late else []
+        now_s, last = time.monotonic(), self._last
+        elapsed_s = min(now_s - self._looked_s, _MAX_GAP_S)
+        self._looked_s, self._last = now_s, self._read()
+        silent = []
+        for progress in self._last:
+            is_silent = progress in last
+            silent_s = self._silent_s[progress.rank] + elapsed_s if is_silent else 0.0
+            self._silent_s[progress.rank] = silent_s
+            if silent_s > self.limit_s(progress):
+                silent.append(progress)
+        return silent
 
 
 class Guard:
-    """A context around the training function: nothing in it waits for ever.
+    """A context around the training function that ends this rank when it waits in vain.
 
     Args:
-        beats: folder of the heartbeats, shared by the ranks.
-        stop: true once somebody asked the run to stop; the caller has installed it.
-        timeout_s: how long the main thread may go without a beat.
-        parent_pid: the supervisor that must live; None where nobody started us (a shell may go).
-        about: what to add to the status of a hang: checkpoint, resume.
+        beats: Folder of the heartbeats, which all ranks share.
+        stop: True once the run was asked to stop. The caller has installed its signal handlers.
+        timeout_s: Time that the main thread may take for its next heartbeat, in seconds.
+        parent_pid: Process number of the supervisor, without which this rank ends. None if no
+            supervisor started this process: the shell of a run may end.
+        about: Function that returns what to add to the status of a hang: checkpoint, resume.
 
     Attributes:
-        heartbeat: to be told of every step.
-        doing: what was being done when an exception came, for its report.
+        heartbeat: Heartbeat of this rank.
+        doing: What the rank is doing, for the report of an exception.
     """
 
     def __init__(
@@ -199,14 +204,22 @@ class Guard:
         self.heartbeat.close()
 
     def leave_if_asked(self) -> None:
-        """Where nothing of this start is worth saving. Raises: Preempted."""
+        """End a run that was asked to stop before it had anything to save.
+
+        Raises:
+            Preempted: If the run was asked to stop.
+        """
         if self.stop:
             raise Preempted
 
     @contextlib.contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
-        """A request to stop, earlier or now, ends the block at once. Raises: Preempted."""
-        self.stop.error = Preempted()  # first: a signal may come just after the question
+        """Let a request to stop, earlier or now, end the block at once.
+
+        Raises:
+            Preempted: If the run was asked to stop, or is asked within the block.
+        """
+        self.stop.error = Preempted()  # before the check: a signal may come just after it
         try:
             self.leave_if_asked()
             yield
@@ -214,61 +227,57 @@ class Guard:
             self.stop.error = None
 
     def _watch(self) -> None:
-        silence, limit_s = Silence(), self._timeout_s
+        """Watch this rank until it is done, and end it when there is nothing left to wait for."""
+        own = StallWatch(lambda: [self.heartbeat.progress], self._timeout_s)
         while True:
-            # Prints the stacks if it is not called again in time, interpreter lock or no lock.
+            # Print the stacks unless this call is repeated in time, interpreter lock or not.
+            limit_s = own.limit_s(self.heartbeat.progress)
             faulthandler.dump_traceback_later(limit_s, file=2)
             if self._done.wait(POLL_S):
                 return
-            self.heartbeat.tick()
-            beats = self.heartbeat.beats
-            limit_s = max(self._timeout_s, self.heartbeat.allow_s)
-            silent_s = silence.look(beats, time.monotonic())
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 self._leave("the process that started it is gone", FAILED)
             elif (status := self._new_failure()) is not None:
                 reason = f"rank {status.get('rank')} has failed ({status.get('cause')})"
                 self._leave(reason, status["exit_code"])
-            elif silent_s > limit_s:
-                self._hang(beats, silent_s)
+            elif own.silent_ranks():
+                self._hang(limit_s)
 
     def _new_failure(self) -> dict | None:
-        """The status of a failure, this rank's own or another's, once it is there."""
+        """Return the status of this start once a rank has failed, and None until then."""
         status = read_status(self._run_dir)
         ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
         return status if ends_all and status != self._old_status else None
 
     def _leave(self, reason: str, exit_code: int) -> None:
-        """Ends this rank: after a hang at once, else if it does not end by itself in a while."""
+        """End this rank: at once after a hang, else if it does not end by itself in GRACE_S."""
         is_hang = exit_code == HUNG
         if is_hang or not self._done.wait(GRACE_S):
-            self._say(f"leaving: {reason}", stacks=is_hang)
+            self._print(f"leaving: {reason}", stacks=is_hang)
             os._exit(exit_code)
 
-    def _hang(self, beats: int, silent_s: float) -> None:
-        stall = self._suspect()
-        if self.heartbeat.beats != beats:  # at the last moment
+    def _hang(self, limit_s: float) -> None:
+        """Report the silent ranks and end this rank, unless it makes progress at the last moment.
+
+        Args:
+            limit_s: Time for which this rank has been silent.
+        """
+        own, before = self.heartbeat.progress, read_progress(self.heartbeat.folder)
+        if self._done.wait(POLL_S) or own != self.heartbeat.progress:
             return
-        message = f"no progress for {silent_s:.0f} s; {stall}"
-        self._say(message, stacks=True)
+        after = read_progress(self.heartbeat.folder)
+        silent = [progress for progress in after if progress in before] or [own]
+        message = hang_message(silent, limit_s)
+        self._print(message, stacks=True)
         about: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "message": message}
-        about |= {"rank": stall.rank, "step": self.heartbeat.step}
+        about |= {"rank": furthest_behind(silent).rank, "step": own.step}
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
             write_status(self._run_dir, **about | self._about())
-        if not self._done.wait(2 * POLL_S):  # the others see it and print their stacks, too
+        if not self._done.wait(2 * POLL_S):  # let the other ranks read the status and print stacks
             os._exit(HUNG)
 
-    def _suspect(self) -> Life:
-        """The rank that the others wait for: a stopped one, or the one furthest behind."""
-        heart, stalls = self.heartbeat, []
-        watch = StallWatch(heart.folder, 0.0, stopped_s=3 * POLL_S)
-        for _ in range(5):  # the others may be looking at us
-            heart.tick()
-            stalls = watch.stalled() or stalls
-            time.sleep(POLL_S)
-        return stalls[0] if stalls else Life(heart.rank, heart.beats, 0, heart.phase, heart.step)
-
-    def _say(self, message: str, stacks: bool) -> None:
+    def _print(self, message: str, stacks: bool) -> None:
+        """Print a line on stderr, and the stacks of all threads if `stacks` is true."""
         os.write(2, f"rank {self.heartbeat.rank}: {message}\n".encode())
         if stacks:
             faulthandler.dump_traceback(file=2)
