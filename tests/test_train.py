@@ -232,13 +232,15 @@ def test_the_command_that_resumes_says_all_that_was_typed_and_needs_no_other_fol
 
 
 def test_a_run_that_failed_says_why_in_its_status(train):
-    run = train("optimizer.lr=1e30", "trainer.gradient_clip_val=null", "trainer.max_steps=20")
+    words = ("optimizer.lr=1e30", "trainer.gradient_clip_val=null")
+    run = train(*words, "trainer.max_steps=20")
     status = read_status(run.folder)
     assert (status["cause"], status["exit_code"], status["rank"]) == ("nonfinite", run.code, 0)
     step = re.search(r"the loss of rank 0 at step (\d+) is not finite; samples: \d", run.err)[1]
     assert run.code == 79 and status["step"] == int(step) > 0
-    assert status["resume"].endswith(f"run_dir={run.folder}")  # nothing was saved
-    assert train("trainer.max_steps=1").code == 0 and read_status(run.folder)["cause"] == "done"
+    assert status["resume"].endswith(f"run_dir={run.folder} ckpt_path=last")
+    assert train(*words, f"trainer.max_steps={step}", "ckpt_path=last").code == 0
+    assert read_status(run.folder)["cause"] == "done"
 
 
 @pytest.mark.parametrize(
