@@ -182,3 +182,35 @@ def test_the_learning_rate_that_is_shown_is_that_of_the_modules_optimizer(fit, n
     batch = line_of(run, "batch")
     assert " lr " not in batch
     assert f"= {128 if name == 'ddp' else 64} tokens per step" in batch
+
+
+IGNORED = {
+    "OwnOptimizers": ("optimizer.lr=0.5, scheduler.min_factor=0.2", "optimizer and the scheduler"),
+    "PlainOwnNet": ("optimizer.lr=0.5, scheduler.min_factor=0.2", "optimizer and the scheduler"),
+    "HalfRates": ("scheduler.min_factor=0.2", "scheduler"),
+    "LogsMine": None,
+}
+
+
+@pytest.mark.parametrize("module", IGNORED)
+def test_typed_options_that_a_modules_own_optimizer_ignores_are_one_warning(fit, module):
+    words = ("optimizer.lr=0.5", "scheduler.min_factor=0.2", "trainer.max_steps=1")
+    run = fit(f"{MODULES}.{module}", *words)
+    lines = [line for line in run.out.splitlines() if ": no effect; " in line]
+    expected = []
+    if IGNORED[module]:
+        words, groups = IGNORED[module]
+        reason = f"{module}.configure_optimizers does not use the {groups} group"
+        expected = [f"warning: {words}: no effect; {reason}"]
+    assert lines == expected
+
+
+def test_a_learning_rate_that_the_modules_yaml_refers_to_is_not_ignored(fit):
+    run = fit(
+        f"{MODULES}.PlainOwnNet",
+        "+module.lr=${optimizer.lr}",
+        "optimizer.lr=0.5",
+        "trainer.max_steps=1",
+    )
+    assert "Adam · lr 0.5" in line_of(run, "optimizer")
+    assert "no effect" not in run.out

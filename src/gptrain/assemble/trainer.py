@@ -143,6 +143,7 @@ def build_callbacks(
         guard=guard,
         checkpoints=checkpoints,
         compiles=cfg.model.compile != "none",
+        typed=typed_of_optimizer(cfg),
     )
     if checkpoints is None:
         return [steps, *theirs]
@@ -258,6 +259,24 @@ def count_text(n_parameters: int) -> str:
     """Return a number of parameters in millions, or as it is where that would be 0.0."""
     is_small = n_parameters < 50_000
     return f"{n_parameters:,} parameters" if is_small else f"{n_parameters / 1e6:.1f} M parameters"
+
+
+def typed_of_optimizer(cfg: RunConfig) -> dict[str, Any]:
+    """Return key -> value of the overrides of the optimizer and the scheduler group.
+
+    A value that is also an argument of the module is left out: the module's yaml may have taken it
+    by a reference such as `lr: ${optimizer.lr}`.
+    """
+    if not HydraConfig.initialized():  # in a process of the bench
+        return {}
+    arguments, typed = list(cfg.module.arguments.values()), {}
+    for line in HydraConfig.get().overrides.task:
+        key, _, text = line.lstrip("+").partition("=")
+        is_key = "." in key  # else the choice of a group
+        value = cfg.value_of(key) if is_key else text
+        if key.split(".")[0] in ("optimizer", "scheduler") and value not in arguments:
+            typed[key] = value
+    return typed
 
 
 def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:

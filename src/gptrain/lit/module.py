@@ -2,6 +2,7 @@
 
 # B batch, T time, V vocabulary, N positions that count
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +21,8 @@ from gptrain.loss import IGNORED, PLAIN, LossOptions
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
 from gptrain.parallel.strategy import Whole
+
+log = logging.getLogger(__name__)
 
 
 class LanguageModel(pl.LightningModule):
@@ -62,7 +65,8 @@ class LanguageModel(pl.LightningModule):
     ):
         super().__init__()
         self.net = cast(Net, net)
-        self.make_optimizer, self.make_schedule = make_optimizer, make_schedule
+        self._optimizer_factory, self._schedule_factory = make_optimizer, make_schedule
+        self.groups_read: set[str] = set()  # of optimizer and scheduler, once they were built
         self.loss_options = loss or LossOptions()
         self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
@@ -153,11 +157,21 @@ class LanguageModel(pl.LightningModule):
         """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
         return named_parameters(self.net, self._parallel().stages)
 
+    def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Build the optimizer of the optimizer group over all that a module trains."""
+        self.groups_read.add("optimizer")
+        return self._optimizer_factory(module)
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Build Lightning's lr_scheduler entry of the scheduler group, if there is one."""
+        self.groups_read.add("scheduler")
+        return self._schedule_factory(optimizer) if self._schedule_factory else None
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer(self)
-        if self.make_schedule is None:
-            return optimizer
         schedule = self.make_schedule(optimizer)
+        if schedule is None:
+            return optimizer
         entry = cast(LRSchedulerConfigType, {"interval": "step", **schedule})
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
@@ -204,3 +218,19 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     rates = (group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups)
     shown = ", ".join(dict.fromkeys(f"{float(rate):g}" for rate in rates if rate is not None))
     return f"{type(optimizer).__name__} · lr {shown} · of the module's configure_optimizers"
+
+
+def warn_of_ignored(module: pl.LightningModule, typed: Mapping[str, Any]) -> None:
+    """Log one warning that names the typed options that the module's own optimizer ignores.
+
+    Args:
+        module: Module whose optimizer was built.
+        typed: Key -> value of the typed options of the optimizer and the scheduler group.
+    """
+    read = module.groups_read if isinstance(module, LanguageModel) else set()
+    ignored = {key: value for key, value in typed.items() if key.split(".")[0] not in read}
+    if ignored:
+        words = ", ".join(f"{key}={value}" for key, value in ignored.items())
+        groups = " and the ".join(dict.fromkeys(key.split(".")[0] for key in ignored))
+        reason = f"{type(module).__name__}.configure_optimizers does not use the {groups} group"
+        log.warning("warning: %s: no effect; %s", words, reason)

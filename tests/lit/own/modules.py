@@ -129,6 +129,15 @@ class OwnOptimizers(LanguageModel):
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
+class HalfRates(LanguageModel):
+    """Changes the optimizer of the optimizer group, and makes no schedule."""
+
+    def configure_optimizers(self):
+        optimizer = self.make_optimizer(self)
+        optimizer.param_groups[0]["lr"] /= 2
+        return optimizer
+
+
 class Manual(LanguageModel):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,7 +22,12 @@ from gptrain.lit.callbacks.refused import refusal
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
-from gptrain.lit.module import LanguageModel, describe_optimizer, has_own_optimizer
+from gptrain.lit.module import (
+    LanguageModel,
+    describe_optimizer,
+    has_own_optimizer,
+    warn_of_ignored,
+)
 from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
@@ -54,6 +60,7 @@ class Steps(Callback):
         guard: of this rank; None: nobody watches the run.
         checkpoints: what saves the run; None where nothing is kept.
         compiles: the first step of each kind may take long.
+        typed: Key -> value of the typed options of the optimizer and the scheduler group.
 
     Attributes:
         speed, first_step: clock, and steps done, when training began; None: nothing was left.
@@ -75,12 +82,13 @@ class Steps(Callback):
         guard: Guard | None = None,
         checkpoints: Checkpoints | None = None,
         compiles: bool = False,
+        typed: Mapping[str, Any] | None = None,
     ):
         self.every_n_steps, self.lengths = every_n_steps, lengths
         self.model_config, self.on_nonfinite = model_config, on_nonfinite
         self.max_skips, self.n_skipped = max_skips, 0  # the latter in a row, up to now
         self.guard, self.checkpoints = guard, checkpoints
-        self.first_s = COMPILING_S if compiles else 0.0
+        self.first_s, self.typed = COMPILING_S if compiles else 0.0, typed or {}
         self.stops, self.missing_targets = Vote(), MissingTargets()
         self.stopping = self._is_paused = False
         self.lr = 0.0
@@ -102,6 +110,7 @@ class Steps(Callback):
         check_optimization(pl_module)  # again: hooks may have changed it
         if trainer.is_global_zero and has_own_optimizer(pl_module):
             log.info("%-9s %s", "optimizer", describe_optimizer(trainer.optimizers[0]))
+            warn_of_ignored(pl_module, self.typed)
         self.first_step = trainer.global_step
         for logger in trainer.loggers:
             if go_on_from := getattr(logger, "go_on_from", None):
