@@ -73,35 +73,27 @@ def test_results_csv_has_the_metrics_of_every_job_and_not_of_the_best_alone(tmp_
     assert [row["val/accuracy"] for row in rows] == ["", "0.5"]
 
 
-def test_a_point_is_trained_once_and_its_repeat_reads_the_result(train):
-    """A search may ask for it again; at the end is said how the best goes on."""
-    sweep = train("-m", "optimizer.lr=1e-3,3e-4,1e-3", "trainer.max_steps=2")
+def test_the_best_job_of_a_sweep_continues_and_finished_jobs_are_not_trained_again(train):
+    sweep = train("-m", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=2")
     assert sweep.code == 0, sweep.err
-    first, other, again = sorted(sweep.folder.glob("[0-9]*"))
-    mine, theirs = result(again), result(first)
-    assert mine["metrics"] == theirs["metrics"] and mine["seconds"] == theirs["seconds"]
-    assert mine["ended"] == {"reason": "repeats", "detail": first.name}
-    assert not (again / "checkpoints").exists() and (other / "checkpoints").is_dir()
-    assert f"repeats   {first.name}: its result is read" in sweep.out
-    table = (sweep.folder / "results.csv").read_text()
-    assert f"repeats: {first.name}" in table
+    first, other = sorted(sweep.folder.glob("[0-9]*"))
     (line,) = [line for line in sweep.out.splitlines() if line.startswith("next ")]
     best = min((first, other), key=lambda job: result(job)["metrics"]["val/loss"])
     assert f"from_run={best} run_dir={best} ckpt_path=last" in line
     more = train(*shlex.split(line.partition("train.py ")[2]), tiny=False)
     assert more.code == 0, more.err
     assert result(best)["steps"] == 4
-    # Typed again, the sweep finds all of its jobs done, also the one that is longer since.
-    seconds = [result(job)["seconds"] for job in (first, other, again)]
-    repeated = train("-m", "optimizer.lr=1e-3,3e-4,1e-3", "trainer.max_steps=2")
+    # The same command again finds both jobs finished, also the one that was continued.
+    seconds = [result(job)["seconds"] for job in (first, other)]
+    repeated = train("-m", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=2")
     assert (repeated.code, repeated.err) == (0, "")
     done = [line.split()[1] for line in repeated.out.splitlines() if line.startswith("done ")]
-    assert done == [f"{job.name}:" for job in (first, other, again)]
-    assert [result(job)["seconds"] for job in (first, other, again)] == seconds
+    assert done == [f"{job.name}:" for job in (first, other)]
+    assert [result(job)["seconds"] for job in (first, other)] == seconds
     rows = repeated.out.partition("\n\n")[2].splitlines()
     (marked,) = [row for row in rows if "4 *" in row]
     assert marked.startswith(best.name) and "* another number of steps than most" in repeated.out
-    # One that is to be longer than it was is no job that is done.
+    # A job that has to be longer than it was is not finished.
     longer = train("-m", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=3")
     assert longer.code == 73 and longer.err.count("already holds a finished run") == 1
     assert f"done      {best.name}" in longer.out

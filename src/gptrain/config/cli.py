@@ -30,10 +30,8 @@ from gptrain.config.preflight import check_machine, check_place
 from gptrain.config.study import continue_study
 from gptrain.config.sweep import (
     find_finished,
-    find_repeated,
     job_options,
     keep_typed,
-    repeat,
     report_finished,
     report_sweep,
 )
@@ -278,11 +276,7 @@ def _run(
                     return report_finished(finished, cfg.objective)
                 take_gpus(cfg.trainer.devices)
                 _print(check(cfg, schema, folder=node.runtime.output_dir)[1])
-            earlier = find_repeated(sweep, node) if sweep else None
-            if earlier:
-                value = repeat(earlier, node, cfg.objective)
-            else:
-                value = job(typed(cfg, schema, node.runtime.output_dir))
+            value = job(typed(cfg, schema, node.runtime.output_dir))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             code, said = _end(error, bool(cfg.get("debug")))
             codes.append(code)

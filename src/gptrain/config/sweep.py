@@ -14,12 +14,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from gptrain.checkpoints import fileops
-from gptrain.checkpoints.status import RESULT_NAME, to_json, write_status
 from gptrain.config.compose import line_of, parse
 from gptrain.config.from_run import is_left_out, typed_again
-from gptrain.core.errors import DONE
 from gptrain.core.shell import override, train_command
-from gptrain.core.small_files import read_json
 from gptrain.runs.folder import OVERRIDES, WRONG, RunRecord, read_run, read_runs
 from gptrain.runs.table import ranked, same, table, text_table
 
@@ -38,24 +35,8 @@ def job_options(typed: Sequence[Override], first: DictConfig) -> list[str]:
     return [f"hydra.job.config.override_dirname.exclude_keys={same}", *quiet]
 
 
-def find_repeated(sweep: Path, node: DictConfig) -> RunRecord | None:
-    """The run of this sweep that is done and was typed as this job is."""
-    typed = sorted(node.overrides.task)
-    return next((r for r in read_runs([sweep]) if r.is_done and sorted(r.overrides) == typed), None)
-
-
-def repeat(run: RunRecord, node: DictConfig, objective: str) -> float | None:
-    """Takes that run's result for the job's, which trains nothing. Raises: OSError, ValueError."""
-    folder, ended = keep_typed(node), {"reason": "repeats", "detail": run.path.name}
-    result = read_json(run.path / RESULT_NAME) | {"ended": ended}
-    fileops.replace(folder / RESULT_NAME, to_json(result))
-    write_status(folder, cause="done", exit_code=DONE, message=f"repeats {run.path.name}")
-    print(f"{'repeats':9} {run.path.name}: its result is read", flush=True)
-    return run.metrics.get(objective)
-
-
 def keep_typed(node: DictConfig) -> Path:
-    """The folder of a job that trains nothing, with what was typed for it."""
+    """Make the folder of a job that trains nothing, keep its overrides in it, and return it."""
     folder = Path(node.runtime.output_dir)
     (folder / OVERRIDES).parent.mkdir(parents=True)
     fileops.replace(folder / OVERRIDES, OmegaConf.to_yaml(node.overrides.task).encode())
