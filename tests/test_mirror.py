@@ -181,7 +181,7 @@ def test_of_a_strangers_store_only_files_that_a_manifest_names_are_taken(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "run"]
 
 
-def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_run_stops(
+def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_run_stops(
     pair, tmp_path, caplog
 ):
     store, mirror = pair
@@ -194,14 +194,28 @@ def test_a_damaged_or_unfinished_copy_is_not_taken_and_without_a_whole_one_the_r
     again = CheckpointStore(tmp_path / "again", "a")
     mirror.restore(again)
     assert again.steps() == [1]
-    for step in (2, 3):
-        assert f"kept as step-0000000{step}.corrupt" in caplog.text
-        assert (tmp_path / "mirror" / f"step-0000000{step}.corrupt" / "state.ckpt").exists()
+    for step, wrong in (2, "state.ckpt"), (3, "manifest.json"):
+        assert f"/step-0000000{step}: {wrong} is damaged (sha256); not used" in caplog.text
     (tmp_path / "mirror" / "step-00000001" / "state.ckpt").write_bytes(b"other")
     for _ in range(2):  # the second start must not begin from scratch either
         with pytest.raises(ConfigError, match="is whole: step-00000001: state") as stop:
             mirror.restore(CheckpointStore(tmp_path / "third", "a"))
         assert stop.value.code == BAD_DATA
+
+
+def test_a_damaged_copy_is_written_anew_when_the_run_saves_the_same_bytes_again(pair, tmp_path):
+    store, mirror = pair
+    for step in (1, 2):
+        save(store, b"state", step)
+    copy(store, mirror)
+    (tmp_path / "mirror" / "step-00000002" / "state.ckpt").write_bytes(b"other")
+    again = CheckpointStore(tmp_path / "again", "a")
+    mirror.restore(again)
+    save(again, b"state", 2)
+    copy(again, mirror)
+    restored = CheckpointStore(tmp_path / "third", "a")
+    mirror.restore(restored)
+    assert restored.steps() == [1, 2]
 
 
 def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):

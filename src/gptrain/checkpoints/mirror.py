@@ -1,14 +1,14 @@
-"""A copy of a run's checkpoints elsewhere: in another folder, or in an object store.
+"""A copy of a run's checkpoints in another folder or in an object store.
 
     mirror = Mirror("s3://bucket/runs/a")
-    mirror.update(store)  # after each commit; copies while steps go on
-    mirror.restore(store)  # where the run folder is lost
+    mirror.update(store)  # after each commit; the copy is made while training continues
+    mirror.restore(store)  # if the run folder was lost
 
-An object store has no rename. So a copy's manifest is written last, and removed first where a step
-is saved again: a folder without one is no checkpoint. Of a folder there only the files come back
-that its manifest names, verified: keys of a store may have any ".." in them. Removed are only steps
-that the store has passed and pruned: a run that goes on from an old image of its disk leaves what
-is newer, until it gets there itself.
+An object store has no rename. The manifest of a copy is therefore written last, and removed first
+when a step is saved again: a folder without a manifest is not a checkpoint. Keys of an object store
+may contain any "..", so only the files that a manifest names are copied back, and verified. Only
+steps that the run has passed and pruned are removed: a run that resumes from an old image of its
+disk leaves newer copies in place until it reaches their steps.
 """
 
 from __future__ import annotations
@@ -89,33 +89,38 @@ class Mirror:
             self._last.result()
 
     def restore(self, store: CheckpointStore) -> None:
-        """Brings every checkpoint that is whole back into the store; sets damaged ones aside.
+        """Copy every checkpoint of the mirror that is whole into the store.
 
-        Raises: OSError; ConfigError where there are some, and none is whole: a person must decide.
+        A damaged copy is reported and not used. Its manifest is removed, unless all copies are
+        damaged: without a manifest the copy counts as unfinished, and the run writes all of its
+        files again when it saves this step again. A run on a CPU may save the very same bytes.
+
+        Raises:
+            OSError: If the mirror cannot be read, or the store cannot be written.
+            ConfigError: If there are copies and all of them are damaged. The user must decide.
         """
         store.folder.mkdir(exist_ok=True)
         damaged = {}
         for step in self._steps():
             name = folder_name(step)
-            draft = store.folder / f".draft-{name}"  # which the store removes, or replaces
+            draft = store.folder / f".draft-{name}"  # the store removes or replaces drafts
             try:
                 self._get(name, draft)
                 manifest.verify(draft, store.run_id)
                 os.rename(draft, store.folder / name)
-            except FileNotFoundError:  # never finished, or half removed
+            except FileNotFoundError:  # the copy was not finished, or is partly removed
                 continue
             except DamagedCheckpoint as error:
                 damaged[name] = error.reason
         fileops.sync_folder(store.folder)
-        if damaged and not store.steps():  # left as they are: the next start must stop, too
+        if damaged and not store.steps():
             reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
             wrong = f"none of its checkpoints is whole: {reasons}"
             raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=BAD_DATA)
         for name, reason in damaged.items():
-            aside = f"{name}.corrupt"
-            with suppress(OSError):  # read-only: nothing is removed there either
-                self.files.mv(f"{self.root}/{name}", f"{self.root}/{aside}", recursive=True)
-            _log.warning("warning: %s/%s: %s; kept as %s", self.url, name, reason, aside)
+            with suppress(OSError):  # the mirror may be read-only
+                self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
+            _log.warning("warning: %s/%s: %s; not used", self.url, name, reason)
 
     def _copy(self, store: CheckpointStore) -> None:
         try:
@@ -131,7 +136,7 @@ class Mirror:
             _log.warning("%s", Problem("checkpoint.mirror", self.url, wrong, code=DONE).line)
 
     def _put(self, source: Path) -> None:
-        """Copies a checkpoint, unless it is there as it is here."""
+        """Copy the files of a checkpoint that the mirror does not have yet, and its manifest."""
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
         copied: dict[str, dict] = {}
@@ -139,13 +144,13 @@ class Mirror:
             there = self._manifest(source.name)
             if there == text:
                 return
-            self.files.rm_file(f"{target}/{MANIFEST_NAME}")  # of this step before its validation
+            self.files.rm_file(f"{target}/{MANIFEST_NAME}")
             copied = manifest.parse(there, source)["files"]
         self.files.makedirs(target, exist_ok=True)
         for file, entry in manifest.parse(text, source)["files"].items():
             if copied.get(file) != entry:
                 self.files.put_file(str(source / file), f"{target}/{file}")
-        # As it was read: where the step was saved again meanwhile, the next update sees that.
+        # Write the manifest as it was read. If the step was saved again, the next update sees it.
         self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
 
     def _get(self, name: str, draft: Path) -> None:
