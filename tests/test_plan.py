@@ -10,6 +10,7 @@ from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.costs.hardware import DEVICES, Link
 from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
+from gptrain.costs.optimizers import MuonFacts, facts_of, muon_flops
 from gptrain.costs.shape import gpt_shape, llama_shape
 from gptrain.costs.speed import Machine, estimate, find_way, machine_of
 from gptrain.costs.work import Work
@@ -96,10 +97,16 @@ def test_states_take_the_bytes_that_torch_holds(precision, optimizer, options, n
     tensors = [net.weight, net.weight.grad]
     tensors += [t for t in made.state[net.weight].values() if t.numel() > 1]
     assert sum(t.nbytes for t in tensors) == n_bytes * net.weight.numel()
-    options |= {"precision": precision, "optimizer": f"torch.optim.{optimizer}"}
-    states = estimate_states(
-        Work(GPT2, default_options("single"), ParallelDims(), 4, 512, **options)
+    work = Work(
+        GPT2,
+        default_options("single"),
+        ParallelDims(),
+        batch_size=4,
+        seq_len=512,
+        precision=precision,
+        optimizer=facts_of(f"torch.optim.{optimizer}", options),
     )
+    states = estimate_states(work)
     assert sum(states.values()) == n_bytes * GPT2.n_parameters
 
 
@@ -191,7 +198,7 @@ def test_muon_counts_its_products():
     with FlopCounterMode(display=False) as counter:
         for side in sides:
             orthogonalize(torch.ones(1, *side), torch.float32)
-    assert shape.muon_flops(n_blocks=1, n_ranks=1) == counter.get_total_flops()
+    assert muon_flops(shape, n_blocks=1, n_ranks=1) == counter.get_total_flops()
 
 
 def test_copies_of_the_shards_divide_the_updates_of_muon():
@@ -207,11 +214,11 @@ def test_copies_of_the_shards_divide_the_updates_of_muon():
         ParallelDims(data=4, replicas=2),
         3,
         5,
-        optimizer="gptrain.optim.Muon",
+        optimizer=MuonFacts(),
     )
     machine = machine_of(DEVICES["h100_sxm"], 4)
     flops = 5 * (2 * 64 * (32 + 16) + 2 * 16 * (32 + 8) + 3 * 36 * (32 + 12))
-    assert estimate(work, machine)["muon_flops"] == flops
+    assert estimate(work, machine)["optimizer_flops"] == flops
     n_bytes = 2 * 4 * (2 * 64 + 2 * 32 + 3 * 48)  # bf16, four blocks
     # A rank has a quarter of each matrix to exchange with the other shard of its copy, sends half
     # of that twice, and then its half of all updates to the other copy: half of it in a ring.

@@ -85,7 +85,7 @@ def test_a_traced_step_holds_computes_and_sends_what_the_formulas_say(plan, name
         assert held[part] == pytest.approx(estimated[part], rel=1e-3), part
     # Over gloo what tensor parallelism gathered is freed late, which a trace cannot see.
     assert held["total"] == pytest.approx(estimated["total"], rel=0.25 if "tensor" in name else 0.1)
-    flops = theirs["flops"] + theirs["recomputed_flops"] + theirs["muon_flops"]
+    flops = theirs["flops"] + theirs["recomputed_flops"] + theirs["optimizer_flops"]
     assert mine["flops"] == pytest.approx(flops, rel=0.01)
     sent = theirs["wire_bytes_per_step"]
     rows_of_16_bits = "tensor" in name and HALF in words

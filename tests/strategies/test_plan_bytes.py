@@ -10,6 +10,7 @@ from ranks import on_ranks
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.communication import find_traffic
 from gptrain.costs.memory import estimate_states
+from gptrain.costs.optimizers import MuonFacts
 from gptrain.costs.shape import gpt_shape
 from gptrain.costs.work import Work
 from gptrain.optim import Muon, muon_groups
@@ -72,7 +73,7 @@ def test_bytes_of_the_mixes_are_those_of_the_plan():
         muon.step()
     has_bf16 = native_dtype(CPU) == torch.bfloat16
     work = make_work(kind.options, kind.dims)
-    work = replace(work, optimizer="gptrain.optim.Muon", is_cpu=True, has_bf16=has_bf16)
+    work = replace(work, optimizer=MuonFacts(), is_cpu=True, has_bf16=has_bf16)
     sent = {one.what: one.n_bytes for one in find_traffic(work)}["updates of Muon"]
     assert abs(counted.total / sent - 1) < 0.01, (counted.n_bytes, sent)
 

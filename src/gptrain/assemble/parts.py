@@ -35,7 +35,7 @@ from gptrain.lit.metrics import try_metric
 from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
-from gptrain.optim import decay_groups, muon_groups, scaled_lr
+from gptrain.optim import decay_groups, scaled_lr
 from gptrain.parallel.requirements import Unfit
 from gptrain.parallel.state import named_beside_net
 
@@ -45,7 +45,6 @@ LOGGING = ("gptrain.", "lightning.")  # classes of which it is known what they l
 PHASES = ("warmup", "decay", "total")
 SCHEDULER_KEYS = {f"{phase}_{unit}" for phase in PHASES for unit in ("steps", "tokens")}
 SCHEDULER_KEYS |= {"start_factor", "min_factor"}
-MUON = "gptrain.optim.Muon"
 
 
 @contextmanager
@@ -196,12 +195,15 @@ def check_names(cfg: RunConfig, module: type[pl.LightningModule]) -> None:
 
 
 def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of the group over all that a module trains, at the schedule's peak.
+    """Build the optimizer for all trainable parameters, at the schedule's peak learning rate.
 
-    Of a user's own class only its name must be given: a key that is null is left to the class, and
-    the decay still goes to matrices alone.
+    A key that is null is left to the class. A class that makes its own parameter groups has a class
+    method `parameter_groups(net, parameters, names, **options)`, as `gptrain.optim.Muon`. It gets
+    the options of the group that it names. Those that end in `_lr` are scaled to the batch as
+    `optimizer.lr`. For all other classes weight decay is applied to matrices alone.
 
-    Raises: ConfigError where the optimizer cannot take the parameters.
+    Raises:
+        ConfigError: If the optimizer cannot take the parameters.
     """
     options = {key: value for key, value in cfg.optimizer.arguments.items() if value is not None}
     target, lr = cfg.optimizer.target, peak_lr(cfg, batch)
@@ -209,18 +211,23 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
     if target.startswith("torch.optim.") and "betas" in options:
         options["betas"] = tuple(map(float, options["betas"]))  # torch refuses integers and lists
     with as_config_errors(cfg, "optimizer._target_"):
-        if target == MUON:
-            is_whole = isinstance(module, LanguageModel)  # else a net that is looked at
+        optimizer_class = get_method(target)
+        if make_groups := getattr(optimizer_class, "parameter_groups", None):
+            is_whole = isinstance(module, LanguageModel)  # else a net on the meta device
             net = module.net if is_whole else module
-            names = module.named_net() if is_whole else dict(net.named_parameters())
-            kinds = ("embedding", "head", "vector")
-            lrs = {kind: peak_lr(cfg, batch, options.pop(f"{kind}_lr", None)) for kind in kinds}
-            groups = muon_groups(net, module.parameters(), {p: n for n, p in names.items()}, **lrs)
+            named = module.named_net() if is_whole else dict(net.named_parameters())
+            names = {parameter: name for name, parameter in named.items()}
+            own = inspect.signature(make_groups).parameters.keys() & options.keys()
+            group_options = {key: options.pop(key) for key in own}
+            for key in own:
+                if key.endswith("_lr"):
+                    group_options[key] = peak_lr(cfg, batch, group_options[key])
+            groups = make_groups(net, module.parameters(), names, **group_options)
         else:
             beside = named_beside_net(module)  # in groups of their own: they are never sharded
             of_net = [p for name, p in module.named_parameters() if name not in beside]
             groups = decay_groups(of_net) + decay_groups(beside.values())
-        return get_method(target)(groups, **options)
+        return optimizer_class(groups, **options)
 
 
 def peak_lr(cfg: RunConfig, batch: BatchPlan, lr: float | None = None) -> float | None:

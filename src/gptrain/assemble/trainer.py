@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.from_run import NOT_TAKEN, typed_again
 from gptrain.core.lengths import Lengths
 from gptrain.core.schema import RunConfig
-from gptrain.costs.memory import states_per_weight
+from gptrain.costs.optimizers import facts_of
 from gptrain.costs.speed import DamagedMeasurement
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
@@ -187,8 +188,8 @@ def build_checkpoints(
     facts = identity(cfg, lengths.batch.global_batch_size)
     facts["data"] = getattr(train, "fingerprint", None)
     facts["warmup_steps"] = warmup_of(cfg, lengths)
-    states = states_per_weight(cfg.optimizer.target, cfg.optimizer.arguments.get("momentum") or 0.0)
-    bytes_of_each = FP32_BYTES * (1 + states)
+    optimizer = facts_of(cfg.optimizer.target, cfg.optimizer.arguments)
+    bytes_of_each = FP32_BYTES + math.ceil(optimizer.bytes_per_parameter(FP32_BYTES))
     changed, objective = changed_options(cfg), cfg.objective
     mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
     place = guard.heartbeat.folder / "failed" if guard is not None else None

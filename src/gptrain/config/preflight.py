@@ -36,7 +36,7 @@ from gptrain.core.schema import (
     RunConfig,
     SchedulerConfig,
 )
-from gptrain.core.strategies import ShardedOptions, strategy_name
+from gptrain.core.strategies import strategy_name
 from gptrain.costs.memory import estimate_states
 from gptrain.costs.work import find_work
 from gptrain.runtime.process import (
@@ -272,7 +272,7 @@ def check_memory(
     if work is None or run.task != "fit":
         return  # of another net the size is not known without making it
     need = max(sum(estimate_states(end).values()) for end in work.ends)
-    if kind == "cpu" or (isinstance(run.strategy, ShardedOptions) and run.strategy.cpu_offload):
+    if kind == "cpu" or run.strategy.keeps_weights_on_cpu:
         need, where = need * n_local, "this machine"
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     else:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import field_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from gptrain.core.value_types import BelowOne, Count, OpenSection, Positive, PositiveNumber
 
@@ -52,6 +53,15 @@ class StrategyOptions(OpenSection):
         """Number of copies of the model along the data axis that the user asked for."""
         return 1
 
+    @property
+    def keeps_weights_on_cpu(self) -> bool:
+        """True if weights and optimizer states are in the memory of the CPU."""
+        return False
+
+    def on_ranks(self, n_nodes: int, world_size: int) -> Self:
+        """Return the options with every value that depends on the number of ranks filled in."""
+        return self
+
 
 class SingleOptions(StrategyOptions, extra="forbid"):
     """Options of `single`."""
@@ -80,6 +90,10 @@ class DiLoCoOptions(StrategyOptions, extra="forbid"):
     def copies(self) -> int:
         return self.replicas or 1
 
+    def on_ranks(self, n_nodes: int, world_size: int) -> Self:
+        n_replicas = count_replicas(self.replicas, n_nodes, world_size)
+        return self.model_copy(update={"replicas": n_replicas})
+
 
 class ShardedOptions(StrategyOptions, extra="forbid"):
     """Options of every strategy that shards weights with FSDP2."""
@@ -87,6 +101,10 @@ class ShardedOptions(StrategyOptions, extra="forbid"):
     reshard_after_forward: bool
     accumulate_shards: bool
     cpu_offload: bool
+
+    @property
+    def keeps_weights_on_cpu(self) -> bool:
+        return self.cpu_offload
 
 
 class FSDPOptions(ShardedOptions):
@@ -135,6 +153,8 @@ class Strategy:
         is_exact: True if the strategy trains what one process trains, up to rounding.
         options: Type of the `strategy` group under this strategy.
         contract: What it asks of the code of a net, for the message if a net breaks it.
+        costs: `module:class` that states what a rank stores and sends (see `costs.strategies`).
+        defaults: Folder of `<name>.yaml` with the defaults of the options.
     """
 
     axes: tuple[str, ...]
@@ -144,11 +164,15 @@ class Strategy:
     is_exact: bool = True
     options: type[StrategyOptions] = SingleOptions
     contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
+    costs: str = "gptrain.costs.strategies:StrategyCosts"
+    defaults: Path = DEFAULTS
 
 
 _PARALLEL = "gptrain.parallel"
+_COSTS = "gptrain.costs.strategies"
 _PIPELINE: dict[str, Any] = {
     "made": f"{_PARALLEL}.pipeline:Pipeline",
+    "costs": f"{_COSTS}:PipelineCosts",
     "check": f"{_PARALLEL}.pipeline:check_pipeline",
     "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
     "called with the activations alone",
@@ -165,16 +189,39 @@ _HEADS = ("tensor_plan", "n_heads", "head")
 # To remove a strategy, delete its row here, its conf/strategy/*.yaml and its class.
 STRATEGIES: dict[str, Strategy] = {
     "single": Strategy((), (), f"{_PARALLEL}.strategy:Whole"),
-    "ddp": Strategy((DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions),
-    "fsdp": Strategy((DATA,), ("blocks",), f"{_PARALLEL}.sharded:Sharded", options=FSDPOptions),
-    "tensor_parallel": Strategy((TENSOR,), _HEADS, **_TENSOR, options=TensorParallelOptions),
+    "ddp": Strategy(
+        (DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions, costs=f"{_COSTS}:DDPCosts"
+    ),
+    "fsdp": Strategy(
+        (DATA,),
+        ("blocks",),
+        f"{_PARALLEL}.sharded:Sharded",
+        options=FSDPOptions,
+        costs=f"{_COSTS}:ShardedCosts",
+    ),
+    "tensor_parallel": Strategy(
+        (TENSOR,),
+        _HEADS,
+        **_TENSOR,
+        options=TensorParallelOptions,
+        costs=f"{_COSTS}:TensorParallelCosts",
+    ),
     "fsdp_tensor_parallel": Strategy(
-        (DATA, TENSOR), ("blocks", *_HEADS), **_TENSOR, options=FSDPTensorParallelOptions
+        (DATA, TENSOR),
+        ("blocks", *_HEADS),
+        **_TENSOR,
+        options=FSDPTensorParallelOptions,
+        costs=f"{_COSTS}:FSDPTensorParallelCosts",
     ),
     "pipeline": Strategy((PIPELINE,), _STAGES, **_PIPELINE, options=PipelineOptions),
     "ddp_pipeline": Strategy((DATA, PIPELINE), _STAGES, **_PIPELINE, options=PipelineOptions),
     "diloco": Strategy(
-        (DATA,), (), f"{_PARALLEL}.diloco:DiLoCo", is_exact=False, options=DiLoCoOptions
+        (DATA,),
+        (),
+        f"{_PARALLEL}.diloco:DiLoCo",
+        is_exact=False,
+        options=DiLoCoOptions,
+        costs=f"{_COSTS}:DiLoCoCosts",
     ),
 }
 ANY_NET = tuple(name for name, row in STRATEGIES.items() if not row.needs)
@@ -189,7 +236,8 @@ def options_type(name: object) -> type[StrategyOptions]:
 @cache
 def default_options(name: str) -> StrategyOptions:
     """Return the options of a strategy with the defaults of its yaml file."""
-    content = yaml.safe_load((DEFAULTS / f"{name}.yaml").read_text())
+    folder = STRATEGIES[name].defaults if name in STRATEGIES else DEFAULTS
+    content = yaml.safe_load((folder / f"{name}.yaml").read_text())
     return options_type(name).model_validate(content)
 
 

@@ -5,11 +5,7 @@
 from __future__ import annotations
 
 from gptrain.core.lengths import loss_rows
-from gptrain.core.strategies import DDPOptions, DiLoCoOptions, PipelineOptions, ShardedOptions
 from gptrain.costs.work import Work
-
-# States per parameter of torch's optimizers; of all others two, as Adam has.
-_STATES = {"SGD": 0, "Adafactor": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1}
 
 
 def estimate_states(work: Work) -> dict[str, float]:
@@ -18,24 +14,10 @@ def estimate_states(work: Work) -> dict[str, float]:
     Mixed precision keeps fp32 weights. Exact where sizes divide; else off by less than a row of a
     matrix per parameter. Uneven stages: ask for the first rank and the last.
     """
-    held = sum(work.held)
-    states = held * states_per_weight(work.optimizer, work.momentum)
-    if work.is_muon:  # one of hidden matrices, AdamW's two of the rest
-        states -= work.part[0] * work.shape.block_matrices / work.dims.tensor
-    if isinstance(work.options, DiLoCoOptions):  # the last synchronized weights, outer momentum
-        states += held * (1 + bool(work.options.outer_momentum))
+    held, costs = work.weight_bytes * sum(work.held), work.costs
+    states = work.optimizer.state_bytes(work) + held * costs.extra_per_parameter
     sizes = {"weights": held, "gradients": held, "optimizer": states}
-    return {key: n * work.weight_bytes / work.n_shards for key, n in sizes.items()}
-
-
-def states_per_weight(optimizer: str, momentum: float) -> int:
-    """Numbers that an optimizer keeps of each weight; at most, where it keeps more of some.
-
-    Args:
-        optimizer: its `_target_`.   momentum: SGD's.
-    """
-    name = optimizer.rpartition(".")[2]
-    return 1 if name == "SGD" and momentum else _STATES.get(name, 2)
+    return {key: n_bytes / costs.n_shards for key, n_bytes in sizes.items()}
 
 
 def estimate_memory(work: Work) -> dict[str, float]:
@@ -47,12 +29,9 @@ def estimate_memory(work: Work) -> dict[str, float]:
     alone: no process, no context of a GPU, nothing that an allocator wastes.
     """
     shape, states, n = work.shape, estimate_states(work), work.dims.tensor
-    options, n_micro, (n_blocks, is_first, is_last) = work.options, work.microbatches, work.part
-    tokens, gradients = work.tokens / n_micro, states["gradients"]
-    alive, each = work.dims.pipeline - work.rank, work.stages_per_rank  # microbatches, under 1F1B
-    alive += (each > 1) * (work.dims.pipeline - 1) / each
-    is_gpipe = isinstance(options, PipelineOptions) and options.schedule == "gpipe"
-    alive = n_micro if is_gpipe else min(n_micro, alive)
+    n_blocks, _, is_last = work.part
+    tokens, gradients = work.tokens / work.microbatches, states["gradients"]
+    alive = work.costs.live_microbatches(work.rank)
     kept, again = block_activations(work)
     row = shape.d_model * work.row_bytes / n  # of the residual stream
     activations = tokens * (n_blocks * kept * alive + is_last * 2 * row)
@@ -67,27 +46,9 @@ def estimate_memory(work: Work) -> dict[str, float]:
     once += (n > 1) * (8 if work.is_cpu else 4) * shape.d_model * work.product_bytes
     once = tokens * (again + once)  # in the backward pass of one block
 
-    blocks, root = work.parameters()
-    copies = 0.0  # weights gathered, or in 16 bit until the backward pass; buckets
-    table *= work.weight_bytes
-    has_buckets = work.strategy in ("ddp", "diloco") and work.step_ranks > 1
-    stay = work.accumulate > 1 or n_micro > 1 or has_buckets  # during a forward pass
-    early, head = stay * gradients, is_last * table
-    if isinstance(options, ShardedOptions):
-        whole = min(1, 2 / n_blocks) if options.reshard_after_forward else 1
-        copies = (root + whole * blocks) * work.product_bytes
-        if work.accumulate > 1 and not options.accumulate_shards:
-            early = (blocks + root) * work.weight_bytes
-        # Gradients as they are formed, and as they are sent, before they are cut.
-        cut = work.product_bytes + work.weight_bytes
-        once += blocks / n_blocks * cut
-        last = max(early, gradients) + root * (cut + work.is_cpu * work.weight_bytes)  # gloo's copy
-    else:
-        if work.is_mixed and work.checkpointing != "full":
-            copies = 2 * n_blocks * shape.block_matrices / n
-        if isinstance(options, DDPOptions) and not options.gradient_as_bucket_view:
-            copies += gradients
-        last = gradients + is_first * (1 + stay) * table + copies
+    copies, early, block, last = work.costs.step_memory(work, gradients)
+    once += block
+    head = is_last * table * work.weight_bytes
     peaks = (
         early + activations + is_last * tokens * row + head + logits + copies,
         early + activations + head + once + copies,

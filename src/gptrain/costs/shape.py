@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -56,19 +55,6 @@ class DecoderShape:
     def block_matrices(self) -> int:
         """2 D D + 2 D kv + (2 or 3) D F."""
         return sum(rows * columns for rows, columns in self.matrices)
-
-    def muon_parts(self, n_blocks: int, n_ranks: int) -> list[tuple[int, int, int]]:
-        """(shorter side, longer, how many) of the matrices that the first of n_ranks updates.
-
-        Ranks divide those of some blocks that have one shape among themselves, rounded up.
-        """
-        alike = Counter(self.matrices).items()
-        return [(min(one), max(one), math.ceil(n_blocks * n / n_ranks)) for one, n in alike]
-
-    def muon_flops(self, n_blocks: int, n_ranks: int) -> int:
-        """Of their updates: five Newton-Schulz steps of three products each."""
-        parts = self.muon_parts(n_blocks, n_ranks)
-        return sum(n * 5 * short**2 * (4 * long + 2 * short) for short, long, n in parts)
 
     @property
     def matrix_weights(self) -> int:

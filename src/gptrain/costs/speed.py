@@ -167,7 +167,8 @@ def count_cores() -> int:
 def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     """Bytes, FLOPs, seconds and speed of a step of the rank that has most to do.
 
-    flops are the model's, of one device on average; recomputed and Muon's come on top of them.
+    flops are the model's, of one device on average, without recomputation and the extra work of the
+    optimizer.
     """
     shape, n_stages, n_ranks = work.shape, work.dims.pipeline, work.dims.world_size
     memory = max(map(estimate_memory, work.ends), key=lambda one: one["total"])
@@ -182,7 +183,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     again = (flops - head - down) / 3 if is_full else 0.0
     slower = (4 / 3 if is_full else 1) * attention * (1 / machine.reached.attention - 1)
     repeated = 1.5 if work.checkpointing != "none" else 1.0  # of all else the forward pass: half
-    update = shape.muon_flops(work.part[0], work.muon_ranks) if work.is_muon else 0
+    update = work.optimizer.flops(work)
 
     half = "bfloat16" if "bf16" in work.precision else "float16"
     kinds = (half,) if work.product_bytes == 2 else ("tf32",)  # which train.py allows
@@ -204,7 +205,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
     # The last stage has the head besides its blocks.
     busy_s = (flops + again + slower + head * (n_stages - 1)) / peak + moved_s
     busy_s = busy_s + calls_s if machine.is_cpu else max(busy_s, calls_s)
-    idle_s = busy_s * (n_stages - 1) / (work.microbatches * work.stages_per_rank)
+    idle_s = busy_s * (n_stages - 1) / (work.microbatches * work.costs.stages_per_rank)
     update_s = update / max(speeds["float32"], speeds.get("bfloat16", 0))
 
     sent_s, shown_s, wire = {}, 0.0, {}
@@ -225,7 +226,7 @@ def estimate(work: Work, machine: Machine) -> dict[str, Any]:
         "step_s": step_s,
         "flops": round(flops),
         "recomputed_flops": round(again),
-        "muon_flops": round(update),
+        "optimizer_flops": round(update),
         "wire_bytes_per_step": sum(wire.values()),
         "wire": wire,
         "communication_s": all_s,

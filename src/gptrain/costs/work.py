@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 
 from gptrain.core import strategies
 from gptrain.core.lengths import plan_batch
 from gptrain.core.schema import RunConfig, SimpleGPTConfig
-from gptrain.core.strategies import DiLoCoOptions, ParallelDims, PipelineOptions, StrategyOptions
+from gptrain.core.strategies import STRATEGIES, ParallelDims, StrategyOptions, strategy_name
+from gptrain.costs.optimizers import ADAM, OptimizerFacts, facts_of
 from gptrain.costs.shape import DecoderShape, find_shape
+from gptrain.costs.strategies import StrategyCosts
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,11 @@ class Work:
     """A step of one rank; names and values as in the config.
 
     Attributes:
-        batch_size: sequences per data rank and micro-step.
-        options: the `strategy` group.   momentum: SGD's.
-        has_bf16: the device has instructions for it; without, Muon computes and sends fp32.
-        rank: its place in the pipeline.
+        options: The `strategy` group.
+        batch_size: Sequences per data rank and micro-step.
+        optimizer: What the optimizer stores, computes and sends.
+        has_bf16: True if the device has bf16 instructions. Without them Muon uses fp32.
+        rank: Index of the rank in its pipeline.
     """
 
     shape: DecoderShape
@@ -29,8 +33,7 @@ class Work:
     seq_len: int
     accumulate: int = 1
     precision: str = "32-true"
-    optimizer: str = "torch.optim.AdamW"
-    momentum: float = 0.0
+    optimizer: OptimizerFacts = ADAM
     checkpointing: str = "none"
     dropout: float = 0.0
     compile: str = "none"
@@ -39,9 +42,10 @@ class Work:
     rank: int = 0
 
     @property
-    def strategy(self) -> str:
-        """Name of the strategy."""
-        return self.options.name
+    def costs(self) -> StrategyCosts:
+        """What the strategy stores and sends."""
+        row = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)]
+        return resolve_name(row.costs)(self.options, self.dims)
 
     @property
     def weight_bytes(self) -> int:
@@ -54,18 +58,9 @@ class Work:
         return self.weight_bytes == 4 and "16" in self.precision
 
     @property
-    def has_fsdp(self) -> bool:
-        return "fsdp" in self.strategy
-
-    @property
-    def n_shards(self) -> int:
-        """Ranks over which FSDP shards; 1 without it."""
-        return self.dims.data // self.dims.replicas if self.has_fsdp else 1
-
-    @property
     def is_cast(self) -> bool:
         """Each product casts its inputs. FSDP gathers 16-bit weights, so activations are 16-bit."""
-        return self.is_mixed and not self.has_fsdp
+        return self.is_mixed and not self.costs.shards_weights
 
     @property
     def row_bytes(self) -> int:
@@ -78,10 +73,6 @@ class Work:
         return 2 if self.is_mixed else self.weight_bytes
 
     @property
-    def is_muon(self) -> bool:
-        return self.optimizer.endswith(".Muon")
-
-    @property
     def tokens(self) -> int:
         """Positions of a micro-step on one rank."""
         return self.batch_size * self.seq_len
@@ -92,39 +83,14 @@ class Work:
         return self.tokens * self.accumulate * self.dims.data
 
     @property
-    def step_ranks(self) -> int:
-        """Data ranks that average gradients in each step: all of them; of diloco one replica's."""
-        if isinstance(self.options, DiLoCoOptions):
-            return self.dims.data // (self.options.replicas or self.dims.data)
-        return self.dims.data
-
-    @property
-    def muon_ranks(self) -> int:
-        """Ranks that divide the updates of the hidden matrices of this rank's blocks.
-
-        Under FSDP these are all ranks of the mesh, so that copies of the shards divide them, too.
-        """
-        if self.has_fsdp:
-            return self.dims.tensor * self.dims.data
-        return self.dims.tensor if self.dims.tensor > 1 else self.step_ranks
-
-    @property
-    def stages_per_rank(self) -> int:
-        is_pipeline = isinstance(self.options, PipelineOptions)
-        return strategies.STAGES_PER_RANK[self.options.schedule] if is_pipeline else 1
-
-    @property
     def microbatches(self) -> int:
-        """Parts of a micro-step that follow each other through a pipeline; 1 without one."""
-        n_ranks = self.dims.pipeline
-        if isinstance(self.options, PipelineOptions) and n_ranks > 1:
-            return strategies.count_microbatches(self.options.microbatches, n_ranks)
-        return 1
+        """Parts of a micro-step that follow each other through a pipeline; 1 without a pipeline."""
+        return self.costs.microbatches
 
     @property
     def part(self) -> tuple[int, bool, bool]:
         """Blocks that the rank holds, and whether the first and the last stage are its own."""
-        n_stages = self.dims.pipeline * self.stages_per_rank
+        n_stages = self.dims.pipeline * self.costs.stages_per_rank
         stages = range(self.rank, n_stages, self.dims.pipeline)
         blocks = (strategies.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
         return sum(map(len, blocks)), 0 in stages, n_stages - 1 in stages
@@ -140,8 +106,9 @@ class Work:
 
         With what fills each tensor up to as many rows for every rank.
         """
-        blocks, root = self.parameters(self.n_shards)
-        return self.n_shards * blocks, self.n_shards * root
+        n_shards = self.costs.n_shards
+        blocks, root = self.parameters(n_shards)
+        return n_shards * blocks, n_shards * root
 
     def parameters(self, n_shards: int = 1) -> tuple[float, float]:
         """Those of its blocks and of what is around them, of the first of so many shards."""
@@ -166,12 +133,9 @@ def find_work(
     model, optimizer = run.model, run.optimizer
     if (shape := find_shape(model)) is None or sample_tokens is None:
         return None
-    options = strategies.options_for(name, run.strategy)
-    if isinstance(options, DiLoCoOptions):
-        nodes = run.trainer.num_nodes
-        n_nodes = nodes if isinstance(nodes, int) else 1
-        n_replicas = strategies.count_replicas(options.replicas, n_nodes, world_size)
-        options = options.model_copy(update={"replicas": n_replicas})
+    nodes = run.trainer.num_nodes
+    n_nodes = nodes if isinstance(nodes, int) else 1
+    options = strategies.options_for(name, run.strategy).on_ranks(n_nodes, world_size)
     ranks = strategies.parallel_dims(options, world_size)
     accumulate, total = run.trainer.accumulate_grad_batches, run.data.global_batch_size
     batch = plan_batch(run.data.batch_size, total, accumulate, ranks.data)
@@ -183,8 +147,7 @@ def find_work(
         sample_tokens,
         batch.accumulate,
         precision=str(run.trainer.precision),
-        optimizer=optimizer.target,
-        momentum=optimizer.arguments.get("momentum") or 0.0,
+        optimizer=facts_of(optimizer.target, optimizer.arguments),
         checkpointing=model.activation_checkpointing,
         dropout=model.dropout if isinstance(model, SimpleGPTConfig) else 0.0,
         compile=model.compile,
@@ -192,6 +155,6 @@ def find_work(
     )
     uneven = shape.n_kv_heads % ranks.tensor or batch.batch_size % work.microbatches
     uneven = uneven or ranks.data % ranks.replicas
-    if uneven or ranks.pipeline * work.stages_per_rank > shape.n_layers:
+    if uneven or ranks.pipeline * work.costs.stages_per_rank > shape.n_layers:
         raise ValueError(f"{ranks}: does not divide heads, layers, batch or copies")
     return work

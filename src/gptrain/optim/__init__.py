@@ -1,7 +1,8 @@
 """How weights move: parameter groups, learning-rate schedules and their scaling, Muon.
 
-An optimizer is a class `(groups, lr=…, **options)`. Any of torch's or a user's own gets its groups
-from `decay_groups`; `Muon` alone gets them from `muon_groups`.
+An optimizer is a class `(groups, lr=…, **options)`. It gets its groups from `decay_groups`, or from
+its own class method `parameter_groups`, as `Muon`. If its states are not two values per parameter,
+it says so in a static method `facts` (see `gptrain.costs.optimizers`).
 A schedule is a function of the optimizer step that returns the factor on the learning rate.
 """
 

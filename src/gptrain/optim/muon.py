@@ -1,13 +1,15 @@
 """Muon for the hidden matrices and AdamW for the rest, as one optimizer."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gptrain.optim.groups import muon_groups
 
 # Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic with the steepest slope at 0,
 # and torch.optim.Muon's defaults.
@@ -28,7 +30,8 @@ class Muon(torch.optim.Optimizer):
 
     Muon's update is scaled to the size of AdamW's, so that the learning rate and decay tuned for
     AdamW can be kept. A step of both takes 2 to 4 % of one of training (llama_nano, 16 k tokens,
-    two ranks under DDP, one thread each, AVX512-BF16).
+    two ranks under DDP, one thread each, AVX512-BF16). What it stores and sends is stated without
+    torch, for the planner, in `gptrain.costs.optimizers`.
 
     Args:
         params: groups as muon_groups() makes them; without the flag a group is AdamW's.
@@ -56,6 +59,33 @@ class Muon(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW(nothing, lr, betas, eps, weight_decay, fused=fused)
         self._muon_defaults = {"momentum": momentum}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": False})
+
+    @classmethod
+    def parameter_groups(
+        cls,
+        net: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        names: Mapping[nn.Parameter, str],
+        *,
+        embedding_lr: float | None = None,
+        head_lr: float | None = None,
+        vector_lr: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return the parameter groups that `gptrain` passes to this class; see `muon_groups`.
+
+        Args:
+            net: The model, whose `blocks` have the hidden matrices.
+            parameters: All parameters that are trained, also those outside `net`.
+            names: Names of the parameters of `net`.
+            embedding_lr: Learning rate of embeddings. Defaults to `lr`, as the next two.
+            head_lr: Learning rate of the head.
+            vector_lr: Learning rate of biases and norms.
+
+        Raises:
+            ValueError: If `net` has no attribute `blocks`.
+        """
+        lrs = {"embedding": embedding_lr, "head": head_lr, "vector": vector_lr}
+        return muon_groups(net, parameters, names, **lrs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As every optimizer's; a group keeps the options of its own half only."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from inspect import signature
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,10 @@ class Replicated(Whole[DDPOptions]):
         self.replicas = build_mesh(self.device.type, self.dims)["data"]
         self.comm = comm_hook(self.options.comm_hook)
         self.ddp = {key: getattr(self.options, key) for key in OPTIONS} | {SYNC_BUFFERS: False}
+
+    @property
+    def sent_dtype(self) -> torch.dtype | None:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.options.comm_hook)
 
 
 def comm_hook(name: str) -> tuple[object, Callable] | None:

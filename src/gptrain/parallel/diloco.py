@@ -5,11 +5,13 @@ momentum, and where that arrives all go on. Source: Douillard et al. 2023, arXiv
 lr=1 and no momentum it is local SGD (Stich 2019, arXiv:1805.09767).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
@@ -49,6 +51,7 @@ class DiLoCo(Whole[DiLoCoOptions]):
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Takes the parameters, which are alike on all replicas, for those of a meeting."""
+        super().prepare(module, optimizer)
         options, named = self.options, saved_parameters(module).items()
         self.parameters = {name: p for name, p in named if p.requires_grad}
         # Where all replicas were after the last meeting.
@@ -77,6 +80,14 @@ class DiLoCo(Whole[DiLoCoOptions]):
         self.optimizer.zero_grad()
         for name, anchor in self.anchors.items():
             self.parameters[name].copy_(anchor)
+
+    def extra_state(self) -> list[Tensor]:
+        """Return the weights at the last synchronization, and the outer momentum."""
+        saved = self.state()
+        return [*saved["anchors"].values(), *saved["momentum"].values()]
+
+    def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
+        return [(partial(self.sync, 0), 1 / self.options.sync_every)]
 
     def state(self) -> dict[str, Any]:
         """When they met and how many they are; anchors and momentum by names."""

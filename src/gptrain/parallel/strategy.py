@@ -9,7 +9,7 @@ then computes losses, logits and the norm of the gradients. It knows nothing of 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,13 @@ ALONE, CPU = ParallelDims(), torch.device("cpu")
 
 
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
+
+
+@runtime_checkable
+class DividesUpdates(Protocol):
+    """An optimizer whose updates are divided among the ranks that hold the same weights."""
+
+    replicas: DeviceMesh | None
 
 
 @dataclass(eq=False)
@@ -99,9 +106,30 @@ class Whole(Generic[OptionsT]):
         """Partitions in place what they leave, after them; here nothing."""
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Before the first step, once the module and its optimizer are complete."""
+        """Prepare the training, once the module and its optimizer are complete.
+
+        An optimizer with an attribute `replicas`, as Muon, divides its work among the ranks that
+        hold the same weights.
+        """
+        if isinstance(optimizer, DividesUpdates):
+            optimizer.replicas = self.replicas
         if self.partitions:
             self.beside = [*state.named_beside_net(module).values()]
+
+    # What the planner asks for when it traces a step
+
+    @property
+    def sent_dtype(self) -> torch.dtype | None:
+        """Type in which DDP sends gradients, or None for their own."""
+        return None
+
+    def extra_state(self) -> list[Tensor]:
+        """Return the tensors that the strategy stores in addition to parameters and optimizer."""
+        return []
+
+    def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
+        """Return what is done in some steps only, each with the fraction of the steps."""
+        return []
 
     # What a module asks for
 

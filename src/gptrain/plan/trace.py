@@ -43,8 +43,8 @@ from gptrain.assemble.parts import (
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import (
-    DDPOptions,
-    DiLoCoOptions,
+    PIPELINE,
+    STRATEGIES,
     ParallelDims,
     parallel_dims,
     strategy_name,
@@ -56,10 +56,9 @@ from gptrain.parallel.requirements import check_fit
 from gptrain.parallel.step_mean import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
 
-# A pipeline's stages tell each other shapes, which needs numbers.
-TRACED = ("single", "ddp", "fsdp", "tensor_parallel", "fsdp_tensor_parallel", "diloco")
+# The stages of a pipeline send each other shapes, which fake tensors cannot do.
+TRACED = tuple(name for name, row in STRATEGIES.items() if PIPELINE not in row.axes)
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-HOOKS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
 N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
@@ -146,7 +145,7 @@ class Step:
     def __init__(
         self, cfg: RunConfig, name: str, dims: ParallelDims, sample: Any, sample_tokens: int
     ) -> None:
-        self.cfg, self.name, self.dims, self.options = cfg, name, dims, cfg.strategy
+        self.cfg, self.name, self.dims = cfg, name, dims
         self.precision = str(cfg.trainer.precision)
         with as_config_errors(cfg):
             module_class(cfg, name)
@@ -218,8 +217,6 @@ class Step:
         made: Any = module.configure_optimizers()
         while not isinstance(made, torch.optim.Optimizer):  # Lightning's forms with a schedule
             made = made["optimizer"] if isinstance(made, dict) else made[0]
-        if hasattr(made, "replicas"):
-            made.replicas = self.parallel.replicas
         self.parallel.prepare(module, made)
         return made
 
@@ -228,7 +225,7 @@ class Step:
 
         DDP's own reducer, in C++, reads the numbers of tensors, which these have not.
         """
-        half = HOOKS.get(self.options.comm_hook) if isinstance(self.options, DDPOptions) else None
+        half = self.parallel.sent_dtype
 
         def reduce(parameter: nn.Parameter) -> None:
             if self.is_last and parameter.grad is not None:
@@ -245,7 +242,7 @@ class Step:
         held = self.held_bytes()
         tracker = MemTracker()
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        tracker.track_external(self.module, self.optimizer, *self.outer_state())
+        tracker.track_external(self.module, self.optimizer, *self.parallel.extra_state())
         with tracker:
             for index in range(min(self.accumulate, 2)):
                 tracker.reset_mod_stats()  # it follows one pass through a module; peaks stay
@@ -274,8 +271,7 @@ class Step:
         """FLOPs and bytes sent of a whole step; of micro-steps that are alike one is run."""
         flops, sent = 0.0, dict.fromkeys(COLLECTIVES, 0.0)
         runs = [(partial(self.micro_step, is_last=True), 1), (self.update, 1)]
-        if isinstance(self.options, DiLoCoOptions):
-            runs.append((partial(self.parallel.sync, 0), 1 / self.options.sync_every))
+        runs += self.parallel.periodic_work()
         if self.accumulate > 1:
             runs.insert(0, (partial(self.micro_step, is_last=False), self.accumulate - 1))
         for run, times in runs:
@@ -303,17 +299,12 @@ class Step:
         self.parallel.measure_and_clip(parameters, self.cfg.trainer.gradient_clip_val, None)
         self.optimizer.step()
 
-    def outer_state(self) -> list[Tensor]:
-        """DiLoCo's state: the weights at the last synchronisation, and the outer momentum."""
-        found = self.parallel.state() if self.name == "diloco" else {}
-        return [*found.get("anchors", {}).values(), *found.get("momentum", {}).values()]
-
     def held_bytes(self) -> dict[str, float]:
         """Bytes of this rank's weights, gradients and optimizer states, each once."""
         weights = [local_of(p) for p in self.module.parameters()]
         gradients = [local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for one in self.optimizer.state.values() for t in one.values()]
         states = [local_of(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
-        states += self.outer_state()
+        states += self.parallel.extra_state()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}

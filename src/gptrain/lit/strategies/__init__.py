@@ -13,7 +13,6 @@ from gptrain.checkpoints import rng
 from gptrain.core.strategies import (
     STRATEGIES,
     ParallelDims,
-    ShardedOptions,
     StrategyOptions,
     strategy_name,
 )
@@ -74,7 +73,7 @@ def build_strategy(
         apply_compile(net, compile)
         parallel.shard(net)
 
-    place = "cpu" if isinstance(options, ShardedOptions) and options.cpu_offload else device
+    place = "cpu" if options.keeps_weights_on_cpu else device
     if sample is not None and needs_comparison(whole, parallel, activation_checkpointing):
         before = rng.capture()
 

@@ -28,7 +28,6 @@ from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, load_file
 from gptrain.data.samples import count_batch_targets
 from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
-from gptrain.optim import Muon
 from gptrain.parallel import state as states
 from gptrain.parallel.requirements import Unfit
 from gptrain.parallel.step_mean import StepMean
@@ -114,8 +113,6 @@ class NetStrategy(Strategy):
                 raise
             raise Unfit("module._target_", f"several optimizers: {ONE_OPTIMIZER}") from error
         for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):
-                optimizer.replicas = self.parallel.replicas
             self.parallel.prepare(self.module, optimizer)
         self.parallel.accumulate = trainer.accumulate_grad_batches
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)

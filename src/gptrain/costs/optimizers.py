@@ -1,0 +1,182 @@
+"""Facts about optimizers that the planner asks for: stored state, extra work and extra traffic.
+
+Nothing here imports torch. KNOWN has the facts of the optimizers of torch and of gptrain. Any other
+class states its own facts in a static method, and no other file must know about it:
+
+    class SignSGD(torch.optim.Optimizer):
+        @staticmethod
+        def facts(options: Mapping[str, Any]) -> OptimizerFacts:
+            return OptimizerFacts(states_per_parameter=1 if options.get("momentum") else 0)
+
+A class that states nothing counts as two stored values per parameter, as Adam has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from gptrain.core.strategies import DATA, TENSOR
+from gptrain.costs.communication import Traffic, gather_bytes
+
+if TYPE_CHECKING:
+    from gptrain.costs.shape import DecoderShape
+    from gptrain.costs.work import Work
+
+NEWTON_SCHULZ_STEPS = 5
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What an optimizer stores, and what its update computes and sends.
+
+    The elementwise work of an update is part of the planner's cost per parameter. An optimizer
+    whose update multiplies matrices or communicates overrides `flops` and `traffic`.
+
+    Attributes:
+        states_per_parameter: Values that are stored per parameter; the maximum, if it varies.
+        value_bytes: Bytes of a stored value. None if it has the type of the parameter.
+    """
+
+    states_per_parameter: float = 2
+    value_bytes: int | None = None
+
+    def bytes_per_parameter(self, weight_bytes: int) -> float:
+        """Return the bytes of state per parameter of `weight_bytes` bytes."""
+        return self.states_per_parameter * (self.value_bytes or weight_bytes)
+
+    def state_bytes(self, work: Work) -> float:
+        """Return the bytes of state for the parameters of a rank, before FSDP shards them."""
+        return sum(work.held) * self.bytes_per_parameter(work.weight_bytes)
+
+    def flops(self, work: Work) -> float:
+        """Return the FLOPs of a rank's update beyond its elementwise work."""
+        return 0.0
+
+    def traffic(self, work: Work) -> Iterator[Traffic]:
+        """Yield what a rank sends for its update, beyond the gradients."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class MuonFacts(OptimizerFacts):
+    """Muon stores one value per weight of a hidden matrix; the rest is AdamW's."""
+
+    def state_bytes(self, work: Work) -> float:
+        n_hidden = work.part[0] * work.shape.block_matrices / work.dims.tensor
+        return super().state_bytes(work) - n_hidden * work.weight_bytes
+
+    def flops(self, work: Work) -> float:
+        return muon_flops(work.shape, work.part[0], ranks_of_update(work))
+
+    def traffic(self, work: Work) -> Iterator[Traffic]:
+        """Yield the traffic of the updates of hidden matrices, which the ranks divide.
+
+        Updates are sent in bf16, or in fp32 by a device without bf16 instructions. Ranks that hold
+        full matrices all-gather the updates. Shards are sent to the rank that updates their matrix,
+        and the updates are sent back. NCCL sends each rank its part alone. Gloo cannot do that, and
+        all-gathers full matrices both times. Copies of the shards (HSDP) have nothing to send to
+        each other before the update, and all-gather its shards afterwards.
+        """
+        dims, n = work.dims, ranks_of_update(work)
+        is_sharded = work.costs.shards_weights or dims.tensor > 1
+        value_bytes = 2 if work.has_bf16 else 4
+        parts = update_parts(work.shape, work.part[0], n)
+        updates = value_bytes * n * sum(short * long * number for short, long, number in parts)
+        if is_sharded:
+            matrices = value_bytes * work.part[0] * work.shape.block_matrices
+            n_of_copy = n // dims.replicas  # ranks that hold the shards of one copy
+            if work.is_cpu:
+                sent = gather_bytes(matrices, n_of_copy) + gather_bytes(updates, n)
+            else:
+                sent = gather_bytes(matrices + updates, n_of_copy) / n
+                sent += gather_bytes(updates / n_of_copy, dims.replicas)
+        else:
+            sent = gather_bytes(updates, n)
+        n_shapes = len(parts) + (
+            dims.tensor > 1
+        )  # the shards of out_proj have a shape of their own
+        calls = (1 + is_sharded) * n_shapes
+        yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, calls, n - 1)
+
+
+def ranks_of_update(work: Work) -> int:
+    """Return how many ranks divide the updates of the hidden matrices of a rank's blocks.
+
+    Under FSDP these are all ranks of the mesh: copies of the shards divide the updates, too.
+    """
+    if work.costs.shards_weights:
+        return work.dims.tensor * work.dims.data
+    return work.dims.tensor if work.dims.tensor > 1 else work.costs.step_ranks
+
+
+def update_parts(shape: DecoderShape, n_blocks: int, n_ranks: int) -> list[tuple[int, int, int]]:
+    """Return (shorter side, longer side, number) of the matrices that the first rank updates.
+
+    Matrices of one shape are divided among `n_ranks`; the first rank's number is rounded up.
+    """
+    counts = Counter(shape.matrices).items()
+    return [
+        (min(sides), max(sides), math.ceil(n_blocks * number / n_ranks)) for sides, number in counts
+    ]
+
+
+def muon_flops(shape: DecoderShape, n_blocks: int, n_ranks: int) -> int:
+    """Return the FLOPs of a rank's updates: five Newton-Schulz steps of three products each."""
+    return sum(
+        number * NEWTON_SCHULZ_STEPS * short**2 * (4 * long + 2 * short)
+        for short, long, number in update_parts(shape, n_blocks, n_ranks)
+    )
+
+
+ADAM = OptimizerFacts()
+
+
+def _n_states(n_states: int) -> Callable[[Mapping[str, Any]], OptimizerFacts]:
+    return lambda options: OptimizerFacts(n_states)
+
+
+KNOWN: dict[str, Callable[[Mapping[str, Any]], OptimizerFacts]] = {
+    "torch.optim.SGD": lambda options: OptimizerFacts(1 if options.get("momentum") else 0),
+    "torch.optim.Adafactor": _n_states(0),  # one row and one column per matrix
+    "torch.optim.RMSprop": _n_states(1),
+    "torch.optim.Adagrad": _n_states(1),
+    "torch.optim.ASGD": _n_states(1),
+    "gptrain.optim.Muon": lambda options: MuonFacts(),
+}
+
+
+def facts_of(target: str, options: Mapping[str, Any]) -> OptimizerFacts:
+    """Return the facts about an optimizer.
+
+    A class outside of torch and gptrain is imported and asked. If it cannot be imported, or states
+    nothing, it counts as Adam: the check of a run reports the import error.
+
+    Args:
+        target: The `_target_` of the optimizer group.
+        options: Keyword arguments of the optimizer.
+    """
+    if known := KNOWN.get(_public_name(target)):
+        return known(options)
+    if target.startswith("torch.optim."):
+        return ADAM
+    try:
+        optimizer = resolve_name(target)
+    except Exception:
+        return ADAM
+    if states_facts := getattr(optimizer, "facts", None):
+        return states_facts(options)
+    for base in getattr(optimizer, "__mro__", ()):  # a subclass of an optimizer that is known
+        if known := KNOWN.get(_public_name(f"{base.__module__}.{base.__qualname__}")):
+            return known(options)
+    return ADAM
+
+
+def _public_name(path: str) -> str:
+    """Return the path by which a class is exported: torch.optim.sgd.SGD -> torch.optim.SGD."""
+    parts = path.split(".")
+    return ".".join([*parts[:-1][:2], parts[-1]])
