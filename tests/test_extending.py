@@ -149,8 +149,9 @@ def test_facts_follow_a_class_under_another_path_and_into_a_subclass():
 def test_an_optimizer_from_outside_makes_its_own_parameter_groups():
     run = compose_run(
         f"optimizer._target_={__name__}.SharedSigns", "~optimizer.betas", "~optimizer.eps",
-        "~optimizer.fused", "optimizer.lr=0.5", "+optimizer.bias_lr=0.25", "optimizer.lr_scaling=linear",
-        "optimizer.reference_batch_size=2", "optimizer.weight_decay=0.0",
+        "~optimizer.fused", "optimizer.lr=0.5", "+optimizer.bias_lr=0.25",
+        "optimizer.lr_scaling=linear", "optimizer.reference_batch_size=2",
+        "optimizer.weight_decay=0.0",
     )  # fmt: skip
     net = nn.Linear(3, 2)
     optimizer = build_optimizer(run, plan_batch(4, None, 1, 1), net)  # twice the reference
