@@ -11,14 +11,20 @@ import pytest
 import torch
 import yaml
 
-from gptrain.checkpoints.manifest import DamagedCheckpoint, NoGoodCheckpoint, read_manifest, seal
+from gptrain.checkpoints.manifest import (
+    DamagedCheckpointError,
+    NoGoodCheckpointError,
+    read_manifest,
+    seal,
+)
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config import ConfigError
 from gptrain.data import DataError
 from gptrain.models import SimpleGPT
 
 REFUSALS = (
-    ConfigError, DamagedCheckpoint, NoGoodCheckpoint, DataError, FileNotFoundError, ValueError
+    ConfigError, DamagedCheckpointError, NoGoodCheckpointError, DataError, FileNotFoundError,
+    ValueError
 )  # fmt: skip
 SIZES = {"vocab_size": 256, "d_model": 4, "n_heads": 1, "n_layers": 1, "max_seq_len": 32,
          "dropout": 0.0, "activation": "gelu"}  # fmt: skip

@@ -13,7 +13,7 @@ import gptrain
 from gptrain.assemble.datasets import check_sample
 from gptrain.assemble.parts import build_optimizer, build_schedule, peak_lr
 from gptrain.core.errors import ConfigError
-from gptrain.core.lengths import BatchPlan, Lengths
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.core.schema import OptimizerConfig, RunConfig, SchedulerConfig
 from gptrain.lit import LanguageModel
 from tests.command_line import compose_run
@@ -127,7 +127,9 @@ def test_a_decay_that_an_optimizer_does_not_know_is_an_error_and_not_silence():
 def factor(cfg, n_steps: int, step: int) -> float:
     """What the schedule of a run of so many steps multiplies the learning rate with."""
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    made = build_schedule(cfg, Lengths(BatchPlan(1, 1, 1), 1, n_steps, n_steps, n_steps), optimizer)
+    made = build_schedule(
+        cfg, RunLengths(BatchPlan(1, 1, 1), 1, n_steps, n_steps, n_steps), optimizer
+    )
     return made["scheduler"].lr_lambdas[0](step)
 
 
@@ -148,7 +150,7 @@ def test_a_schedule_that_looks_at_a_metric_looks_at_the_monitor_after_each_valid
     cfg = compose_run("model=gpt_nano", "checkpoint.monitor=val/top1", "checkpoint.mode=max")
     cfg = own_schedule(cfg, "torch.optim.lr_scheduler.ReduceLROnPlateau")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
-    made = build_schedule(cfg, Lengths(BatchPlan(1, 1, 4), 1, 10, 10, 5), optimizer)
+    made = build_schedule(cfg, RunLengths(BatchPlan(1, 1, 4), 1, 10, 10, 5), optimizer)
     found = made["monitor"], made["frequency"], made["scheduler"].mode
     assert found == ("val/top1", 5 * 4, "max")
 

@@ -16,14 +16,14 @@ import pytest
 from gptrain.checkpoints import fileops, manifest, writer
 from gptrain.checkpoints import store as store_module
 from gptrain.checkpoints.manifest import (
-    DamagedCheckpoint,
-    NoGoodCheckpoint,
+    DamagedCheckpointError,
+    NoGoodCheckpointError,
     read_manifest,
     seal,
     verify,
 )
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.writer import SaveFailed
+from gptrain.checkpoints.writer import SaveFailedError
 
 RUN = "a" * 32
 FILES = ("state.ckpt", "extra.bin")
@@ -146,7 +146,7 @@ def test_an_error_of_any_operation_is_one_exception_and_harms_nothing(
         shutil.rmtree(store.folder)
         save(store, 1)
         shim.arm(at, number)
-        with pytest.raises(SaveFailed, match=f"{os.strerror(number)}.* are intact") as failed:
+        with pytest.raises(SaveFailedError, match=f"{os.strerror(number)}.* are intact") as failed:
             save(store, 2, in_background=in_background)
             store.finish()
         broken_name = shim.names[at - 1]
@@ -171,7 +171,7 @@ def test_a_save_that_reads_otherwise_than_written_fails_and_harms_nothing(store,
         return operation(*arguments, **options)
 
     for in_background in (False, True):
-        with monkeypatch.context() as patch, pytest.raises(SaveFailed, match="EIO") as failed:
+        with monkeypatch.context() as patch, pytest.raises(SaveFailedError, match="EIO") as failed:
             wrap_os(patch, write_other)
             save(store, 2, in_background=in_background)
             store.finish()
@@ -250,7 +250,7 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
 
 def test_too_little_space_is_found_out_before_anything_is_written(store):
     store.check_space(1)
-    with pytest.raises(SaveFailed, match=r"ENOSPC.* none is there") as short:
+    with pytest.raises(SaveFailedError, match=r"ENOSPC.* none is there") as short:
         save(store, 1, needed_bytes=1 << 60)
     assert short.value.path == store.folder and not store.folder.exists()
     assert 0 < short.value.free < short.value.needed == 1 << 60
@@ -269,7 +269,7 @@ def test_every_flipped_bit_is_detected(store):
         bad = good.copy()
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         victim.write_bytes(bad)
-        with pytest.raises(DamagedCheckpoint, match=victim.name):
+        with pytest.raises(DamagedCheckpointError, match=victim.name):
             verify(path)
         victim.write_bytes(good)
     verify(path)
@@ -352,7 +352,9 @@ def test_two_damaged_saves_of_one_step_are_both_kept_and_count_as_checkpoints(st
         store.newest_good()
     assert sorted(os.listdir(store.folder)) == [good.name, *both]
     shutil.rmtree(good)
-    with pytest.raises(NoGoodCheckpoint, match=r"step-00000002\.corrupt: found damaged before"):
+    with pytest.raises(
+        NoGoodCheckpointError, match=r"step-00000002\.corrupt: found damaged before"
+    ):
         store.newest_good()
 
 
@@ -360,7 +362,7 @@ def test_if_none_is_good_every_start_stops_and_lists_each_with_its_reason(store)
     DAMAGES["truncated"](save(store, 1))
     DAMAGES["missing"](save(store, 2))
     for _ in range(2):  # the second start must not begin from scratch either
-        with pytest.raises(NoGoodCheckpoint) as stop:
+        with pytest.raises(NoGoodCheckpointError) as stop:
             store.newest_good()
         assert "step-00000001: state.ckpt has 1000 bytes" in str(stop.value)
         assert "step-00000002: state.ckpt is missing" in str(stop.value)
@@ -377,7 +379,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_none(store, name):
     save(store, 1)
     path = save(store, 2)
     reseal(path, files={name: read_manifest(path)["files"]["state.ckpt"]})
-    with pytest.raises(DamagedCheckpoint, match="none of ours"):
+    with pytest.raises(DamagedCheckpointError, match="none of ours"):
         verify(path)
 
 
@@ -446,7 +448,7 @@ def test_a_save_in_the_background_reports_no_progress_of_the_training(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_the_same_error_after_it_was_sent_to_another_process():
-    error = DamagedCheckpoint("run/step-00000004", "state.ckpt is missing")
+    error = DamagedCheckpointError("run/step-00000004", "state.ckpt is missing")
     again = pickle.loads(pickle.dumps(error))
     assert (again.path, again.reason) == (error.path, error.reason)
     assert str(again) == "run/step-00000004: state.ckpt is missing"

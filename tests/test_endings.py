@@ -6,11 +6,11 @@ import errno
 
 import pytest
 
-from gptrain.checkpoints.manifest import DamagedCheckpoint, NoGoodCheckpoint
-from gptrain.checkpoints.safe_load import UnsafeCheckpoint
-from gptrain.checkpoints.status import NonFinite, Preempted
-from gptrain.checkpoints.writer import SaveFailed
-from gptrain.core.errors import ConfigError, Problem, ending_of
+from gptrain.checkpoints.manifest import DamagedCheckpointError, NoGoodCheckpointError
+from gptrain.checkpoints.safe_load import UnsafeCheckpointError
+from gptrain.checkpoints.status import NonFiniteError, PreemptedError
+from gptrain.checkpoints.writer import SaveFailedError
+from gptrain.core.errors import ConfigError, ConfigIssue, ending_of
 from gptrain.data import DataError
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.rank import forget_old_starts
@@ -20,18 +20,18 @@ from gptrain.runtime.watchdog import Heartbeat, read_progress
 @pytest.mark.parametrize(
     ("error", "code", "cause"),
     [
-        (Preempted(5), 75, "preempted"),
-        (NonFinite(3, 1, [4, 5]), 79, "nonfinite"),
-        (ConfigError([Problem("a", 1, "wrong")]), 2, "config"),
-        (ConfigError([Problem("a", 1, "gone", code=66)]), 66, "config"),
+        (PreemptedError(5), 75, "preempted"),
+        (NonFiniteError(3, 1, [4, 5]), 79, "nonfinite"),
+        (ConfigError([ConfigIssue("a", 1, "wrong")]), 2, "config"),
+        (ConfigError([ConfigIssue("a", 1, "gone", code=66)]), 66, "config"),
         (ModuleNotFoundError("No module named 'wandb'", name="wandb"), 2, "config"),
         (ModuleNotFoundError("No module named 'mine.net'", name="mine.net"), 70, "error"),
         (DataError("a.txt: empty"), 65, "data"),
-        (DamagedCheckpoint("step-1", "state.ckpt is missing"), 65, "data"),
-        (UnsafeCheckpoint("step-1", "contains os.system"), 65, "data"),
-        (NoGoodCheckpoint("checkpoints", []), 65, "data"),
-        (SaveFailed(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
-        (SaveFailed(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
+        (DamagedCheckpointError("step-1", "state.ckpt is missing"), 65, "data"),
+        (UnsafeCheckpointError("step-1", "contains os.system"), 65, "data"),
+        (NoGoodCheckpointError("checkpoints", []), 65, "data"),
+        (SaveFailedError(errno.ENOSPC, "checkpoints", 10, 5, 0), 74, "disk"),
+        (SaveFailedError(errno.EROFS, "checkpoints", 10, 5, 0), 73, "disk"),
         (OSError(errno.ENOSPC, "refused", "/some/file"), 74, "disk"),
         (OSError(errno.EDQUOT, "refused", "/some/file"), 74, "disk"),
         (OSError(errno.EIO, "refused", "/some/file"), 74, "disk"),

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from gptrain.config import ConfigError, check, compose_command
 from gptrain.config.cli import run_command
-from gptrain.core.errors import JobFailed, Problem
+from gptrain.core.errors import ConfigIssue, JobFailedError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count
 from tests.command_line import refused
@@ -110,7 +110,7 @@ def test_a_launchers_broken_environment_is_a_line(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "error, code, said",
     [
-        (pickle.loads(pickle.dumps(JobFailed(79, "of another process"))), 79, ""),
+        (pickle.loads(pickle.dumps(JobFailedError(79, "of another process"))), 79, ""),
         (SystemExit(75), 75, ""),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ZeroDivisionError("division by zero"), 70, "error: ZeroDivisionError: division by zero"),
@@ -124,13 +124,13 @@ def test_whatever_a_job_raises_is_a_code_and_at_most_one_line(error, code, said,
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)
     run_command(job, [*NANO, "debug=true"])
-    is_told = isinstance(error, JobFailed)
+    is_told = isinstance(error, JobFailedError)
     assert ("Traceback" in capsys.readouterr().err) != is_told
 
 
 def test_a_job_that_is_refused_leaves_no_empty_folder(outputs):
     def job(cfg):
-        raise ConfigError([Problem("model", None, "does not fit")])
+        raise ConfigError([ConfigIssue("model", None, "does not fit")])
 
     assert run_command(job, [*NANO, "name=a"]) == 2
     assert not list(outputs.glob("a/*"))
@@ -142,7 +142,7 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
     def job(cfg):
         seen.append(cfg.seed)
         if cfg.seed == 2:
-            raise JobFailed(79, "loss is nan")
+            raise JobFailedError(79, "loss is nan")
         return float(cfg.seed)
 
     words = ["-m", "seed=1,2,3,-4", "hydra.sweeper.max_batch_size=1", *NANO]
@@ -156,7 +156,7 @@ def test_in_a_sweep_a_failing_job_does_not_take_the_others_with_it(capsys):
 
 
 @pytest.mark.parametrize(
-    "stop, code", [(JobFailed(75, "preempted"), 75), (KeyboardInterrupt(), 130)], ids=str
+    "stop, code", [(JobFailedError(75, "preempted"), 75), (KeyboardInterrupt(), 130)], ids=str
 )
 def test_a_stop_ends_the_sweep_and_not_one_job(stop, code):
     seen = []

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.speed import DamagedMeasurement, this_machine
+from gptrain.costs.speed import DamagedMeasurementError, this_machine
 
 
 def test_links_have_the_arithmetic_of_their_standards():
@@ -89,5 +89,5 @@ WRONG = [
 )
 def test_a_damaged_measurement_is_named(text, tmp_path):
     (tmp_path / "machine.json").write_text(text)
-    with pytest.raises(DamagedMeasurement, match=r"machine\.json: damaged .*; try: python -m"):
+    with pytest.raises(DamagedMeasurementError, match=r"machine\.json: damaged .*; try: python -m"):
         this_machine(tmp_path, 1)

@@ -14,7 +14,7 @@ from gptrain.assemble.weights import load_weights
 from gptrain.export.files import write_net
 from gptrain.models import HuggingFace
 from gptrain.parallel.activation import apply_activation_checkpointing
-from gptrain.parallel.placement import make_to_look_at
+from gptrain.parallel.placement import build_on_meta_device
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -78,7 +78,7 @@ def test_a_model_that_bounds_its_logits_offers_no_head():
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_net_without_memory_offers_what_it_offers_with_it(name):
     """So that a model of billions of weights is not made to see whether a strategy takes it."""
-    net = make_to_look_at(lambda: HuggingFace(61, CONFIGS[name]))
+    net = build_on_meta_device(lambda: HuggingFace(61, CONFIGS[name]))
     assert all(parameter.is_meta for parameter in net.parameters())
     assert len(net.blocks) == 2 and net.head.weight.shape == (61, 32) and callable(net.hidden)
 

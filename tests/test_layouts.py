@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from gptrain.assemble.weights import load_weights
-from gptrain.checkpoints.manifest import DamagedCheckpoint
+from gptrain.checkpoints.manifest import DamagedCheckpointError
 from gptrain.export.files import write_net
 from gptrain.models import Llama, SimpleGPT
 
@@ -75,12 +75,12 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     load_weights(net, tmp_path)
     torch.testing.assert_close(net(TOKENS), theirs(TOKENS).logits, **CLOSE)
     files[1].unlink()
-    with pytest.raises(DamagedCheckpoint, match=f"names {files[1].name}, which is no"):
+    with pytest.raises(DamagedCheckpointError, match=f"names {files[1].name}, which is no"):
         load_weights(net, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     for names, said in ({"a": "../a.safetensors"}, "no safetensors file beside"), ([], "no weight"):
         index.write_text(json.dumps({"weight_map": names}))
-        with pytest.raises(DamagedCheckpoint, match=said):
+        with pytest.raises(DamagedCheckpointError, match=said):
             load_weights(net, tmp_path)
 
 

@@ -15,8 +15,8 @@ from gptrain.assemble.trainer import assign_devices
 from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.base import Ranks, SingleDevice
-from gptrain.parallel.strategy import Whole
-from gptrain.runtime.devices import Machine, find_machine, set_threads
+from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.runtime.devices import RunDevices, find_machine, set_threads
 from gptrain.runtime.process import Process, calm_threads
 from tests.command_line import compose_run
 
@@ -65,15 +65,15 @@ def test_a_rank_that_sees_one_gpu_takes_it(visible, monkeypatch):
 @pytest.mark.parametrize(
     ("machine", "count"),
     [
-        (Machine("cuda", 2, 1, (1, 3)), 4),
-        (Machine("cuda", 2, 1), 4),  # torchrun starts fewer ranks than there are GPUs
-        (Machine("cuda", 2, 1), 1),  # srun --gpus-per-task=1
+        (RunDevices("cuda", 2, 1, (1, 3)), 4),
+        (RunDevices("cuda", 2, 1), 4),  # torchrun starts fewer ranks than there are GPUs
+        (RunDevices("cuda", 2, 1), 1),  # srun --gpus-per-task=1
     ],
 )
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(Ranks(Whole()), machine, rank)
+        trainer = make_trainer(Ranks(ParallelStrategy()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices) == (2, 2)
 
@@ -95,7 +95,7 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
     told = []
     monkeypatch.setattr(assemble, "set_threads", told.append)
     monkeypatch.setattr(assemble, "start_group", start_group)
-    monkeypatch.setattr(Machine, "backend", "the machine's")
+    monkeypatch.setattr(RunDevices, "backend", "the machine's")
     words = ["strategy=ddp", "trainer.devices=3", "trainer.accelerator=cpu", "strategy.timeout_s=5"]
     for asked, backend in (("null", "the machine's"), ("gloo", "gloo")):
         with pytest.raises(GroupMade) as made:
@@ -106,8 +106,8 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
 
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
-    machine = Machine("cuda", 1, 1, (3,))
-    trainer = make_trainer(SingleDevice(Whole(), machine.device(0)), machine, rank=0)
+    machine = RunDevices("cuda", 1, 1, (3,))
+    trainer = make_trainer(SingleDevice(ParallelStrategy(), machine.device(0)), machine, rank=0)
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 

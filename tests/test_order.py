@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from gptrain.core.lengths import BatchPlan, Lengths
+from gptrain.core.lengths import BatchPlan, RunLengths
 from gptrain.data import (
     BatchReader,
     DataError,
@@ -159,7 +159,7 @@ def test_the_samples_of_any_step_can_be_named():
 
 def test_ranks_of_a_tensor_group_are_named_with_the_samples_that_they_share():
     data = [(torch.zeros(2), torch.zeros(2))] * 40
-    lengths = Lengths(BatchPlan(2, 2, 1), 2, epoch_steps=5, n_steps=5, validate_every=5)
+    lengths = RunLengths(BatchPlan(2, 2, 1), 2, epoch_steps=5, n_steps=5, validate_every=5)
     module = TextDataModule(data, data, None, lengths, seed=0, world_size=2, ranks_per_sample=2)
     first, second = (module.batches.step_samples(3)[:, rank].ravel().tolist() for rank in (0, 1))
     assert [module.step_samples(3, rank) for rank in range(4)] == [first, first, second, second]
@@ -177,7 +177,7 @@ class Noise(Dataset):
 
 def test_what_workers_draw_follows_the_seed_and_differs_between_ranks():
     def drawn(seed, rank):
-        lengths = Lengths(BatchPlan(1, 2, 1), 2, epoch_steps=2, n_steps=2, validate_every=2)
+        lengths = RunLengths(BatchPlan(1, 2, 1), 2, epoch_steps=2, n_steps=2, validate_every=2)
         options = {"seed": seed, "rank": rank, "world_size": 2, "num_workers": 1}
         module = TextDataModule(Noise(), Noise(), None, lengths, **options)
         return [tokens.tolist() for tokens, _ in module.val_dataloader()]
@@ -289,7 +289,7 @@ def test_a_rank_without_a_sample_gets_one_whose_targets_do_not_count():
 )
 def test_a_sample_that_does_not_fit_is_named(sample, message, num_workers):
     data = Samples(sample)
-    lengths = Lengths(BatchPlan(4, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
+    lengths = RunLengths(BatchPlan(4, 1, 1), 3, epoch_steps=1, n_steps=1, validate_every=1)
     module = TextDataModule(data, data, None, lengths, seed=0, num_workers=num_workers)
     with pytest.raises(DataError, match=f"^data.val: {message}") as error:
         list(module.val_dataloader())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gptrain.runtime.devices import Machine, native_precision, precision_for
+from gptrain.runtime.devices import RunDevices, native_precision, precision_for
 
 AMPERE, TURING = 8, 7
 
@@ -28,7 +28,7 @@ def test_bf16_is_taken_where_it_is_native(accelerator, cuda_major, cpu_has_bf16,
 def test_a_run_says_what_was_chosen(train):
     run = train("trainer.precision=auto", "trainer.max_steps=1")
     assert run.code == 0, run.err
-    assert f"precision {native_precision(Machine('cpu', 1, 1))}" in run.out
+    assert f"precision {native_precision(RunDevices('cpu', 1, 1))}" in run.out
 
 
 def test_a_step_in_bf16_or_fp64_on_any_cpu_is_that_of_fp32(train):
@@ -59,13 +59,13 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
     from gptrain.lit import LanguageModel
     from gptrain.lit.strategies.base import SingleDevice
     from gptrain.models import SimpleGPT
-    from gptrain.parallel.strategy import Whole
+    from gptrain.parallel.strategy import ParallelStrategy
 
     net = SimpleGPT(31, 16, n_heads=2, n_layers=1, max_seq_len=8, dropout=0.0)
     module = LanguageModel(net, lambda m: torch.optim.AdamW(m.parameters(), fused=fused))
     data = torch.utils.data.DataLoader(DummyTextDataset(8, 9, 31), 8, collate_fn=collate)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    strategy = SingleDevice(Whole(), torch.device("cpu"))
+    strategy = SingleDevice(ParallelStrategy(), torch.device("cpu"))
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=1, gradient_clip_val=0.5, logger=False, strategy=strategy,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

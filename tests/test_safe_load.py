@@ -15,15 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, metadata
 
 from gptrain.checkpoints import rng
-from gptrain.checkpoints.manifest import DamagedCheckpoint, verify
+from gptrain.checkpoints.manifest import DamagedCheckpointError, verify
 from gptrain.checkpoints.safe_load import (
     SafeFileSystemReader,
     ShardWriter,
-    UnsafeCheckpoint,
+    UnsafeCheckpointError,
     load_file,
 )
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.writer import SaveFailed
+from gptrain.checkpoints.writer import SaveFailedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -70,7 +70,7 @@ def test_a_file_with_foreign_code_is_refused_and_the_code_named(
 ):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # for files that one trusts
     write({"config": [1, Attack(mark)], "w": torch.ones(2)}, tmp_path / "x.ckpt")
-    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system; refused"):
+    with pytest.raises(UnsafeCheckpointError, match=r"contains os\.system; refused"):
         load_file(tmp_path / "x.ckpt", mmap=mmap)
 
 
@@ -82,7 +82,7 @@ def test_bits_flipped_in_a_file_that_nobody_verified_raise_one_of_our_two_errors
         for _ in range(draw.randrange(1, 9)):
             bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         (tmp_path / "x.ckpt").write_bytes(bad)
-        with contextlib.suppress(UnsafeCheckpoint, DamagedCheckpoint):
+        with contextlib.suppress(UnsafeCheckpointError, DamagedCheckpointError):
             load_file(tmp_path / "x.ckpt")
 
 
@@ -99,7 +99,7 @@ def cut() -> bytes:
 )  # fmt: skip
 def test_a_file_that_is_no_checkpoint_is_called_that(tmp_path, data):
     (tmp_path / "x.ckpt").write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match="not a checkpoint") as refused:
+    with pytest.raises(DamagedCheckpointError, match="not a checkpoint") as refused:
         load_file(tmp_path / "x.ckpt")
     assert "weights_only" not in str(refused.value)
     with pytest.raises(FileNotFoundError):
@@ -164,7 +164,7 @@ def test_what_torch_wrote_by_itself_is_read(tmp_path):
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_foreign_code_in_the_index_of_a_folder_is_refused(tmp_path, mark, protocol):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Attack(mark), protocol=protocol))
-    with pytest.raises(UnsafeCheckpoint, match=r"contains os\.system"):
+    with pytest.raises(UnsafeCheckpointError, match=r"contains os\.system"):
         SafeFileSystemReader(tmp_path).read_metadata()
     with pytest.raises(dcp.api.CheckpointException):
         dcp.load({"step": 0}, storage_reader=SafeFileSystemReader(tmp_path))
@@ -191,7 +191,7 @@ def test_an_index_that_python_3_11_2_wrote_is_read(tmp_path, monkeypatch):
     dcp.load(loaded, storage_reader=SafeFileSystemReader(index.parent))
     assert flat(loaded) == flat(saved)
     write(metadata.Metadata, "__init__")
-    with pytest.raises(DamagedCheckpoint, match="not a checkpoint"):
+    with pytest.raises(DamagedCheckpointError, match="not a checkpoint"):
         SafeFileSystemReader(index.parent).read_metadata()
 
 
@@ -203,9 +203,9 @@ def test_a_disk_that_fills_during_torch_save_or_a_sharded_save_is_one_clean_exce
     for limit in (0, 1, 100, 1 << 12, 1 << 20, 5 << 20):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(SaveFailed), store.writing(1) as draft, draft.open("x") as file:
+            with pytest.raises(SaveFailedError), store.writing(1) as draft, draft.open("x") as file:
                 torch.save(state, file)
-            with pytest.raises(SaveFailed) as failed, store.writing(1) as draft:
+            with pytest.raises(SaveFailedError) as failed, store.writing(1) as draft:
                 dcp.save(state, storage_writer=ShardWriter(draft))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

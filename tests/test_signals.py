@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from gptrain.checkpoints.status import Preempted
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.runtime import signals
 from gptrain.runtime.signals import SAME_REQUEST_S, SIGNALS, StopFlag
 from gptrain.runtime.watchdog import Guard
@@ -151,16 +151,16 @@ def test_where_nothing_can_be_saved_a_signal_ends_the_wait_at_once(tmp_path):
     with Flag() as flag, Guard(tmp_path, tmp_path, flag, rank=0, timeout_s=60) as guard:
         started_s = time.monotonic()
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        with pytest.raises(Preempted), guard.nothing_to_save():
+        with pytest.raises(PreemptedError), guard.nothing_to_save():
             try:
                 time.sleep(30)  # a corpus is tokenized
             except Exception as error:
                 raise ImportError("error locating target") from error
         assert time.monotonic() - started_s < 10
-        with pytest.raises(Preempted), guard.nothing_to_save():
+        with pytest.raises(PreemptedError), guard.nothing_to_save():
             pytest.fail("it was asked to stop before")
         os.kill(os.getpid(), signal.SIGTERM)  # a flag again
         assert flag.signal == "SIGTERM"
         flag.signal, flag.late = None, True
-        with pytest.raises(Preempted), guard.nothing_to_save():
+        with pytest.raises(PreemptedError), guard.nothing_to_save():
             pytest.fail("would tokenize for hours")

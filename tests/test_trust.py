@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from gptrain.config.from_run import check_values
-from gptrain.core.errors import Problem
+from gptrain.core.errors import ConfigIssue
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) that a stranger's run may name.
@@ -41,7 +41,7 @@ REFUSED = [
 ]
 
 
-def refused(values: dict, *allowed: str) -> list[Problem]:
+def refused(values: dict, *allowed: str) -> list[ConfigIssue]:
     return list(check_values(values, allowed))
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from processes import is_alive, wait_until
 
 from gptrain.checkpoints.status import read_status, write_status
-from gptrain.core.errors import JobFailed
+from gptrain.core.errors import JobFailedError
 from gptrain.runtime import supervisor
 from gptrain.runtime.signals import StopFlag
 from gptrain.runtime.watchdog import (
@@ -245,7 +245,7 @@ def test_a_lost_rank_is_worth_a_restart_unless_the_job_was_asked_to_stop(
     monkeypatch.setattr(supervisor, "run_once", lambda *_: starts.append(1) or 70)
     values = {"launcher": {"max_restarts": 2}, "task": "fit", "ckpt_path": None}
     cfg = OmegaConf.create({**values, "run_dir": str(tmp_path)})
-    with pytest.raises(JobFailed) as failed:
+    with pytest.raises(JobFailedError) as failed:
         supervisor.supervise(sleep_until_terminated, cfg, 2, lambda: cfg, stop)
     assert (failed.value.code, len(starts)) == (70, n_starts)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gptrain.core.errors import JobFailed, quoted
+from gptrain.core.errors import JobFailedError, quoted
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 # GPT-2's block with AdamW at the best of three learning rates (1e-3, 2e-3, 5e-3); the quickstart.
@@ -46,7 +46,7 @@ def race(cfg: DictConfig, words: list[str]) -> list[dict[str, Any]]:
         cfg: of BenchRun; target_loss=first is what the first config has at its end, seed by seed.
         words: overrides of all runs, which come after their own.
 
-    Raises: JobFailed.
+    Raises: JobFailedError.
     """
     results: list[dict[str, Any]] = []
     for number, config in enumerate(cfg.configs):
@@ -70,7 +70,7 @@ def run_to(target: float | None, words: list[str], folder: Path) -> dict[str, An
     overrides = [*COMMON, *words, *stop, f"run_dir={quoted(str(folder))}"]
     command = [sys.executable, str(TRAIN), *overrides]
     if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
-        raise JobFailed(code, f"{shlex.join(words)}: exit code {code}")
+        raise JobFailedError(code, f"{shlex.join(words)}: exit code {code}")
     result = json.loads((folder / "result.json").read_text())
     loss = result["metrics"]["val/loss"]
     aim = {"target": loss if target is None else target, "val_loss": loss}

@@ -9,7 +9,7 @@ import torch
 
 from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.manifest import read_manifest
-from gptrain.checkpoints.writer import Draft
+from gptrain.checkpoints.writer import CheckpointWriter
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"
@@ -48,13 +48,13 @@ def test_a_metric_that_fails_at_the_second_validation_loses_no_step(fit, ranks):
 
 
 def test_the_tensors_of_a_validated_step_are_written_once(fit, monkeypatch):
-    written, draft_open = Counter(), Draft.open
+    written, draft_open = Counter(), CheckpointWriter.open
 
     def count(draft, name):
         written[name] += 1
         return draft_open(draft, name)
 
-    monkeypatch.setattr(Draft, "open", count)
+    monkeypatch.setattr(CheckpointWriter, "open", count)
     run = fit(*WORDS)
     assert written == {"state.ckpt": 3, NAME: 3}
     folder = run.folder / "checkpoints/step-00000006"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 
-from gptrain.lit.callbacks.steps import Steps, acts_on_validation
+from gptrain.lit.callbacks.monitor import TrainingMonitor, acts_on_validation
 from tests.lit.conftest import OWN, differences, same_rows, tensors
 
 MODULES, CALLBACKS = f"module._target_={OWN}.modules", f"{OWN}.callbacks"
@@ -184,7 +184,7 @@ def test_a_file_of_lightnings_is_one_where_our_own_save_failed(fit, tmp_path, mo
         if trainer.strategy.saves_to_store:
             raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(Steps, "on_save_checkpoint", refuse)
+    monkeypatch.setattr(TrainingMonitor, "on_save_checkpoint", refuse)
     options = f"{{_target_: {LIGHTNING}.OnExceptionCheckpoint, dirpath: {tmp_path}}}"
     fit(f"+callbacks.last={options}", code=74)
     state = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
@@ -343,7 +343,8 @@ def test_a_callback_of_the_users_in_our_package_is_not_left_in_its_validation():
             pass
 
     trainer = SimpleNamespace(
-        callbacks=[Steps(1, lengths=None, model_config={})], lightning_module=LightningModule()
+        callbacks=[TrainingMonitor(1, lengths=None, model_config={})],
+        lightning_module=LightningModule(),
     )
     assert not acts_on_validation(trainer)
     trainer.callbacks.append(Swaps())

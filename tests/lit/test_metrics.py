@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 import gptrain
 from gptrain.data import DummyTextDataset
 from gptrain.lit import LanguageModel
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 from tests.lit.conftest import ACCURACY, OWN
 
 DEEP = ("model.n_layers=2",)
@@ -97,7 +97,7 @@ class OnMPS(torch.Tensor):
 def test_an_evaluation_adds_up_in_a_type_that_the_device_has(kind, dtype):
     module = LanguageModel(nn.Identity(), make_optimizer=torch.optim.AdamW)
     tokens = torch.zeros(1, 2, dtype=torch.long)
-    with patch.object(Whole, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
+    with patch.object(ParallelStrategy, "loss_sum", return_value=torch.ones(()).as_subclass(kind)):
         module.evaluate(tokens, tokens)
     assert module.eval_sums.dtype == dtype and module.eval_sums.tolist() == [1, 2]
 

@@ -16,9 +16,9 @@ from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import PLAIN
 from gptrain.models import SimpleGPT
-from gptrain.parallel.placement import local_of, whole_of
+from gptrain.parallel.placement import full_tensor, local_shard
 from gptrain.parallel.state import (
-    WHOLE,
+    NO_STAGES,
     load_net_state,
     load_optimizer_state,
     named_parameters,
@@ -82,7 +82,7 @@ class OneProcess:
     """The truth, and the interface of the others: one optimizer step at a time."""
 
     beside: ClassVar[dict] = {}  # name -> parameter that is not the net's
-    stages = WHOLE  # what a state must know of a pipeline
+    stages = NO_STAGES  # what a state must know of a pipeline
 
     def __init__(self, seed=0):
         torch.manual_seed(seed)
@@ -105,7 +105,7 @@ class OneProcess:
 
     def gradients(self):
         first, named = self.stages.aliases, self.net.named_parameters()
-        return {first.get(name, name): whole_of(p.grad) for name, p in named}
+        return {first.get(name, name): full_tensor(p.grad) for name, p in named}
 
     def parameters(self):
         return named_parameters(self.net, self.stages) | self.beside
@@ -154,11 +154,14 @@ class Parallel(OneProcess):
         self.parallel.accumulate = ACCUMULATE
         self.parallel.step_mean = StepMean(self.parallel.data_group, CPU)
         self.optimizer = make_optimizer(self.net)
-        self.module, self.held_back = Trained(self.net, self.parallel), self.parallel.held_back
+        self.module, self.without_gradient_sync = (
+            Trained(self.net, self.parallel),
+            self.parallel.without_gradient_sync,
+        )
         self.parallel.prepare(self.module, self.optimizer)
         if self.parallel.ddp is not None:
             self.module = nn.parallel.DistributedDataParallel(self.module, **self.parallel.ddp)
-            self.held_back = self.module.no_sync
+            self.without_gradient_sync = self.module.no_sync
 
     def step(self, step):
         data, mean = self.parallel.data_group, self.parallel.step_mean
@@ -167,7 +170,7 @@ class Parallel(OneProcess):
         mean.begin()
         for micro_step, batch in enumerate(batches):
             is_last = micro_step == ACCUMULATE - 1
-            with nullcontext() if is_last else self.held_back():
+            with nullcontext() if is_last else self.without_gradient_sync():
                 loss = self.module(*batch) / ACCUMULATE
                 loss.backward()
             total += loss.detach() / data.size()
@@ -196,5 +199,5 @@ def training_bytes(partitioned):
     parameters = list(partitioned.net.parameters())
     tensors = parameters + [p.grad for p in parameters]
     tensors += [value for state in partitioned.optimizer.state.values() for value in state.values()]
-    storages = [local_of(tensor).untyped_storage() for tensor in tensors]
+    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.checkpoints.writer import SaveFailed
+from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.lit.callbacks.vote import gather
 
 
@@ -38,7 +38,7 @@ def test_a_disk_that_fills_on_one_rank_is_one_answer_and_the_save_before_loads()
     for bad_rank, in_background in product((0, 1), (True, False)):
         if dist.get_rank() == bad_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (9999, limits[1]))
-        with pytest.raises(SaveFailed) as failed:
+        with pytest.raises(SaveFailedError) as failed:
             save(4, in_background)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert (failed.value.errno, failed.value.rank) == (errno.EFBIG, bad_rank)

@@ -16,7 +16,7 @@ from gptrain.core.strategies import parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
 from gptrain.parallel.comparison import is_of_library
-from gptrain.parallel.requirements import Unfit
+from gptrain.parallel.requirements import IncompatibleModelError
 
 CPU = torch.device("cpu")
 SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def build(name, net_class, sample=SAMPLE, **modes):
 def check_refused(name, cases):
     """Each net is refused with a line that holds the expected piece."""
     for net_class, piece in cases.items():
-        with pytest.raises(Unfit) as error:
+        with pytest.raises(IncompatibleModelError) as error:
             build(name, net_class)
         assert piece in str(error.value), (net_class.__name__, str(error.value))
         assert "\n" not in str(error.value) and "gptrain.models" in str(error.value)
@@ -141,7 +141,9 @@ def test_one_device_refuses_a_net_whose_loss_would_not_be_that_of_its_forward():
     build("single", own_nets.OwnNet)
     build("single", own_nets.SoftCapped)
     for net_class in (own_nets.HalfLogits, small_capped_gpt):
-        with pytest.raises(Unfit, match=r"all modules agree, and \w+.forward does not") as error:
+        with pytest.raises(
+            IncompatibleModelError, match=r"all modules agree, and \w+.forward does not"
+        ) as error:
             build("single", net_class)
         assert error.value.key == "model._target_"
 

@@ -7,7 +7,7 @@ from kinds import LOSS_RTOL, OneProcess, Parallel, close, make_batch
 from ranks import on_ranks
 
 from gptrain.loss import PLAIN
-from gptrain.parallel.requirements import Unfit
+from gptrain.parallel.requirements import IncompatibleModelError
 
 
 def loss_of_one_process(tokens, targets):
@@ -46,5 +46,7 @@ def test_a_whole_forward_pass_is_refused_and_says_what_to_call():
     tokens, _ = make_batch(0, 0)
     net = Parallel("pipeline").net
     for call in (net, net.hidden):
-        with pytest.raises(Unfit, match=r"no rank of a pipeline .* self.loss\(tokens, targets\)"):
+        with pytest.raises(
+            IncompatibleModelError, match=r"no rank of a pipeline .* self.loss\(tokens, targets\)"
+        ):
             call(tokens)

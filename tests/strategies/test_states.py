@@ -22,7 +22,7 @@ from ranks import on_ranks
 from torch import nn
 
 from gptrain.parallel import state as states
-from gptrain.parallel.placement import whole_of
+from gptrain.parallel.placement import full_tensor
 
 
 class CountsSteps(torch.optim.Optimizer):
@@ -91,7 +91,7 @@ def check_goes_on(kind, expected, truth_step):
         mine, theirs = kind.optimizer.state[parameter], expected["state"][name]
         assert (mine["n"], mine["t"]) == (1, 0.5) and type(mine["n"]) is int
         if NOISE not in name:
-            close(whole_of(mine["sum"]), theirs["sum"], GRADIENT_RTOL)
+            close(full_tensor(mine["sum"]), theirs["sum"], GRADIENT_RTOL)
     assert [float(group["lr"]) for group in kind.optimizer.param_groups] == [0.1, 0.5]
     loss, norm = kind.step(1)
     assert abs(loss / truth_step[0] - 1) < LOSS_RTOL

@@ -23,7 +23,7 @@ from gptrain.core.strategies import ParallelDims, default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.loss import logits_in_chunks, next_token_loss
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.placement import whole_of
+from gptrain.parallel.placement import full_tensor
 from gptrain.parallel.tensor import vocab_parallel_loss
 
 
@@ -96,4 +96,4 @@ def test_the_loss_over_a_shared_vocabulary_is_exact_with_smoothing_z_loss_and_ig
         of_hidden, of_part = torch.autograd.grad(loss, (hidden, part))
         dist.all_reduce(of_hidden)  # each rank's columns give it a part of the sum
         torch.testing.assert_close(of_hidden, expected_grads[0], rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(whole_of(of_part), expected_grads[1], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(full_tensor(of_part), expected_grads[1], rtol=1e-10, atol=1e-12)

@@ -29,7 +29,7 @@ from gptrain.config.check import check_config
 from gptrain.config.compose import compose_and_explain, plain
 from gptrain.config.values import walk
 from gptrain.core import shell
-from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, Parser, Problem, ending_of
+from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, Parser, ending_of
 from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
 from gptrain.runtime.streams import bear_lost_streams
 
@@ -66,8 +66,8 @@ def answer(args: argparse.Namespace) -> int:
     library = named[-1] if named else VENDORED
     is_new = not (args.upgrade or args.check)
     if len(names) != is_new:
-        given, wrong = " ".join(names) or None, f"{'one' if is_new else 'no'} name is needed"
-        raise ConfigError.of("name", given, wrong, attempt="python -m gptrain.adopt --help")
+        given, message = " ".join(names) or None, f"{'one' if is_new else 'no'} name is needed"
+        raise ConfigError.of("name", given, message, hint="python -m gptrain.adopt --help")
     if is_new:
         return adopt(names[0], args.to, library)
     folder = args.to or find_project()
@@ -79,7 +79,7 @@ def answer(args: argparse.Namespace) -> int:
 def adopt(name: str, to: Path | None, library: str) -> int:
     """A new project."""
     if to is None:
-        raise ConfigError.of("--to", None, "says where the project is made", attempt="--to ../mine")
+        raise ConfigError.of("--to", None, "says where the project is made", hint="--to ../mine")
     needed = requirement(library)
     source = find_project() or TEMPLATE
     copied = make(source, to, name, needed)
@@ -133,7 +133,7 @@ def check(conf: Path) -> int:
     return BAD_CONFIG if lines else DONE
 
 
-def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[Problem]:
+def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[ConfigIssue]:
     """Return what the library refuses of the config that these words compose.
 
     A value that conf/ leaves to the command line, `???`, is not judged.
@@ -147,13 +147,13 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[P
             OmegaConf.update(cfg, key, TO_BE_TYPED)
         problems = problems or check_config(cfg).errors
     except Exception as error:  # of train.yaml itself; whatever it is, it is a line
-        problems = [Problem("", None, " ".join(str(error).split()))]
+        problems = [ConfigIssue("", None, " ".join(str(error).split()))]
     is_judged = (problem for problem in problems if TO_BE_TYPED not in str(problem))
     return [problem for problem in is_judged if problem.line not in general]
 
 
 def fits_with_another(
-    conf: Path, words: Sequence[str], problems: Sequence[Problem], general: Collection[str]
+    conf: Path, words: Sequence[str], problems: Sequence[ConfigIssue], general: Collection[str]
 ) -> bool:
     """Return whether these words fit together with others of the project's own choices.
 

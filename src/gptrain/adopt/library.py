@@ -44,8 +44,8 @@ def package_in(library: str, temporary: Path) -> Path:
         shutil.unpack_archive(path, temporary, "zip")
         found = temporary / "gptrain"
     if not (found / "conf" / "base.yaml").is_file():
-        wrong = "no folder of gptrain and no wheel of it; an address is cloned first"
-        raise ConfigError.of("library", library, wrong)
+        message = "no folder of gptrain and no wheel of it; an address is cloned first"
+        raise ConfigError.of("library", library, message)
     return found
 
 
@@ -66,13 +66,13 @@ def put(library: Path, project: Path) -> None:
     target = project / IN_PROJECT
     if target.exists():
         if library.resolve() == target.resolve():
-            wrong = "this is the library that the project has"
-            raise ConfigError.of("library", library, wrong, attempt="library=<a newer checkout>")
+            message = "this is the library that the project has"
+            raise ConfigError.of("library", library, message, hint="library=<a newer checkout>")
         git = ["git", "-C", str(project), "status", "--porcelain", "--untracked-files=no"]
         done = subprocess.run([*git, "--", IN_PROJECT], capture_output=True, text=True)
         if done.stdout:
-            wrong = "has changes that are not committed, which would be lost"
-            raise ConfigError.of("", None, f"{target} {wrong}")
+            message = "has changes that are not committed, which would be lost"
+            raise ConfigError.of("", None, f"{target} {message}")
     new, old = target.with_name(NEW), target.with_name(OLD)
     for folder in (new, old):
         shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
@@ -90,7 +90,7 @@ def require(project: Path, needed: str | None) -> None:
     file = project / "pyproject.toml"
     text, n = re.subn(REQUIRED, f'"{needed}"', file.read_text(encoding="utf-8"))
     if needed is None or n != 1:
-        wrong = "the project has no copy of the library, and requires none by an address"
-        attempt = "library=<a folder, a wheel, git+https://...>"
-        raise ConfigError.of("library", needed or VENDORED, wrong, attempt=attempt)
+        message = "the project has no copy of the library, and requires none by an address"
+        hint = "library=<a folder, a wheel, git+https://...>"
+        raise ConfigError.of("library", needed or VENDORED, message, hint=hint)
     file.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gptrain.adopt.library import IN_PROJECT
-from gptrain.core.errors import ConfigError, Problem
+from gptrain.core.errors import ConfigError, ConfigIssue
 from gptrain.core.locations import LIBRARY
 
 TEMPLATE = LIBRARY / "adopt" / "template"  # laid out as a project
@@ -77,12 +77,12 @@ def check(source: Path, to: Path, name: str, old: str) -> None:
     found = []
     is_taken = name != old and name.isidentifier() and importlib.util.find_spec(name)
     if not name.isidentifier() or keyword.iskeyword(name) or is_taken:
-        wrong = "no name that Python imports, or that of a package that is there already"
-        found.append(Problem("name", name, wrong, attempt=NAME))
+        message = "no name that Python imports, or that of a package that is there already"
+        found.append(ConfigIssue("name", name, message, hint=NAME))
     if to.exists():
-        found.append(Problem("--to", to, "is there already, and nothing is written over"))
+        found.append(ConfigIssue("--to", to, "is there already, and nothing is written over"))
     elif to.resolve().is_relative_to(source.resolve()):
-        found.append(Problem("--to", to, "lies inside of this project", attempt=f"../{NAME}"))
+        found.append(ConfigIssue("--to", to, "lies inside of this project", hint=f"../{NAME}"))
     if found:
         raise ConfigError(found)
 

@@ -37,8 +37,8 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     if not all(hasattr(dataset, method) for method in ("__len__", "__getitem__")) or isinstance(
         dataset, IterableDataset
     ):
-        wrong = f"made a {type(dataset).__name__}, whose samples have no index"
-        raise ConfigError.of(f"{key}._target_", section.target, wrong, attempt=INDEXED)
+        message = f"made a {type(dataset).__name__}, whose samples have no index"
+        raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
     made: Any = get_method(cfg.module.target)
     return as_pairs(dataset, key) if issubclass(made, LanguageModel) else dataset
 
@@ -94,8 +94,8 @@ def check_pair(key: str, dataset: Dataset) -> None:
     types = [item.dtype for item in items if isinstance(item, Tensor)]  # of tokens and targets
     if len(types) == 2 and types[1] == torch.int64:
         return
-    wrong = f"sample 0 is {describe(dataset[0])}"
-    raise ConfigError.of(key, None, wrong, attempt=PAIR, code=BAD_DATA)
+    message = f"sample 0 is {describe(dataset[0])}"
+    raise ConfigError.of(key, None, message, hint=PAIR, code=BAD_DATA)
 
 
 def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) -> None:
@@ -109,12 +109,12 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
     for name, part in parts.items():
         place, n_samples = f"{key} (part {name})" if name else key, len_of(part)
         if n_samples == 0:
-            attempt = "trainer.limit_val_batches=0 trains without a validation"
-            raise ConfigError.of(place, None, "no samples", attempt=attempt, code=BAD_DATA)
+            hint = "trainer.limit_val_batches=0 trains without a validation"
+            raise ConfigError.of(place, None, "no samples", hint=hint, code=BAD_DATA)
         if n_samples < world_size and is_own:
-            wrong = f"{n_samples} samples for {world_size} ranks: one would have no batch"
-            attempt = f"trainer.devices={n_samples}, or more samples"
-            raise ConfigError.of(place, None, wrong, attempt=attempt, code=BAD_DATA)
+            message = f"{n_samples} samples for {world_size} ranks: one would have no batch"
+            hint = f"trainer.devices={n_samples}, or more samples"
+            raise ConfigError.of(place, None, message, hint=hint, code=BAD_DATA)
 
 
 def check_sample(cfg: RunConfig, sample: Any) -> int | None:
@@ -137,9 +137,9 @@ def check_sample(cfg: RunConfig, sample: Any) -> int | None:
         int(max(one.max() for one in sequences)),
     )
     if isinstance(vocab_size, int) and highest >= vocab_size:
-        wrong = f"data.train has token {highest} in its first sample"
-        attempt = f"model.vocab_size={highest + 1} or above"
-        raise ConfigError.of("model.vocab_size", vocab_size, wrong, attempt=attempt, code=BAD_DATA)
+        message = f"data.train has token {highest} in its first sample"
+        hint = f"model.vocab_size={highest + 1} or above"
+        raise ConfigError.of("model.vocab_size", vocab_size, message, hint=hint, code=BAD_DATA)
     return len(sequences[0])
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptrain.checkpoints.status import RESULT_NAME, read_status
 from gptrain.core import locations
-from gptrain.core.errors import BAD_CONFIG, ConfigError, Problem
+from gptrain.core.errors import BAD_CONFIG, ConfigError, ConfigIssue
 from gptrain.core.small_files import read_facts, read_json
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
     words, conf = list(overrides), Path(conf).absolute() if conf else locations.find_conf()
     if conf is None or not conf.with_name("train.py").is_file():
         message = "no project here, a folder with train.py and conf/"
-        raise ConfigError.of("conf", str(conf), message, attempt='fit(..., conf="project/conf")')
+        raise ConfigError.of("conf", str(conf), message, hint='fit(..., conf="project/conf")')
     if flags := [word for word in words if word.startswith("-") or not set(word) & set("=~")]:
         raise ConfigError.of("", None, f"{flags[0]}: not key=value")
     with TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def fit(overrides: Iterable[str] = (), conf: str | Path | None = None) -> Finish
     unknown_error = f"error: exit code {code}"
     if "folder" not in report:
         lines = [line.removeprefix("error: ") for line in report.get("lines", [unknown_error])]
-        raise ConfigError([Problem("", None, line, code=code or BAD_CONFIG) for line in lines])
+        raise ConfigError([ConfigIssue("", None, line, code=code or BAD_CONFIG) for line in lines])
     run_dir = Path(report["folder"])
     if code == 0:
         return FinishedRun(run_dir, conf)

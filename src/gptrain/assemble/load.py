@@ -44,7 +44,8 @@ def load(
         allowed_targets: packages from which this run may take classes.
         with_tokenizer: returns (net, tokenizer), which is None where the run's data had none.
 
-    Raises: FileNotFoundError, DamagedCheckpoint, UnsafeCheckpoint, UnreadableFile; ConfigError for
+    Raises: FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError, UnreadableFileError;
+    ConfigError for
         a class that may not be imported; ValueError for weights of another net.
     """
     if which not in CHOICES:
@@ -64,8 +65,8 @@ def load(
             section = ModelConfig.model_construct(**content["model"])
             net = build_net(section)
     except (TypeError, ValueError, RuntimeError) as error:  # of arguments that do not fit
-        wrong = f"cannot be made: {str(error).splitlines()[0]}"
-        raise ConfigError.of("model", model["model"]["_target_"], wrong, code=BAD_DATA) from error
+        message = f"cannot be made: {str(error).splitlines()[0]}"
+        raise ConfigError.of("model", model["model"]["_target_"], message, code=BAD_DATA) from error
     load_weights(net, found)
     return (net.eval(), find_tokenizer(run_dir)) if with_tokenizer else net.eval()
 

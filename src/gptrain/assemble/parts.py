@@ -21,7 +21,7 @@ from gptrain.core.errors import ConfigError
 from gptrain.core.lengths import (
     DEFAULT_DECAY,
     BatchPlan,
-    Lengths,
+    RunLengths,
     effective_max_epochs,
     phase_steps,
     plan_batch,
@@ -36,8 +36,8 @@ from gptrain.lit.module import LanguageModel
 from gptrain.lit.strategies.base import check_optimization
 from gptrain.loss import LossOptions
 from gptrain.optim import decay_groups, scaled_lr
-from gptrain.parallel.requirements import Unfit
-from gptrain.parallel.state import named_beside_net
+from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.parallel.state import named_extra_parameters
 
 OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # of an evaluation, see LanguageModel
 LOGGING = ("gptrain.", "lightning.")  # classes of which it is known what they log
@@ -49,7 +49,7 @@ SCHEDULER_KEYS |= {"start_factor", "min_factor"}
 
 @contextmanager
 def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, None]:
-    """Says which option it is that a part does not fit: an Unfit knows it itself.
+    """Says which option it is that a part does not fit: an IncompatibleModelError knows it itself.
 
     Args:
         key: the option that any other ValueError is about, or a keyword that a class does not take.
@@ -58,7 +58,7 @@ def as_config_errors(cfg: RunConfig, key: str = "") -> Generator[None, None, Non
     try:
         yield
     except (TypeError, ValueError) as error:
-        key = error.key if isinstance(error, Unfit) else key
+        key = error.key if isinstance(error, IncompatibleModelError) else key
         if not key or (isinstance(error, TypeError) and "keyword argument" not in str(error)):
             raise
         raise ConfigError.of(key, cfg.value_of(key), str(error)) from error
@@ -73,7 +73,7 @@ def batch_of(cfg: RunConfig, data_parallel_size: int) -> BatchPlan:
 
 def plan_lengths(
     cfg: RunConfig, n_samples: int, sample_tokens: int | None, data_parallel_size: int
-) -> Lengths:
+) -> RunLengths:
     """Return batch arithmetic, number of steps, and steps between validations.
 
     Args:
@@ -107,21 +107,23 @@ def plan_lengths(
     if isinstance(interval, float):
         interval = max(1, int(interval * epoch_steps * (trainer.check_val_every_n_epoch or 1)))
     interval = interval if n_steps is None else min(interval, n_steps)
-    return Lengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit, kind, unit=unit)
+    return RunLengths(batch, sample_tokens, epoch_steps, n_steps, interval, limit, kind, unit=unit)
 
 
 def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
-    """The class of the module group.   Raises: Unfit for one that the strategy cannot train."""
+    """The class of the module group. Raises: IncompatibleModelError for one that the
+    strategy cannot train.
+    """
     made = cast(type[pl.LightningModule], get_method(cfg.module.target))
     if strategy not in ANY_NET and not issubclass(made, LanguageModel):
-        raise Unfit(
+        raise IncompatibleModelError(
             "module._target_",
             f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
             "computes itself; strategies that work: single, ddp, diloco; or a subclass of "
             "gptrain.lit.LanguageModel",
         )
     if "pipeline" in strategy and getattr(made, "loss", None) is not LanguageModel.loss:
-        raise Unfit(
+        raise IncompatibleModelError(
             "module._target_",
             f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
             "while the schedule runs; strategies that work: all without pipeline",
@@ -135,7 +137,7 @@ def takes_net(made: type[pl.LightningModule]) -> bool:
 
 
 def build_module(
-    cfg: RunConfig, net: nn.Module, lengths: Lengths, val: Dataset | None
+    cfg: RunConfig, net: nn.Module, lengths: RunLengths, val: Dataset | None
 ) -> pl.LightningModule:
     """The module group's class around the net.
 
@@ -178,9 +180,9 @@ def check_names(cfg: RunConfig, module: type[pl.LightningModule]) -> None:
         return
     metrics = cfg.module.metric_nodes
     for name in sorted(OWN_VALUES & metrics.keys()):
-        wrong, key = "the module itself logs a value of this name", f"module.metrics.{name}"
-        attempt = f"module.metrics.my_{name}"
-        raise ConfigError.of(key, metrics[name]["_target_"], wrong, attempt=attempt)
+        message, key = "the module itself logs a value of this name", f"module.metrics.{name}"
+        hint = f"module.metrics.my_{name}"
+        raise ConfigError.of(key, metrics[name]["_target_"], message, hint=hint)
     targets = (node.target for node in cfg.callbacks.values() if node)
     is_known = module is LanguageModel and all(name.startswith(LOGGING) for name in targets)
     if cfg.task != "fit" or not is_known or cfg.objective.startswith("perf/"):
@@ -190,8 +192,8 @@ def check_names(cfg: RunConfig, module: type[pl.LightningModule]) -> None:
     names = {f"val/{name}" for name in {*OWN_VALUES, *metrics, *parts}}
     names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
     if cfg.objective not in names:
-        wrong, allowed = "no value of this name is logged", ", ".join(sorted(names))
-        raise ConfigError.of("objective", cfg.objective, wrong, allowed=allowed)
+        message, allowed = "no value of this name is logged", ", ".join(sorted(names))
+        raise ConfigError.of("objective", cfg.objective, message, allowed=allowed)
 
 
 def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torch.optim.Optimizer:
@@ -224,7 +226,9 @@ def build_optimizer(cfg: RunConfig, batch: BatchPlan, module: nn.Module) -> torc
                     group_options[key] = peak_lr(cfg, batch, group_options[key])
             groups = make_groups(net, module.parameters(), names, **group_options)
         else:
-            beside = named_beside_net(module)  # in groups of their own: they are never sharded
+            beside = named_extra_parameters(
+                module
+            )  # in groups of their own: they are never sharded
             of_net = [p for name, p in module.named_parameters() if name not in beside]
             groups = decay_groups(of_net) + decay_groups(beside.values())
         return optimizer_class(groups, **options)
@@ -255,7 +259,7 @@ def asked_steps(cfg: RunConfig, phase: str, step_tokens: int) -> float | None:
         return token_steps(asked.tokens, step_tokens)
 
 
-def warmup_of(cfg: RunConfig, lengths: Lengths) -> int:
+def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
     """Steps of the run's warm-up: of its first start, where a resume keeps it, or as asked."""
     if lengths.warmup_steps is not None:
         return lengths.warmup_steps
@@ -265,7 +269,7 @@ def warmup_of(cfg: RunConfig, lengths: Lengths) -> int:
 
 
 def build_schedule(
-    cfg: RunConfig, lengths: Lengths, optimizer: torch.optim.Optimizer
+    cfg: RunConfig, lengths: RunLengths, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Lightning's lr_scheduler entry of the scheduler group: a function of the step, or a class.
 

@@ -17,8 +17,8 @@ from gptrain.checkpoints.manifest import Checkpoint, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, Problem
-from gptrain.core.lengths import Lengths
+from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
+from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.core.shell import command, option
 from gptrain.core.small_files import flatten
@@ -65,24 +65,24 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         found = _find_start(cfg, store, lock)
     else:
         if store.folder.is_dir():
-            wrong = "holds a trained run"
-            attempt = f"{option('from_run', cfg.run_dir)} in another run_dir"
-            about = "run_dir", cfg.run_dir, wrong
-            raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
+            message = "holds a trained run"
+            hint = f"{option('from_run', cfg.run_dir)} in another run_dir"
+            about = "run_dir", cfg.run_dir, message
+            raise ConfigError.of(*about, hint=hint, code=FOLDER_UNUSABLE)
         found = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
     if found is None:
         return None
     if isinstance(found, Path):
-        wrong = "a file of weights: no run can go on exactly"
-        attempt = option("init_from", cfg.ckpt_path)
-        raise ConfigError.of("ckpt_path", cfg.ckpt_path, wrong, attempt=attempt, code=BAD_DATA)
+        message = "a file of weights: no run can go on exactly"
+        hint = option("init_from", cfg.ckpt_path)
+        raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
     saved, size = found.manifest["config"], batch.global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
-        wrong, attempt = "counts steps of one size", "trainer.max_steps=<n> max_tokens=null"
-        raise ConfigError.of("max_tokens", cfg.max_tokens, wrong, attempt=attempt)
+        message, hint = "counts steps of one size", "trainer.max_steps=<n> max_tokens=null"
+        raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
     verb = "resume" if cfg.task == "fit" else cfg.task
     log.info("%-9s from step %d: %s", verb, found.step, found.path)
     return found.path
@@ -92,10 +92,10 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
     """What a training goes on from; None where it begins."""
     asked = cfg.ckpt_path
     if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
-        wrong = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
-        attempt = "ckpt_path=last to go on with it, or another run_dir"
+        message = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
+        hint = "ckpt_path=last to go on with it, or another run_dir"
         code = FOLDER_UNUSABLE
-        raise ConfigError.of("run_dir", cfg.run_dir, wrong, attempt=attempt, code=code)
+        raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=code)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
         Mirror(url).join(store, lock, restore=asked == "last" and not store.steps())
     found, monitor = None, cfg.checkpoint.monitor
@@ -157,7 +157,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if not _repeats(key, value, facts)}
 
 
-def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[Problem]:
+def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[ConfigIssue]:
     """One problem per key that differs from the saved run's and was not allowed to.
 
     A key that the saved run lacked is younger than that run: it is a change only where it was typed
@@ -187,7 +187,7 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
         raise ConfigError([_changed("data", saved, fingerprint)])
 
 
-def keep_warmup(cfg: RunConfig, lengths: Lengths, saved: Mapping[str, Any]) -> Lengths:
+def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
     """The lengths with the warm-up of the run's first start, as long as the same is asked for.
 
     One that follows from the run's length would be another in a run that goes on to another end.
@@ -213,9 +213,9 @@ def covers(names: Iterable[str], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _changed(key: str, saved: object, now: object) -> Problem:
-    attempt = f"that value, or {command(f'allow_changes=[{key}]')}"
-    return Problem(key, now, f"the checkpoint was made with {saved}", attempt=attempt)
+def _changed(key: str, saved: object, now: object) -> ConfigIssue:
+    hint = f"that value, or {command(f'allow_changes=[{key}]')}"
+    return ConfigIssue(key, now, f"the checkpoint was made with {saved}", hint=hint)
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:

@@ -54,13 +54,13 @@ from gptrain.lit.lightning import quiet, refusals_in_one_line, use_checkpoint
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
-from gptrain.parallel.placement import make_to_look_at
+from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_fit
-from gptrain.runtime.devices import Machine, find_machine, set_threads
+from gptrain.runtime.devices import RunDevices, find_machine, set_threads
 from gptrain.runtime.process import Process, rank_variables, store_path, this_process
 from gptrain.runtime.watchdog import Guard
 
-__all__ = ["Run", "build", "check", "find_checkpoint"]
+__all__ = ["TrainingRun", "build", "check", "find_checkpoint"]
 
 PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
 SHARED_S = 10.0  # after which what one node has written is to be seen from all (NFS: seconds)
@@ -69,7 +69,7 @@ STARTING_S = 600.0  # from there to the first step, on a slow file system
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """All parts of one run, in one rank."""
 
     cfg: RunConfig
@@ -111,7 +111,7 @@ def check(cfg: RunConfig) -> None:
         check_names(cfg, made)
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
-            net = make_to_look_at(partial(build_net, cfg.model))
+            net = build_on_meta_device(partial(build_net, cfg.model))
         mode = cfg.model.activation_checkpointing
         compile_mode = cfg.model.compile
         check_fit(net, cfg.strategy, dims, compile=compile_mode, activation_checkpointing=mode)
@@ -121,7 +121,7 @@ def check(cfg: RunConfig) -> None:
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
-def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
+def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
     process, machine = this_process(), find_machine(cfg)
     dims = parallel_dims(cfg.strategy, machine.world_size)
@@ -185,10 +185,10 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> Run:
         pin_memory=machine.accelerator == "cuda",
     )
     report = build_report(cfg, machine, lengths, trainer, train, module)
-    return Run(cfg, module, datamodule, trainer, report, checkpoint)
+    return TrainingRun(cfg, module, datamodule, trainer, report, checkpoint)
 
 
-def start_rank(cfg: RunConfig, process: Process, machine: Machine) -> None:
+def start_rank(cfg: RunConfig, process: Process, machine: RunDevices) -> None:
     """Threads, precision of products, seed and process group of this rank."""
     quiet()
     if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
@@ -209,9 +209,9 @@ def check_shared(run_dir: str, rank: int) -> None:
     while (is_blind := read_holder(run_dir) != holder) and time.monotonic() < give_up_s:
         time.sleep(0.1)
     if blind := list(filter(None, gather(is_blind and f"rank {rank} on {socket.gethostname()}"))):
-        wrong = f"{blind[0]} does not see what rank 0 wrote there"
-        attempt = "run_dir=<a folder that all nodes share>"
-        raise ConfigError.of("run_dir", run_dir, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
+        message = f"{blind[0]} does not see what rank 0 wrote there"
+        hint = "run_dir=<a folder that all nodes share>"
+        raise ConfigError.of("run_dir", run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
 
 
 def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:

@@ -26,14 +26,14 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.from_run import NOT_TAKEN, typed_again
-from gptrain.core.lengths import Lengths
+from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
 from gptrain.costs.optimizers import facts_of
-from gptrain.costs.speed import DamagedMeasurement
+from gptrain.costs.speed import DamagedMeasurementError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
-from gptrain.lit.callbacks.steps import Steps
 from gptrain.lit.callbacks.typed import TypedOptions
 from gptrain.lit.lightning import (
     RankEnvironment,
@@ -44,8 +44,8 @@ from gptrain.lit.lightning import (
 from gptrain.lit.module import has_own_optimizer
 from gptrain.lit.planned import plan_run
 from gptrain.lit.report import Report
-from gptrain.parallel.requirements import Unfit
-from gptrain.runtime.devices import Machine, native_precision
+from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.runtime.devices import RunDevices, native_precision
 from gptrain.runtime.process import this_process
 from gptrain.runtime.provenance import describe_run
 from gptrain.runtime.watchdog import Guard
@@ -56,9 +56,9 @@ SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # told 
 
 def build_trainer(
     cfg: RunConfig,
-    machine: Machine,
+    machine: RunDevices,
     strategy: Strategy,
-    lengths: Lengths,
+    lengths: RunLengths,
     guard: Guard | None,
     train: Dataset,
 ) -> pl.Trainer:
@@ -101,7 +101,7 @@ def build_loggers(cfg: RunConfig) -> list[Logger]:
     return [build_target(node.node()) for node in cfg.logger.values()]
 
 
-def assign_devices(strategy: Strategy, machine: Machine) -> int:
+def assign_devices(strategy: Strategy, machine: RunDevices) -> int:
     """Gives the strategy its GPUs; returns what the Trainer is then to be told.
 
     Left to parse trainer.devices, Lightning counts the GPUs that this process sees, which under a
@@ -114,14 +114,14 @@ def assign_devices(strategy: Strategy, machine: Machine) -> int:
     return 1
 
 
-def resolve_precision(cfg: RunConfig, machine: Machine) -> str:
+def resolve_precision(cfg: RunConfig, machine: RunDevices) -> str:
     """Lightning's one name of it, "auto" decided."""
     precision = str(cfg.trainer.precision)
     return native_precision(machine) if precision == "auto" else SPELT_OUT.get(precision, precision)
 
 
 def build_callbacks(
-    cfg: RunConfig, lengths: Lengths, guard: Guard | None, train: Dataset
+    cfg: RunConfig, lengths: RunLengths, guard: Guard | None, train: Dataset
 ) -> list[pl.Callback]:
     """Build the callbacks of the `callbacks` group and those that every run has.
 
@@ -135,7 +135,7 @@ def build_callbacks(
         theirs.append(ProgressBar())
     keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
     checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
-    steps = Steps(
+    steps = TrainingMonitor(
         cfg.trainer.log_every_n_steps,
         lengths,
         cfg.model.plain(),
@@ -160,10 +160,11 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
     """Check that the run can have the callbacks of its config; none is built.
 
     Classes are judged here, before any process starts. What a function makes, and what a module
-    returns from configure_callbacks, is judged by `Steps` when the run begins.
+    returns from configure_callbacks, is judged by `TrainingMonitor` when the run begins.
 
     Raises:
-        Unfit: For a callback that a run with this strategy, loggers and progress bar cannot have.
+        IncompatibleModelError: For a callback that a run with this strategy, loggers and progress
+        bar cannot have.
     """
     nodes = ((name, node) for name, node in cfg.callbacks.items() if node)
     made = {f"callbacks.{name}._target_": get_method(node.target) for name, node in nodes}
@@ -171,13 +172,13 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
     for key, kind in kinds.items():
         has_bar = cfg.trainer.enable_progress_bar is not False
         if reason := refusal(kind, strategy, bool(cfg.logger), has_bar):
-            raise Unfit(key, reason)
+            raise IncompatibleModelError(key, reason)
     if second := second_of_a_kind(kinds.items()):
-        raise Unfit(*second)
+        raise IncompatibleModelError(*second)
 
 
 def build_checkpoints(
-    cfg: RunConfig, lengths: Lengths, guard: Guard | None, train: Dataset
+    cfg: RunConfig, lengths: RunLengths, guard: Guard | None, train: Dataset
 ) -> Checkpoints:
     """The callback that saves; long saves give signs of life."""
     store = CheckpointStore(
@@ -200,8 +201,8 @@ def build_checkpoints(
 
 def build_report(
     cfg: RunConfig,
-    machine: Machine,
-    lengths: Lengths,
+    machine: RunDevices,
+    lengths: RunLengths,
     trainer: pl.Trainer,
     train: Dataset,
     module: pl.LightningModule,
@@ -244,7 +245,7 @@ def build_report(
         precise = cfg.changed({"trainer.precision": str(trainer.precision)})
         try:
             lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, machine)
-        except DamagedMeasurement as error:
+        except DamagedMeasurementError as error:
             lines["plan"] = f"none: {error}"
         except ValueError:
             pass  # of such a net or machine nothing is known

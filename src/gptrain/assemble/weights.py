@@ -16,16 +16,16 @@ from gptrain.checkpoints.manifest import (
     MANIFEST_NAME,
     STATE_NAME,
     Checkpoint,
-    DamagedCheckpoint,
-    NoGoodCheckpoint,
+    DamagedCheckpointError,
+    NoGoodCheckpointError,
 )
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, load_file
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import CheckpointConfig, RunConfig
-from gptrain.core.small_files import UnreadableFile, open_regular, read_json
-from gptrain.parallel.state import BESIDE, WHOLE, Stages, load_net_state
+from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
+from gptrain.parallel.state import BESIDE, NO_STAGES, Stages, load_net_state
 from gptrain.parallel.unmatched import Unmatched
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def find_weights(
         which: of a run folder the checkpoint with the "best" metric (the newest where none was
             measured), or the "last" that is whole.
         by: the metric, and whether its min or its max is best: a `checkpoint` group.
-    Raises: FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint.
+    Raises: FileNotFoundError, DamagedCheckpointError, NoGoodCheckpointError.
     """
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
@@ -84,11 +84,11 @@ def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None
     """
     try:
         yield
-    except (FileNotFoundError, DamagedCheckpoint, NoGoodCheckpoint, ValueError) as error:
+    except (FileNotFoundError, DamagedCheckpointError, NoGoodCheckpointError, ValueError) as error:
         code = INPUT_NOT_FOUND if isinstance(error, FileNotFoundError) else BAD_DATA
-        attempt = misfit if isinstance(error, ValueError) else ""
-        wrong = str(error).removeprefix(f"{Path(value).expanduser()}: ")
-        raise ConfigError.of(key, value, wrong, attempt=attempt, code=code) from error
+        hint = misfit if isinstance(error, ValueError) else ""
+        message = str(error).removeprefix(f"{Path(value).expanduser()}: ")
+        raise ConfigError.of(key, value, message, hint=hint, code=code) from error
 
 
 def load_weights(
@@ -97,7 +97,7 @@ def load_weights(
     *,
     strict: bool = True,
     resizes: bool = False,
-    stages: Stages = WHOLE,
+    stages: Stages = NO_STAGES,
 ) -> tuple[Path, Unmatched]:
     """Fills net, whole or partitioned, with the weights that source holds.
 
@@ -112,7 +112,7 @@ def load_weights(
     Returns: where the weights were, and what of both sides was left out.
     Raises:
         FileNotFoundError: nothing there that holds weights.
-        DamagedCheckpoint, UnsafeCheckpoint: it is there and must not be taken.
+        DamagedCheckpointError, UnsafeCheckpointError: it is there and must not be taken.
         ValueError: one line that names both sides of all that does not fit.
     """
     found = source if isinstance(source, Checkpoint) else find_weights(source)
@@ -121,8 +121,8 @@ def load_weights(
     try:
         state = SafeFileSystemReader(path) if is_sharded else read_weights(net, path)
         return path, load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
-    except UnreadableFile as error:
-        raise DamagedCheckpoint(error.path, error.reason) from error
+    except UnreadableFileError as error:
+        raise DamagedCheckpointError(error.path, error.reason) from error
     except ValueError as error:
         raise ValueError(f"{path} does not fit the net: {error}") from error
 
@@ -148,7 +148,8 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
     """The tensors of a file, or of the folder of a whole checkpoint, by the net's names.
 
-    Raises: DamagedCheckpoint, UnsafeCheckpoint, UnreadableFile; ValueError for another net's.
+    Raises: DamagedCheckpointError, UnsafeCheckpointError, UnreadableFileError; ValueError for
+    another net's.
     """
     if path.suffix != ".safetensors" and path.name != INDEX:
         return net_tensors(net, path)
@@ -162,7 +163,7 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
         )
     content = read_json(config)
     if not isinstance(content, dict):
-        raise DamagedCheckpoint(config, "not a mapping")
+        raise DamagedCheckpointError(config, "not a mapping")
     return read(content, tensors)
 
 
@@ -176,7 +177,7 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
     ):
-        raise DamagedCheckpoint(path, "holds no state dict")
+        raise DamagedCheckpointError(path, "holds no state dict")
     first = next(iter(net.state_dict()), "")
     fronts = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
     front = min(fronts, key=len, default="")
@@ -187,7 +188,7 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, or of all files that an index names, mapped from them.
 
-    Raises: DamagedCheckpoint.
+    Raises: DamagedCheckpointError.
     """
     from safetensors import SafetensorError  # an extra: only these files need it
     from safetensors.torch import load_file as load_safetensors
@@ -198,17 +199,21 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_safetensors(path)
     except SafetensorError as error:
-        raise DamagedCheckpoint(path, f"not a safetensors file ({error})") from error
+        raise DamagedCheckpointError(path, f"not a safetensors file ({error})") from error
 
 
 def _indexed(index: Path) -> list[Path]:
     content: Any = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
-        raise DamagedCheckpoint(index, "not an index of safetensors files: it has no weight_map")
+        raise DamagedCheckpointError(
+            index, "not an index of safetensors files: it has no weight_map"
+        )
     parts = sorted(set(map(str, names.values())))
     for name in parts:
         is_beside = Path(name).name == name and (index.parent / name).is_file()
         if not is_beside or not name.endswith(".safetensors"):  # nor an index again
-            raise DamagedCheckpoint(index, f"names {name}, which is no safetensors file beside it")
+            raise DamagedCheckpointError(
+                index, f"names {name}, which is no safetensors file beside it"
+            )
     return [index.parent / name for name in parts]

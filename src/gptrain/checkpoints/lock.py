@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, code_of
-from gptrain.core.small_files import UnreadableFile, open_regular, read_json
+from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
 
 LOCK_NAME = ".lock"
 # What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
@@ -110,8 +110,8 @@ class RunLock:
                 if time.monotonic() > end_s:
                     about = dict.fromkeys(("pid", "host", "started"), "unknown")
                     about |= read_holder(self.run_dir)
-                    wrong = "held by process {pid} on {host} since {started}".format_map(about)
-                    raise _refused(self.run_dir, f"{wrong}; wait for it, stop it") from None
+                    message = "held by process {pid} on {host} since {started}".format_map(about)
+                    raise _refused(self.run_dir, f"{message}; wait for it, stop it") from None
                 time.sleep(NAMED_AFTER_S)
 
 
@@ -122,7 +122,7 @@ def read_holder(run_dir: str | Path) -> dict:
     """
     try:
         holder = read_json(Path(run_dir) / LOCK_NAME)
-    except (FileNotFoundError, UnreadableFile):  # of another error no new run may begin
+    except (FileNotFoundError, UnreadableFileError):  # of another error no new run may begin
         return {}
     is_ours = isinstance(holder, dict) and isinstance(holder.get("run_id"), str)
     return holder if is_ours else {}
@@ -136,11 +136,11 @@ def is_held(run_dir: str | Path) -> bool:
     try:
         with open_regular(Path(run_dir) / LOCK_NAME) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (OSError, UnreadableFile) as error:
+    except (OSError, UnreadableFileError) as error:
         return isinstance(error, BlockingIOError)
     return False
 
 
-def _refused(path: Path, wrong: str) -> ConfigError:
-    text = f"run_dir={path}: {wrong}, or choose another folder"
+def _refused(path: Path, message: str) -> ConfigError:
+    text = f"run_dir={path}: {message}, or choose another folder"
     return ConfigError.of("", None, text, code=FOLDER_UNUSABLE)

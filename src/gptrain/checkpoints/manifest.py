@@ -18,7 +18,7 @@ from pathlib import Path
 from gptrain.checkpoints.status import to_json
 from gptrain.core.errors import printable
 from gptrain.core.progress import progress_bar
-from gptrain.core.small_files import UnreadableFile, open_regular, read_bytes
+from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.ckpt"  # all that is not in the ranks' own files
@@ -29,7 +29,7 @@ _AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _READ_BYTES = 1 << 20  # hashed while still in the processor's cache
 
 
-class DamagedCheckpoint(Exception):
+class DamagedCheckpointError(Exception):
     """A checkpoint that is not what its manifest says, or cannot be one."""
 
     cause = "data"
@@ -42,12 +42,12 @@ class DamagedCheckpoint(Exception):
         return printable(f"{self.path}: {self.reason}")
 
 
-class NoGoodCheckpoint(Exception):
+class NoGoodCheckpointError(Exception):
     """There are checkpoints, and none of them is whole: a person must decide."""
 
     cause = "data"
 
-    def __init__(self, folder: Path, damaged: list[DamagedCheckpoint]) -> None:
+    def __init__(self, folder: Path, damaged: list[DamagedCheckpointError]) -> None:
         self.folder, self.damaged = folder, damaged
         reasons = "; ".join(f"{one.path.name}: {one.reason}" for one in damaged)
         super().__init__(f"{folder}: no checkpoint is good: {reasons}")
@@ -75,23 +75,25 @@ def seal(content: dict) -> bytes:
 def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint folder; its own seal and shape are checked, the files are not.
 
-    Raises: DamagedCheckpoint; OSError where its file system does not answer.
+    Raises: DamagedCheckpointError; OSError where its file system does not answer.
     """
     try:
         return parse(read_bytes(path / MANIFEST_NAME), path)
-    except (OSError, UnreadableFile) as error:
-        raise DamagedCheckpoint(path, _why_not(MANIFEST_NAME, error)) from None
+    except (OSError, UnreadableFileError) as error:
+        raise DamagedCheckpointError(path, _why_not(MANIFEST_NAME, error)) from None
 
 
 def parse(text: bytes, path: Path) -> dict:
-    """The manifest of the checkpoint at path, whose text was read. Raises: DamagedCheckpoint."""
+    """The manifest of the checkpoint at path, whose text was read. Raises:
+    DamagedCheckpointError.
+    """
     # The text is judged, not the values: JSON has many spellings of one value.
     before, _, ending = text.rpartition(b',\n "sha256": "')
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is damaged (sha256)")
+        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
     manifest = json.loads(text)
     if not _is_ours(manifest):
-        raise DamagedCheckpoint(path, f"{MANIFEST_NAME} is none of ours")
+        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is none of ours")
     return manifest
 
 
@@ -102,14 +104,17 @@ def verify(path: Path, run_id: str | None = None) -> dict:
 
     Args:
         run_id: the run it must belong to, None for any.
-    Raises: DamagedCheckpoint, naming the first file that is wrong; OSError where its file system
+    Raises: DamagedCheckpointError, naming the first file that is wrong; OSError where its file
+    system
         does not answer.
     """
     manifest = read_manifest(path)
     if run_id is not None and manifest["run_id"] != run_id:
-        raise DamagedCheckpoint(path, f"of another run ({manifest['run_id']}, this is {run_id})")
+        raise DamagedCheckpointError(
+            path, f"of another run ({manifest['run_id']}, this is {run_id})"
+        )
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
-        raise DamagedCheckpoint(path, f"holds step {manifest['step']}")
+        raise DamagedCheckpointError(path, f"holds step {manifest['step']}")
 
     files = manifest["files"]
     n_bytes = sum(entry["bytes"] for entry in files.values())
@@ -118,7 +123,7 @@ def verify(path: Path, run_id: str | None = None) -> dict:
         checks = [pool.submit(difference, path / name, files[name], bar.update) for name in files]
         for check in checks:
             if found := check.result():
-                raise DamagedCheckpoint(path, found)
+                raise DamagedCheckpointError(path, found)
     return manifest
 
 
@@ -133,7 +138,7 @@ def difference(path: Path, expected: dict, on_piece: Callable[[int], object]) ->
             while piece := file.read(_READ_BYTES):
                 digest.update(piece)
                 on_piece(len(piece))
-    except (OSError, UnreadableFile) as error:
+    except (OSError, UnreadableFileError) as error:
         return _why_not(path.name, error)
     return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
@@ -148,12 +153,12 @@ def is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name) < 256
 
 
-def _why_not(name: str, error: OSError | UnreadableFile) -> str:
+def _why_not(name: str, error: OSError | UnreadableFileError) -> str:
     if getattr(error, "errno", None) in _AWAY:
         raise error
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
-    why = error.reason if isinstance(error, UnreadableFile) else error.strerror
+    why = error.reason if isinstance(error, UnreadableFileError) else error.strerror
     return f"{name} cannot be read: {why}"
 
 

@@ -23,14 +23,14 @@ from fsspec.core import url_to_fs
 
 from gptrain.checkpoints import fileops, manifest
 from gptrain.checkpoints.lock import RunLock
-from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpoint, folder_name
+from gptrain.checkpoints.manifest import MANIFEST_NAME, DamagedCheckpointError, folder_name
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import (
     BAD_DATA,
     DONE,
     FOLDER_UNUSABLE,
     ConfigError,
-    Problem,
+    ConfigIssue,
     code_of,
     first_line,
 )
@@ -70,12 +70,12 @@ class Mirror:
                     store.run_id = run_id
                 self.restore(store)
         except OSError as error:
-            wrong, code = first_line(error), code_of(error)
-            raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=code) from error
+            message, code = first_line(error), code_of(error)
+            raise ConfigError.of("checkpoint.mirror", self.url, message, code=code) from error
         if run_id not in ("", lock.run_id):
             about = "checkpoint.mirror", self.url, "holds another run"
-            attempt = "ckpt_path=last in a new run_dir to go on with that"
-            raise ConfigError.of(*about, attempt=attempt, code=FOLDER_UNUSABLE)
+            hint = "ckpt_path=last in a new run_dir to go on with that"
+            raise ConfigError.of(*about, hint=hint, code=FOLDER_UNUSABLE)
 
     def update(self, store: CheckpointStore) -> None:
         """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
@@ -110,13 +110,13 @@ class Mirror:
                 os.rename(draft, store.folder / name)
             except FileNotFoundError:  # the copy was not finished, or is partly removed
                 continue
-            except DamagedCheckpoint as error:
+            except DamagedCheckpointError as error:
                 damaged[name] = error.reason
         fileops.sync_folder(store.folder)
         if damaged and not store.steps():
             reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-            wrong = f"none of its checkpoints is whole: {reasons}"
-            raise ConfigError.of("checkpoint.mirror", self.url, wrong, code=BAD_DATA)
+            message = f"none of its checkpoints is whole: {reasons}"
+            raise ConfigError.of("checkpoint.mirror", self.url, message, code=BAD_DATA)
         for name, reason in damaged.items():
             with suppress(OSError):  # the mirror may be read-only
                 self.files.rm_file(f"{self.root}/{name}/{MANIFEST_NAME}")
@@ -125,22 +125,22 @@ class Mirror:
     def _copy(self, store: CheckpointStore) -> None:
         try:
             for step in reversed(store.steps()):
-                with suppress(FileNotFoundError, DamagedCheckpoint):  # pruned meanwhile
+                with suppress(FileNotFoundError, DamagedCheckpointError):  # pruned meanwhile
                     self._put(store.folder / folder_name(step))
             kept = store.steps()
             for step in self._steps():
                 if kept and step < kept[-1] and step not in kept:
                     self.files.rm(f"{self.root}/{folder_name(step)}", recursive=True)
         except Exception as error:  # of a package that we do not know; the run itself is well
-            wrong = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
-            _log.warning("%s", Problem("checkpoint.mirror", self.url, wrong, code=DONE).line)
+            message = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
+            _log.warning("%s", ConfigIssue("checkpoint.mirror", self.url, message, code=DONE).line)
 
     def _put(self, source: Path) -> None:
         """Copy the files of a checkpoint that the mirror does not have yet, and its manifest."""
         target = f"{self.root}/{source.name}"
         text = read_bytes(source / MANIFEST_NAME)
         copied: dict[str, dict] = {}
-        with suppress(FileNotFoundError, DamagedCheckpoint):
+        with suppress(FileNotFoundError, DamagedCheckpointError):
             there = self._manifest(source.name)
             if there == text:
                 return
@@ -166,7 +166,7 @@ class Mirror:
         """Of the run whose checkpoints are there, "" where there are none."""
         for step in self._steps():
             name = folder_name(step)
-            with suppress(FileNotFoundError, DamagedCheckpoint):  # never finished
+            with suppress(FileNotFoundError, DamagedCheckpointError):  # never finished
                 return manifest.parse(self._manifest(name), Path(name))["run_id"]
         return ""
 

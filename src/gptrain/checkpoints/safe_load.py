@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
-from gptrain.checkpoints.manifest import DamagedCheckpoint, is_file_name
-from gptrain.checkpoints.writer import Draft
+from gptrain.checkpoints.manifest import DamagedCheckpointError, is_file_name
+from gptrain.checkpoints.writer import CheckpointWriter
 from gptrain.core.errors import first_line
 from gptrain.core.small_files import open_regular, read_bytes
 
@@ -65,7 +65,7 @@ _GARBAGE = (
 )  # fmt: skip
 
 
-class UnsafeCheckpoint(DamagedCheckpoint):
+class UnsafeCheckpointError(DamagedCheckpointError):
     """A file that would run foreign code if it were loaded freely."""
 
 
@@ -75,7 +75,7 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
     Args:
         mmap: leave the tensors in the file until they are used: halves the peak memory where they
             are copied to a device. They die with the file: not for a state that trains on the CPU.
-    Raises: UnsafeCheckpoint, DamagedCheckpoint, FileNotFoundError.
+    Raises: UnsafeCheckpointError, DamagedCheckpointError, FileNotFoundError.
     """
     with one_line_refusals(path), open_regular(path) as file:
         is_mapped = mmap and zipfile.is_zipfile(file)
@@ -85,7 +85,9 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
 
 @contextmanager
 def one_line_refusals(path: str | Path) -> Generator[None, None, None]:
-    """Makes one UnsafeCheckpoint or DamagedCheckpoint of all that loading from path may raise."""
+    """Makes one UnsafeCheckpointError or DamagedCheckpointError of all that loading from
+    path may raise.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -94,11 +96,11 @@ def one_line_refusals(path: str | Path) -> Generator[None, None, None]:
         if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
             name = re.sub(r"^posix\.", "os.", refused[1])  # os.system pickles as posix.system
             reason = f"contains {name}; refused, only tensors and plain values are loaded"
-            raise UnsafeCheckpoint(path, reason) from error
+            raise UnsafeCheckpointError(path, reason) from error
         # torch's first advice on a pickle that it cannot read is to load it freely, code and all.
         is_pickle = isinstance(error, pickle.UnpicklingError | LookupError)
         said = "no file that torch.save wrote" if is_pickle else first_line(error)
-        raise DamagedCheckpoint(path, f"not a checkpoint ({said})") from error
+        raise DamagedCheckpointError(path, f"not a checkpoint ({said})") from error
 
 
 class SafeFileSystemReader(FileSystemReader):
@@ -107,7 +109,7 @@ class SafeFileSystemReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The folder's index, of whose classes none can do anything.
 
-        Raises: UnsafeCheckpoint, DamagedCheckpoint.
+        Raises: UnsafeCheckpointError, DamagedCheckpointError.
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with one_line_refusals(path):
@@ -135,7 +137,7 @@ class ShardWriter(FileSystemWriter):
     of torch.distributed.checkpoint alone.
     """
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: CheckpointWriter) -> None:
         # Nothing is copied ahead: what is, _OverlappingCpuLoader of the writer's module leaves
         # page-locked until the file is closed, a second copy of the whole state on the host.
         super().__init__(draft.path, sync_files=False, per_thread_copy_ahead=0)
@@ -183,7 +185,7 @@ def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
 
 
 class _DraftFolder(FileSystem):
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: CheckpointWriter) -> None:
         self._draft = draft
 
     def create_stream(  # ty: ignore[incompatible-method-override]  # torch's is a generator

@@ -22,7 +22,7 @@ RESULT_NAME = "result.json"
 CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
 
 
-class Preempted(BaseException):
+class PreemptedError(BaseException):
     """The run was asked to stop, saved itself and left; the same command goes on with it.
 
     No Exception, as KeyboardInterrupt is none: a signal's handler may raise it inside any library,
@@ -40,7 +40,7 @@ class Preempted(BaseException):
         self.step = step
 
 
-class NonFinite(Exception):
+class NonFiniteError(Exception):
     """A loss or a gradient was NaN or infinite; the weights are those of the step before.
 
     Args:

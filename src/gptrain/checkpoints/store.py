@@ -24,11 +24,11 @@ from pathlib import Path
 from gptrain.checkpoints import fileops, manifest
 from gptrain.checkpoints.manifest import (
     Checkpoint,
-    DamagedCheckpoint,
-    NoGoodCheckpoint,
+    DamagedCheckpointError,
+    NoGoodCheckpointError,
     folder_name,
 )
-from gptrain.checkpoints.writer import Draft, SaveFailed, free_bytes
+from gptrain.checkpoints.writer import CheckpointWriter, SaveFailedError, free_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,9 @@ class CheckpointStore:
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
         self.on_commit: Callable[[], object] = lambda: None
-        self._unfinished: tuple[Draft, dict] | None = None  # in the background, and its manifest
+        self._unfinished: tuple[CheckpointWriter, dict] | None = (
+            None  # in the background, and its manifest
+        )
 
     # Saving
 
@@ -69,7 +71,7 @@ class CheckpointStore:
         rank: int = 0,
         gather: Callable[[object], list] = lambda value: [value],
         in_background: bool = False,
-    ) -> Generator[Draft, None, None]:
+    ) -> Generator[CheckpointWriter, None, None]:
         """A draft to write files into; a checkpoint once the block ends without an exception.
 
             with store.writing(500) as draft, draft.open("state.ckpt") as file:
@@ -79,15 +81,17 @@ class CheckpointStore:
 
         Args:
             needed_bytes: expected size, checked against the free space before anything is written.
-            gather: see `Draft`.
+            gather: see `CheckpointWriter`.
             in_background: the files are written while the caller goes on; a checkpoint only once
                 `finish` was called.
-        Raises: SaveFailed, the same on every rank, for whatever the file system refused.
+        Raises: SaveFailedError, the same on every rank, for whatever the file system refused.
         """
         self.finish()
         if self.run_id is None:
             raise ValueError("a store without run_id is for reading only")
-        draft = Draft(self._hidden("draft", step), rank, gather, needed_bytes, self.progress)
+        draft = CheckpointWriter(
+            self._hidden("draft", step), rank, gather, needed_bytes, self.progress
+        )
         with draft.same_answer():
             if rank == 0:
                 self.check_space(needed_bytes)
@@ -117,7 +121,7 @@ class CheckpointStore:
     def finish(self) -> None:
         """Waits for the save in the background and makes a checkpoint of it; all ranks call it.
 
-        Raises: SaveFailed, on all ranks alike.
+        Raises: SaveFailedError, on all ranks alike.
         """
         if self._unfinished is None:
             return
@@ -144,15 +148,18 @@ class CheckpointStore:
 
         Args:
             files: Name -> content of this rank's files; must not be among those of the checkpoint.
-            gather: see `Draft`.
+            gather: see `CheckpointWriter`.
 
-        Raises: SaveFailed, on all ranks alike, with the checkpoint as it was.
+        Raises: SaveFailedError, on all ranks alike, with the checkpoint as it was.
         """
         if self._unfinished is not None:
             draft, about = self._unfinished
             about["metrics"] = metrics
         else:
-            draft, about = Draft(self._hidden("draft", step), rank, gather, 0, self.progress), None
+            draft, about = (
+                CheckpointWriter(self._hidden("draft", step), rank, gather, 0, self.progress),
+                None,
+            )
             with draft.same_answer():
                 if rank == 0:
                     fileops.remove_tree(draft.path)
@@ -171,9 +178,9 @@ class CheckpointStore:
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raises SaveFailed unless the folder's file system has that many bytes left."""
+        """Raises SaveFailedError unless the folder's file system has that many bytes left."""
         if (free := free_bytes(self.folder)) < needed_bytes:
-            raise SaveFailed(errno.ENOSPC, self.folder, needed_bytes, free, rank=0)
+            raise SaveFailedError(errno.ENOSPC, self.folder, needed_bytes, free, rank=0)
 
     # Loading
 
@@ -190,7 +197,7 @@ class CheckpointStore:
         return self.folder / folder_name(steps[-1]) if steps else None
 
     def verify(self, path: Path) -> Checkpoint:
-        """The checkpoint, read from disk and found whole. Raises: DamagedCheckpoint."""
+        """The checkpoint, read from disk and found whole. Raises: DamagedCheckpointError."""
         return Checkpoint(path, manifest.verify(path, self.run_id))
 
     def newest_good(self) -> Checkpoint | None:
@@ -200,23 +207,24 @@ class CheckpointStore:
         from; but a store without run_id leaves all as it is. Call it on one rank, with a run_id
         under the run lock.
 
-        Raises: NoGoodCheckpoint if there are checkpoints and all are damaged, or were found so by
+        Raises: NoGoodCheckpointError if there are checkpoints and all are damaged, or were found
+        so by
             an earlier start.
         """
         damaged = []
         for step in reversed(self.steps()):
             try:
                 found = self.verify(self.folder / folder_name(step))
-            except DamagedCheckpoint as error:
+            except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue
             for error in damaged:
                 _log.warning("warning: %s; %s", error, self._set_aside(error.path))
             return found
         for path in sorted(self.folder.glob("step-*.corrupt*")):
-            damaged.append(DamagedCheckpoint(path, "found damaged before"))
+            damaged.append(DamagedCheckpointError(path, "found damaged before"))
         if damaged:
-            raise NoGoodCheckpoint(self.folder, damaged)
+            raise NoGoodCheckpointError(self.folder, damaged)
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
@@ -227,7 +235,7 @@ class CheckpointStore:
         sign, scored = {"min": 1, "max": -1}[mode], []
         for step in self.steps():
             path = self.folder / folder_name(step)
-            with suppress(DamagedCheckpoint):
+            with suppress(DamagedCheckpointError):
                 if (value := manifest.read_manifest(path)["metrics"].get(monitor)) is not None:
                     scored.append((sign * value, step, path))
         return [path for _, _, path in sorted(scored)]
@@ -237,7 +245,7 @@ class CheckpointStore:
         for path in self.ranking(monitor, mode):
             try:
                 return self.verify(path)
-            except DamagedCheckpoint as error:
+            except DamagedCheckpointError as error:
                 _log.warning("warning: %s; it is not taken as the best", error)
         return None
 

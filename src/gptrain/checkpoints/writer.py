@@ -3,8 +3,9 @@
 torch.save passes its bytes to C++ code and torch.distributed.checkpoint to collectives of all
 ranks; an exception of a full disk raised inside either ends in a crash, a hang, or a second error
 that hides the first. So they write to memory, which takes as long as a copy. Then the files go to
-the disk from a thread of each rank, and `Draft.finish` raises what went wrong there, on all ranks,
-as `SaveFailed`. It is for the main threads, as collectives are.
+the disk from a thread of each rank, and `CheckpointWriter.finish` raises what went wrong there, on
+all ranks,
+as `SaveFailedError`. It is for the main threads, as collectives are.
 """
 
 import errno
@@ -22,7 +23,7 @@ from gptrain.checkpoints import fileops
 from gptrain.checkpoints.manifest import difference
 
 
-class SaveFailed(OSError):
+class SaveFailedError(OSError):
     """A checkpoint cannot be written; nothing of it is left, the ones before are untouched.
 
     Attributes:
@@ -51,7 +52,7 @@ class SaveFailed(OSError):
 
 
 @dataclass(eq=False)
-class Draft:
+class CheckpointWriter:
     """The part of one rank in a save: its files in a checkpoint that is not yet one.
 
     Attributes:
@@ -95,7 +96,7 @@ class Draft:
         return not all(written.done() for written in self._written)
 
     def finish(self) -> list[dict[str, dict]]:
-        """The entries of every rank's files, once all are on the disk. Raises: SaveFailed."""
+        """The entries of every rank's files, once all are on the disk. Raises: SaveFailedError."""
         with self.same_answer():
             entries = {}
             for written in self._written:
@@ -104,7 +105,8 @@ class Draft:
 
     @contextmanager
     def same_answer(self) -> Generator[None, None, None]:
-        """Lets all ranks raise the first rank's SaveFailed, so that none goes on or waits alone.
+        """Lets all ranks raise the first rank's SaveFailedError, so that none goes on or waits
+        alone.
 
         Other exceptions pass: their rank is about to end the job, and a collective might not
         return. After any exception nothing is left of the draft.
@@ -119,7 +121,7 @@ class Draft:
                 folder = self.path.parent
                 with suppress(OSError):
                     free = free_bytes(folder)
-                mine = SaveFailed(error.errno, folder, self.needed_bytes, free, self.rank)
+                mine = SaveFailedError(error.errno, folder, self.needed_bytes, free, self.rank)
                 mine.__cause__ = error
             for failure in self.gather(mine):
                 if failure is not None:

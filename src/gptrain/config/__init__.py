@@ -2,7 +2,7 @@
 
 import sys
 
-from gptrain.core.errors import INTERRUPTED, ConfigError, Problem
+from gptrain.core.errors import INTERRUPTED, ConfigError, ConfigIssue
 
 try:
     from gptrain.config.cli import check, compose_command, main
@@ -10,4 +10,4 @@ except KeyboardInterrupt:  # half a second of imports, before there is anybody t
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
 
-__all__ = ["ConfigError", "Problem", "check", "compose_command", "main"]
+__all__ = ["ConfigError", "ConfigIssue", "check", "compose_command", "main"]

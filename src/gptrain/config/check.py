@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from gptrain.config.compose import plain
 from gptrain.config.values import read_config, walk
 from gptrain.core.data_schema import DATA, DummyTextConfig
-from gptrain.core.errors import BAD_CONFIG, DONE, Problem, first_line, show
+from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, first_line, show
 from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import (
@@ -52,15 +52,15 @@ class CheckedConfig:
     run: RunConfig
     values: dict[str, Any]
     schema: type[RunConfig] = RunConfig
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[ConfigIssue] = field(default_factory=list)
 
     @property
-    def errors(self) -> list[Problem]:
+    def errors(self) -> list[ConfigIssue]:
         """Problems that are not only warnings."""
         return [problem for problem in self.problems if problem.code != DONE]
 
     @property
-    def wrong(self) -> set[str]:
+    def wrong_keys(self) -> set[str]:
         """Keys that an error has named."""
         return {problem.key for problem in self.errors} - {""}
 
@@ -71,19 +71,21 @@ class CheckedConfig:
 
     def is_wrong(self, *keys: str) -> bool:
         """Return whether an error has named one of the keys or a group that holds it."""
-        return any(f"{key}.".startswith(f"{wrong}.") for key in keys for wrong in self.wrong)
+        return any(
+            f"{key}.".startswith(f"{message}.") for key in keys for message in self.wrong_keys
+        )
 
-    def add(self, found: Iterator[Problem]) -> None:
+    def add(self, found: Iterator[ConfigIssue]) -> None:
         """Keep one error for each key."""
         for problem in found:
-            if problem.key not in self.wrong:
+            if problem.key not in self.wrong_keys:
                 self.problems.append(problem)
 
     def error(
-        self, key: str, wrong: str, attempt: str = "", allowed: str = "", code: int = BAD_CONFIG
-    ) -> Problem:
+        self, key: str, message: str, hint: str = "", allowed: str = "", code: int = BAD_CONFIG
+    ) -> ConfigIssue:
         """Return a problem of a key, with the value of the key."""
-        return Problem(key, show(self.flat.get(key)), wrong, allowed, attempt, code)
+        return ConfigIssue(key, show(self.flat.get(key)), message, allowed, hint, code)
 
 
 def check_config(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> CheckedConfig:
@@ -95,10 +97,10 @@ def check_config(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> Checke
         values = plain(cfg, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
         is_unset = isinstance(error, MissingMandatoryValue)
-        wrong = "required and not set" if is_unset else f"cannot be resolved: {first_line(error)}"
+        message = "required and not set" if is_unset else f"cannot be resolved: {first_line(error)}"
         key = getattr(error, "full_key", None) or ""
         nothing, _ = read_config({}, schema)
-        return CheckedConfig(nothing, {}, schema, [Problem(key, None, wrong)])
+        return CheckedConfig(nothing, {}, schema, [ConfigIssue(key, None, message)])
     run, problems = read_config(values, schema)
     checked = CheckedConfig(run, values, schema)
     checked.add(iter(problems))
@@ -117,7 +119,7 @@ def find_world_size(run: RunConfig) -> int | None:
     return n_local * count_nodes(asked) if n_local and asked else None
 
 
-def check_sizes(checked: CheckedConfig) -> Iterator[Problem]:
+def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Check the sizes of a net that ships, and of the data that it is trained on."""
     model, data = checked.run.model, checked.run.data
     if not isinstance(model, DecoderConfig):
@@ -129,30 +131,30 @@ def check_sizes(checked: CheckedConfig) -> Iterator[Problem]:
         near = ", ".join(str(n) for n in (width // step * step, (width // step + 1) * step) if n)
         yield checked.error("model.d_model", f"not divisible by {by}; nearest: {near}")
     if isinstance(model, LlamaConfig) and heads and (shared := model.n_kv_heads) and heads % shared:
-        wrong = f"does not divide model.n_heads={heads}"
-        yield checked.error("model.n_kv_heads", wrong, allowed=divisors(heads))
+        message = f"does not divide model.n_heads={heads}"
+        yield checked.error("model.n_kv_heads", message, allowed=divisors(heads))
     if data.train.target not in DATA:
         return  # the keys of other data have a meaning of their own
     longest, vocabulary, positions = model.max_seq_len, model.vocab_size, data.sample_tokens or 0
     if longest and positions > longest:
-        wrong = f"longer than model.max_seq_len={longest}"
-        attempt = f"data.seq_len={longest} or model.max_seq_len={positions}"
-        yield checked.error("data.seq_len", wrong, attempt)
+        message = f"longer than model.max_seq_len={longest}"
+        hint = f"data.seq_len={longest} or model.max_seq_len={positions}"
+        yield checked.error("data.seq_len", message, hint)
     tokenizer = data.extra.get("tokenizer")
     if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
-        wrong = f"data.tokenizer={tokenizer} has at least the 256 bytes"
-        yield checked.error("model.vocab_size", wrong, "model.vocab_size=256")
+        message = f"data.tokenizer={tokenizer} has at least the 256 bytes"
+        yield checked.error("model.vocab_size", message, "model.vocab_size=256")
 
 
-def check_length(checked: CheckedConfig) -> Iterator[Problem]:
+def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Check what ends the run, and a schedule that needs to know when."""
     run, trainer, scheduler = checked.run, checked.run.trainer, checked.run.scheduler
     for name in ("warmup", "decay", "total"):
         phase = scheduler.phase(name)
         if phase.steps is not None and phase.tokens:
             key = f"scheduler.{name}_steps"
-            wrong = f"excludes {key}={show(checked.flat.get(key))}: they say the same"
-            yield checked.error(f"scheduler.{name}_tokens", wrong, f"{key}=null")
+            message = f"excludes {key}={show(checked.flat.get(key))}: they say the same"
+            yield checked.error(f"scheduler.{name}_tokens", message, f"{key}=null")
     warmup, total = scheduler.phase("warmup"), scheduler.phase("total")
     for unit, asked, most in (
         ("steps", warmup.steps, total.steps),
@@ -160,29 +162,29 @@ def check_length(checked: CheckedConfig) -> Iterator[Problem]:
     ):
         if most and (asked or 0) > most:
             key = f"scheduler.warmup_{unit}"
-            wrong = f"must be <= scheduler.total_{unit}={show(most)}"
-            yield checked.error(key, wrong, f"{key}={int(most // 10)}")
+            message = f"must be <= scheduler.total_{unit}={show(most)}"
+            yield checked.error(key, message, f"{key}={int(most // 10)}")
     is_total_given = bool(total.steps or total.tokens)
     steps, tokens = -1 if trainer.max_steps is None else trainer.max_steps, run.max_tokens
     if tokens and steps != -1:
-        wrong = f"excludes trainer.max_steps={steps}: both end the run"
-        yield checked.error("max_tokens", wrong, "trainer.max_steps=-1, or max_tokens=null")
+        message = f"excludes trainer.max_steps={steps}: both end the run"
+        yield checked.error("max_tokens", message, "trainer.max_steps=-1, or max_tokens=null")
     if run.task != "fit" or trainer.fast_dev_run:
         return
-    if checked.wrong & {*LIMITS, "max_tokens", "trainer"}:
+    if checked.wrong_keys & {*LIMITS, "max_tokens", "trainer"}:
         return
     if steps != -1 or tokens or effective_max_epochs(trainer, tokens) is not None:
         return
     if trainer.max_time is None:
-        wrong = f"no stop condition: set one of {', '.join(LIMITS)}"
-        yield Problem("", None, wrong, attempt="trainer.max_epochs=3")
+        message = f"no stop condition: set one of {', '.join(LIMITS)}"
+        yield ConfigIssue("", None, message, hint="trainer.max_epochs=3")
     elif scheduler.target in DECAYING and not is_total_given:
-        wrong = "this schedule decays over a run of unknown length: trainer.max_time ends it"
-        attempt = "scheduler=warmup_constant, or scheduler.total_steps=<steps>"
-        yield checked.error("scheduler.total_steps", wrong, attempt)
+        message = "this schedule decays over a run of unknown length: trainer.max_time ends it"
+        hint = "scheduler=warmup_constant, or scheduler.total_steps=<steps>"
+        yield checked.error("scheduler.total_steps", message, hint)
 
 
-def check_strategy(checked: CheckedConfig) -> Iterator[Problem]:
+def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Check the strategy against devices, precision and compilation."""
     run = checked.run
     name, precision = run.strategy.name, run.trainer.precision
@@ -191,45 +193,47 @@ def check_strategy(checked: CheckedConfig) -> Iterator[Problem]:
     if name not in STRATEGIES or name in ("auto", "single", "ddp"):
         return
     if precision in FP16:
-        wrong = f"strategy={name} does not scale losses"
-        yield checked.error("trainer.precision", wrong, "trainer.precision=bf16-mixed")
+        message = f"strategy={name} does not scale losses"
+        yield checked.error("trainer.precision", message, "trainer.precision=bf16-mixed")
     if name not in ANY_NET and run.model.compile == "model":
-        wrong = f"under strategy={name} collectives and hooks lie between the blocks"
-        yield checked.error("model.compile", wrong, "model.compile=blocks")
+        message = f"under strategy={name} collectives and hooks lie between the blocks"
+        yield checked.error("model.compile", message, "model.compile=blocks")
     recomputes = (run.model.activation_checkpointing or "none") != "none"
     if "tensor" in name and recomputes and (run.model.compile or "none") != "none":
-        wrong = f"under strategy={name} torch cannot compile what is recomputed of sharded weights"
-        yield checked.error("model.compile", wrong, "model.activation_checkpointing=none")
+        message = (
+            f"under strategy={name} torch cannot compile what is recomputed of sharded weights"
+        )
+        yield checked.error("model.compile", message, "model.activation_checkpointing=none")
 
 
-def check_cpu(checked: CheckedConfig) -> Iterator[Problem]:
+def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Check for options that no CPU supports."""
     precision, backend = checked.run.trainer.precision, checked.run.strategy.backend
     if precision in FP16 or str(precision).startswith("transformer-engine"):
-        attempt = "trainer.precision=bf16-mixed"
-        yield checked.error("trainer.precision", "not supported on CPU", attempt)
+        hint = "trainer.precision=bf16-mixed"
+        yield checked.error("trainer.precision", "not supported on CPU", hint)
     if backend == "nccl":
         yield checked.error("strategy.backend", "nccl needs GPUs", "strategy.backend=gloo")
 
 
-def check_start(checked: CheckedConfig) -> Iterator[Problem]:
+def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Check where the run starts from."""
     run = checked.run
     if run.ckpt_path and run.init_from:
-        wrong = "excludes ckpt_path: fresh weights or an exact resume, not both"
-        yield checked.error("init_from", wrong)
+        message = "excludes ckpt_path: fresh weights or an exact resume, not both"
+        yield checked.error("init_from", message)
     starts = run.ckpt_path or run.init_from or run.from_run
     if (run.task or "fit") != "fit" and not starts and not run.trainer.fast_dev_run:
-        wrong = "no ckpt_path: it measures initial weights"
-        yield checked.error("task", wrong, "ckpt_path=best", code=DONE)
+        message = "no ckpt_path: it measures initial weights"
+        yield checked.error("task", message, "ckpt_path=best", code=DONE)
 
 
-def check_world(checked: CheckedConfig, world_size: int) -> Iterator[Problem]:
+def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue]:
     """Check how so many ranks share the work: sizes, batch and steps."""
     run, options = checked.run, checked.run.strategy
     name = options.name
     if name not in ("auto", *STRATEGIES) or any(
-        key.startswith("strategy.") for key in checked.wrong
+        key.startswith("strategy.") for key in checked.wrong_keys
     ):
         return
     try:
@@ -240,13 +244,13 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[Problem]:
         yield checked.error(key, str(error))
         return
     if world_size == 1 and name not in ("auto", "single"):
-        attempt = "trainer.devices=2"
-        yield Problem("strategy", name, "no effect on one device", attempt=attempt, code=DONE)
+        hint = "trainer.devices=2"
+        yield ConfigIssue("strategy", name, "no effect on one device", hint=hint, code=DONE)
     if isinstance(run.model, DecoderConfig):
         yield from _check_split(checked, dims.tensor, dims.pipeline)
     if dims.data % dims.replicas:
-        wrong = f"does not divide the {dims.data} data-parallel ranks"
-        yield checked.error("strategy.replicas", wrong, allowed=divisors(dims.data))
+        message = f"does not divide the {dims.data} data-parallel ranks"
+        yield checked.error("strategy.replicas", message, allowed=divisors(dims.data))
     if isinstance(options, PipelineOptions):
         yield from _check_microbatches(checked, options, dims.pipeline)
     yield from _check_steps(checked, dims.data)
@@ -258,7 +262,7 @@ def divisors(number: int) -> str:
     return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
 
-def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator[Problem]:
+def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator[ConfigIssue]:
     model, options = checked.run.model, checked.run.strategy
     heads = {}
     if isinstance(model, LlamaConfig):
@@ -267,39 +271,39 @@ def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator
         heads["model.n_heads"] = model.n_heads
     for key, n_heads in heads.items():
         if n_heads and n_heads % tensor:
-            wrong = f"does not divide {key}={n_heads}, a rank must hold whole heads"
+            message = f"does not divide {key}={n_heads}, a rank must hold whole heads"
             allowed = divisors(n_heads)
-            yield checked.error("strategy.tensor_parallel_size", wrong, allowed=allowed)
+            yield checked.error("strategy.tensor_parallel_size", message, allowed=allowed)
     is_interleaved = isinstance(options, PipelineOptions)
     stages = pipeline * (STAGES_PER_RANK[options.schedule] if is_interleaved else 1)
     layers = model.n_layers if isinstance(model, DecoderConfig) else None
     if layers and stages > layers:
-        wrong = f"{stages} stages, but model.n_layers={layers}: each holds at least one"
-        yield checked.error("strategy.pipeline_parallel_size", wrong)
+        message = f"{stages} stages, but model.n_layers={layers}: each holds at least one"
+        yield checked.error("strategy.pipeline_parallel_size", message)
 
 
 def _check_microbatches(
     checked: CheckedConfig, options: PipelineOptions, stages: int
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     batch, schedule = checked.run.data.batch_size, options.schedule
     micro = count_microbatches(options.microbatches, stages)
     if batch and batch % micro:
-        wrong = f"not divisible into {micro} microbatches"
-        attempt = f"data.batch_size={micro * max(1, batch // micro)}"
-        yield checked.error("data.batch_size", wrong, attempt)
-    attempt = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
+        message = f"not divisible into {micro} microbatches"
+        hint = f"data.batch_size={micro * max(1, batch // micro)}"
+        yield checked.error("data.batch_size", message, hint)
+    hint = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
     if schedule == "1f1b" and micro < stages:
-        wrong = f"1f1b needs at least one microbatch per stage ({stages})"
-        yield checked.error("strategy.microbatches", wrong, attempt)
+        message = f"1f1b needs at least one microbatch per stage ({stages})"
+        yield checked.error("strategy.microbatches", message, hint)
     if schedule == "interleaved_1f1b" and micro % stages:
-        wrong = f"interleaved_1f1b needs equally many microbatches per stage ({stages})"
-        yield checked.error("strategy.microbatches", wrong, attempt)
+        message = f"interleaved_1f1b needs equally many microbatches per stage ({stages})"
+        yield checked.error("strategy.microbatches", message, hint)
 
 
-def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[Problem]:
+def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[ConfigIssue]:
     run, data, trainer = checked.run, checked.run.data, checked.run.trainer
     size, accumulate = data.batch_size, trainer.accumulate_grad_batches
-    if not size or not accumulate or "data.global_batch_size" in checked.wrong:
+    if not size or not accumulate or "data.global_batch_size" in checked.wrong_keys:
         return
     try:
         batch = plan_batch(size, data.global_batch_size, accumulate, n_data)
@@ -308,23 +312,23 @@ def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[Problem]:
         return
     is_static = isinstance(run.strategy, DDPOptions) and run.strategy.static_graph
     if batch.accumulate > 1 and is_static:
-        wrong = "torch keeps no static graph over the micro-steps of an accumulation (2.13)"
-        yield checked.error("strategy.static_graph", wrong, "strategy.static_graph=false")
+        message = "torch keeps no static graph over the micro-steps of an accumulation (2.13)"
+        yield checked.error("strategy.static_graph", message, "strategy.static_graph=false")
     # The length of other data is read later.
     n_samples = data.num_samples if isinstance(data, DummyTextConfig) else None
     if run.task != "fit":
         return
     epoch_steps = batch.steps_per_epoch(n_samples) if n_samples else None
     if epoch_steps == 0:
-        wrong = f"{n_samples} sequences, one step needs {batch.global_batch_size}"
-        attempt = "a smaller data.batch_size or data.global_batch_size"
-        yield checked.error("data.num_samples", wrong, attempt)
+        message = f"{n_samples} sequences, one step needs {batch.global_batch_size}"
+        hint = "a smaller data.batch_size or data.global_batch_size"
+        yield checked.error("data.num_samples", message, hint)
     ends_early = run.max_tokens or trainer.fast_dev_run
-    if checked.wrong & {*LIMITS, "trainer"} or ends_early:
+    if checked.wrong_keys & {*LIMITS, "trainer"} or ends_early:
         return
     epochs = effective_max_epochs(trainer, None) if epoch_steps else None
     steps = run_steps(epoch_steps or 0, epochs, trainer.max_steps)
     warmup = run.scheduler.warmup_steps
     if steps and warmup and warmup > steps and not run.scheduler.total_steps:
-        wrong = f"longer than the run of {steps} steps"
-        yield checked.error("scheduler.warmup_steps", wrong, code=DONE)
+        message = f"longer than the run of {steps} steps"
+        yield checked.error("scheduler.warmup_steps", message, code=DONE)

@@ -39,9 +39,9 @@ from gptrain.config.values import read_config
 from gptrain.core import errors, locations, shell
 from gptrain.core.errors import (
     ConfigError,
-    JobFailed,
+    ConfigIssue,
+    JobFailedError,
     Parser,
-    Problem,
     ending_of,
     first_line,
     quoted,
@@ -120,7 +120,7 @@ def run_command(
         else:
             cfg, found = first, _ = compose_and_explain(overrides)
             if cfg.hydra.mode == RunMode.MULTIRUN:
-                found.append(Problem("hydra.mode", "MULTIRUN", "no sweep", attempt="-m"))
+                found.append(ConfigIssue("hydra.mode", "MULTIRUN", "no sweep", hint="-m"))
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
             run, warnings = check(cfg, schema, found, folder)
@@ -148,7 +148,7 @@ def asks_for_tracebacks(words: Iterable[str]) -> bool:
 def check(
     cfg: DictConfig,
     schema: type[RunConfig] = RunConfig,
-    found: Sequence[Problem] = (),
+    found: Sequence[ConfigIssue] = (),
     folder: str | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """Check a composed config and return it typed, with one line for each warning.
@@ -185,8 +185,8 @@ def check_environment() -> None:
     try:
         this_process()
     except (ValueError, KeyError) as error:
-        wrong = f"the launcher's environment cannot be read: {error}"
-        raise ConfigError.of("", None, wrong) from error
+        message = f"the launcher's environment cannot be read: {error}"
+        raise ConfigError.of("", None, message) from error
 
 
 def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
@@ -196,9 +196,9 @@ def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
     """
     parsed, unreadable = parse(overrides)
     if this_process().is_rank:
-        wrong = "a sweep cannot run inside the ranks of a launcher"
+        message = "a sweep cannot run inside the ranks of a launcher"
         attempt = f"{shell.train_command('-m')} ... trainer.devices=<n>"
-        raise ConfigError.of("-m", None, wrong, attempt=attempt)
+        raise ConfigError.of("-m", None, message, hint=attempt)
     known = (one for one in parsed if not isinstance(one.value(), Glob))  # which Hydra looks up
     cfg, unfit = compose_and_explain([_first_value(one) for one in known])
     if unreadable or unfit:
@@ -290,7 +290,9 @@ def _run(
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
             kinds = [one["_target_"].rpartition(".")[2] for one in (node.sweeper, node.launcher)]
             if sweep and code and kinds != ["BasicSweeper", "BasicLauncher"]:
-                raise JobFailed(code, said) from error  # a basic sweep would lose the jobs to come
+                raise JobFailedError(
+                    code, said
+                ) from error  # a basic sweep would lose the jobs to come
             return None
         codes.append(errors.DONE)
         return value
@@ -301,7 +303,7 @@ def _run(
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if not any(codes):
             codes.append(_end(error, debug)[0])
-            if isinstance(error, JobFailed):  # it was told in another process
+            if isinstance(error, JobFailedError):  # it was told in another process
                 _print([first_line(error)])
     return next(filter(None, codes), errors.DONE)
 
@@ -309,10 +311,11 @@ def _run(
 def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
     """Return the exit code and the error message of what a command or its job raised.
 
-    The message of a JobFailed has been printed already. Every other message is printed on stderr,
+    The message of a JobFailedError has been printed already. Every other message is printed on
+    stderr,
     and reported to `gptrain.fit` if that started this process.
     """
-    if isinstance(error, JobFailed):
+    if isinstance(error, JobFailedError):
         return error.code, str(error)
     if debug:
         traceback.print_exception(error)

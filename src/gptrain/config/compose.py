@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.config.values import unknown_choice, unknown_key, walk
 from gptrain.core import locations
-from gptrain.core.errors import Problem, first_line, quoted
+from gptrain.core.errors import ConfigIssue, first_line, quoted
 from gptrain.core.shell import command
 from gptrain.runtime.process import run_stamp
 
@@ -71,7 +71,7 @@ def of_parts(parts: Any, key: str, seq_len: int | None = None) -> Any:
     return found
 
 
-def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
+def parse(overrides: list[str]) -> tuple[list[Override], list[ConfigIssue]]:
     """Overrides as Hydra reads them, those of a sweep included, and a problem for each other."""
     parsed, problems = [], []
     for line in overrides:
@@ -82,10 +82,10 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[Problem]]:
                 parsed.append(one)
                 continue
         if equals and key.strip("+~ "):
-            attempt = command(f"{key}={quoted(value)}")
-            problems.append(Problem(key.lstrip("+~"), value, "cannot be read", attempt=attempt))
+            hint = command(f"{key}={quoted(value)}")
+            problems.append(ConfigIssue(key.lstrip("+~"), value, "cannot be read", hint=hint))
         else:
-            problems.append(Problem("", None, f"{line}: not key=value", attempt="--help"))
+            problems.append(ConfigIssue("", None, f"{line}: not key=value", hint="--help"))
     return parsed, problems
 
 
@@ -94,7 +94,7 @@ def line_of(one: Override) -> str:
     return one.input_line or ""
 
 
-def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[Problem]]:
+def compose_and_explain(overrides: list[str]) -> tuple[DictConfig, list[ConfigIssue]]:
     """The config of the overrides that fit, and a problem for each that does not.
 
     Raises: REFUSALS, where not even the defaults can be composed.
@@ -145,19 +145,19 @@ def _compose(overrides: list[str]) -> DictConfig:
 
 def _explain(
     one: Override, error: Exception, cfg: DictConfig, choices: Callable[[str], list[str]]
-) -> Problem:
+) -> ConfigIssue:
     """Why an override does not fit: no such choice, no such key."""
     key, value = one.key_or_group, line_of(one).partition("=")[2] or None
     if one.is_sweep_override():
-        attempt = f"-m for a sweep, or {command(f'{key}=[{value}]')} for a list"
-        return Problem(key, value, "several values, and this is no sweep", attempt=attempt)
+        hint = f"-m for a sweep, or {command(f'{key}=[{value}]')} for a list"
+        return ConfigIssue(key, value, "several values, and this is no sweep", hint=hint)
     group = key.removesuffix(".name")  # of a choice, as elsewhere
     if names := choices(group):
         if not isinstance(error, MissingConfigException) and group == key:
-            wrong = f"cannot be composed: {first_line(error)}"
-            return Problem(key, value, wrong, ", ".join(names))
+            message = f"cannot be composed: {first_line(error)}"
+            return ConfigIssue(key, value, message, ", ".join(names))
         return unknown_choice(key, str(value), names, group)
     values = plain(cfg)
     if key in dict(walk(values)) or key.startswith("hydra."):
-        return Problem(key, value, first_line(error.__cause__ or error))
+        return ConfigIssue(key, value, first_line(error.__cause__ or error))
     return unknown_key(key, value, values)

@@ -25,9 +25,9 @@ from hydra.core.override_parser.types import Override
 from gptrain.config.compose import compose_and_explain, line_of, parse
 from gptrain.config.values import walk
 from gptrain.core import locations
-from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, Problem, show
+from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, ConfigIssue, show
 from gptrain.core.shell import command
-from gptrain.core.small_files import UnreadableFile, read_yaml
+from gptrain.core.small_files import UnreadableFileError, read_yaml
 
 # Where the old run lay and wrote, how it went on there, and what it was allowed.
 NOT_TAKEN = {
@@ -106,14 +106,14 @@ def read_overrides(run_dir: str) -> list[Override]:
     try:
         lines = read_yaml(file)
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise UnreadableFile(file, "not a list of overrides")
+            raise UnreadableFileError(file, "not a list of overrides")
         parsed, problems = parse(lines)
         if problems:
-            raise UnreadableFile(file, str(problems[0]))
+            raise UnreadableFileError(file, str(problems[0]))
     except (FileNotFoundError, NotADirectoryError):
-        wrong = f"no run in this folder, {file} is missing"
-        raise ConfigError.of("from_run", run_dir, wrong, code=INPUT_NOT_FOUND) from None
-    except (UnreadableFile, OSError) as error:
+        message = f"no run in this folder, {file} is missing"
+        raise ConfigError.of("from_run", run_dir, message, code=INPUT_NOT_FOUND) from None
+    except (UnreadableFileError, OSError) as error:
         raise ConfigError.of("from_run", run_dir, str(error), code=BAD_DATA) from None
     return parsed
 
@@ -122,7 +122,7 @@ def check_values(
     values: dict[str, Any],
     allowed: Sequence[str] = (),
     folders: Iterable[str] = (),
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """What somebody else's values may not say.
 
     Args:
@@ -136,17 +136,17 @@ def check_values(
             if not _is_taken(place, value, allowed, named):
                 package = show(value).split(".")[0]
                 allowed_targets = command(f"allowed_targets=[{package}]")
-                attempt = f"{allowed_targets}, if you trust its code"
-                wrong = "somebody else's run may not name it"
-                yield Problem(place, show(value), wrong, attempt=attempt)
+                hint = f"{allowed_targets}, if you trust its code"
+                message = "somebody else's run may not name it"
+                yield ConfigIssue(place, show(value), message, hint=hint)
         elif key.startswith("_"):
-            yield Problem(place, show(value), "of somebody else's run only keywords are taken")
+            yield ConfigIssue(place, show(value), "of somebody else's run only keywords are taken")
         elif key in WRITTEN or (key == "filename" and not re.fullmatch(FILE_NAME, str(value))):
-            wrong = "where to write is not taken from somebody else's run"
-            yield Problem(place, show(value), wrong)
+            message = "where to write is not taken from somebody else's run"
+            yield ConfigIssue(place, show(value), message)
         elif isinstance(value, str) and not re.fullmatch(PLAIN, value, re.DOTALL):
-            wrong = "of somebody else's run only plain references are resolved"
-            yield Problem(place, value, wrong)
+            message = "of somebody else's run only plain references are resolved"
+            yield ConfigIssue(place, value, message)
 
 
 def named_targets(folders: Iterable[str | Path]) -> set[tuple[str, str]]:
@@ -197,11 +197,11 @@ def is_left_out(one: Override) -> bool:
 
 def _find_refused(
     kept: list[Override], now: list[Override], run_dir: str, reads_data: bool
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """What of an old run's overrides today's schema, or the rule about strangers, refuses."""
     choices = [one for one in kept if "." not in one.key_or_group and one.key_or_group not in FREE]
     found = [
-        Problem(one.key_or_group, value, "not a choice of conf/")
+        ConfigIssue(one.key_or_group, value, "not a choice of conf/")
         for one in choices
         if re.search(OUTSIDE, value := line_of(one).partition("=")[2])
     ]
@@ -213,14 +213,14 @@ def _find_refused(
         places = [path.removeprefix("file://") for path in cfg.hydra.searchpath]
         found = list(check_values(values, cfg.allowed_targets, places))
     if not found:
-        wrong = "outside of this project: type it again to have it read"
+        message = "outside of this project: type it again to have it read"
         for one in named_outside(kept, run_dir):
             key, given = one.key_or_group, line_of(one).partition("=")[2]
             if reads_data or not key.startswith("data."):
-                found.append(Problem(key, given, wrong, attempt=command(line_of(one))))
+                found.append(ConfigIssue(key, given, message, hint=command(line_of(one))))
     for one in found:
-        wrong = f"was started with {one.key}={one.value}: {one.wrong}"
-        yield Problem("from_run", run_dir, wrong, attempt=one.attempt or command(f"~{one.key}"))
+        message = f"was started with {one.key}={one.value}: {one.message}"
+        yield ConfigIssue("from_run", run_dir, message, hint=one.hint or command(f"~{one.key}"))
 
 
 def named_outside(typed: Iterable[Override], run_dir: str | Path) -> Iterator[Override]:

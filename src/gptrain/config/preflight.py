@@ -25,7 +25,7 @@ from gptrain.core.errors import (
     DONE,
     FOLDER_UNUSABLE,
     INPUT_NOT_FOUND,
-    Problem,
+    ConfigIssue,
     first_line,
 )
 from gptrain.core.schema import (
@@ -76,15 +76,15 @@ KINDS = {
 }
 
 
-def check_place(checked: CheckedConfig, folder: str) -> Iterator[Problem]:
+def check_place(checked: CheckedConfig, folder: str) -> Iterator[ConfigIssue]:
     """Launcher, the folder that the job will write into, files; by the standard library alone."""
     yield from check_launcher(checked)
-    if this_process().rank == 0 and not checked.wrong & {"run_dir", "name"}:
+    if this_process().rank == 0 and not checked.wrong_keys & {"run_dir", "name"}:
         yield from check_folder(checked, folder)
     yield from check_files(checked)
 
 
-def check_machine(checked: CheckedConfig) -> Iterator[Problem]:
+def check_machine(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Devices, classes and memory; imports torch, starts no CUDA context."""
     from torch.cuda import device_count as count_gpus
     from torch.distributed import is_backend_available
@@ -115,54 +115,54 @@ def check_machine(checked: CheckedConfig) -> Iterator[Problem]:
         yield from check_memory(checked, kind, n_local, world_size)
 
 
-def check_launcher(checked: CheckedConfig) -> Iterator[Problem]:
+def check_launcher(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """What the launcher started, against what the config says."""
     process, n_nodes = this_process(), count_nodes(checked.run.trainer.num_nodes or 1)
     n_local = count_devices(checked.run.trainer.devices)
     if process.launcher == "none" and n_nodes > 1:
-        wrong = "a single process starts ranks on its own machine only"
-        attempt = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun, or mpirun"
-        yield checked.error("trainer.num_nodes", wrong, attempt)
+        message = "a single process starts ranks on its own machine only"
+        hint = f"torchrun --nnodes={n_nodes} ... train.py on each node, or srun, or mpirun"
+        yield checked.error("trainer.num_nodes", message, hint)
     if not process.is_rank:
         return
     each = process.world_size // process.n_nodes
     n_local = n_local or each
     if n_local * n_nodes != process.world_size:
         product = f"{n_local} x trainer.num_nodes={n_nodes} = {n_local * n_nodes}"
-        attempt = f"trainer.devices={each} trainer.num_nodes={process.n_nodes}"
-        wrong = f"{product}, but {LAUNCHERS[process.launcher][1]}={process.world_size}"
-        yield checked.error("trainer.devices", wrong, attempt)
+        hint = f"trainer.devices={each} trainer.num_nodes={process.n_nodes}"
+        message = f"{product}, but {LAUNCHERS[process.launcher][1]}={process.world_size}"
+        yield checked.error("trainer.devices", message, hint)
     elif process.n_nodes != n_nodes:
-        wrong, attempt = f"{process.launcher} started ranks on {process.n_nodes}", process.n_nodes
-        yield checked.error("trainer.num_nodes", wrong, f"trainer.num_nodes={attempt}")
+        message, hint = f"{process.launcher} started ranks on {process.n_nodes}", process.n_nodes
+        yield checked.error("trainer.num_nodes", message, f"trainer.num_nodes={hint}")
     if n_nodes > 1 and process.launcher in ("openmpi", "mpich") and "MASTER_ADDR" not in os.environ:
-        attempt = "mpirun -x MASTER_ADDR=<first node> -x MASTER_PORT=29500 ... (MPICH: -genv)"
-        yield Problem("MASTER_ADDR", None, "not set: where the ranks meet", attempt=attempt)
+        hint = "mpirun -x MASTER_ADDR=<first node> -x MASTER_PORT=29500 ... (MPICH: -genv)"
+        yield ConfigIssue("MASTER_ADDR", None, "not set: where the ranks meet", hint=hint)
     if process.launcher != "slurm" and n_nodes > 1 and run_stamp() in (checked.run.run_dir or ""):
-        wrong = "each node would name its folder by its own clock"
-        yield checked.error("run_dir", wrong, "run_dir=<a folder that all nodes see>")
+        message = "each node would name its folder by its own clock"
+        yield checked.error("run_dir", message, "run_dir=<a folder that all nodes see>")
     if process.launcher == "torchrun" and n_nodes > 1 and os.environ.get(OWN_STORE) != "1":
-        wrong = "torchrun cannot start a lost node again (pytorch#135712)"
-        yield Problem(OWN_STORE, "", wrong, attempt=f"{OWN_STORE}=1 torchrun ...", code=DONE)
+        message = "torchrun cannot start a lost node again (pytorch#135712)"
+        yield ConfigIssue(OWN_STORE, "", message, hint=f"{OWN_STORE}=1 torchrun ...", code=DONE)
 
 
-def check_folder(checked: CheckedConfig, name: str) -> Iterator[Problem]:
+def check_folder(checked: CheckedConfig, name: str) -> Iterator[ConfigIssue]:
     """A run folder that can be made, or written into, and holds no finished run."""
     folder = Path(name).expanduser().absolute()
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     trains = checked.run.task == "fit" and checked.schema is RunConfig and not checked.run.ckpt_path
-    wrong, attempt = "", "run_dir=<folder>"
+    message, hint = "", "run_dir=<folder>"
     if not parent.is_dir():
-        wrong = f"cannot write ({parent} is a file)"
+        message = f"cannot write ({parent} is a file)"
     elif not os.access(parent, os.W_OK | os.X_OK):
-        wrong = f"cannot write (no permission in {parent})"
+        message = f"cannot write (no permission in {parent})"
     elif trains and (folder / "result.json").exists():
-        wrong, attempt = "already holds a finished run", "ckpt_path=last, or another run_dir"
-    if wrong:
-        yield Problem("run_dir", name, wrong, attempt=attempt, code=FOLDER_UNUSABLE)
+        message, hint = "already holds a finished run", "ckpt_path=last, or another run_dir"
+    if message:
+        yield ConfigIssue("run_dir", name, message, hint=hint, code=FOLDER_UNUSABLE)
 
 
-def check_files(checked: CheckedConfig) -> Iterator[Problem]:
+def check_files(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Data, checkpoints and old runs that are named exist; of data groups those that ship.
 
     A command that is no run reads none of a run's data.
@@ -191,17 +191,17 @@ def check_files(checked: CheckedConfig) -> Iterator[Problem]:
                 continue
             if os.path.exists(found):
                 if not os.path.isdir(found) and not os.path.getsize(found):
-                    yield Problem(key, path, "empty", attempt=f"{key}=<file>", code=BAD_DATA)
+                    yield ConfigIssue(key, path, "empty", hint=f"{key}=<file>", code=BAD_DATA)
                 continue
             if not (key.startswith("data.") and glob.glob(found, recursive=True)):
-                attempt = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
-                wrong, code = "no such file or folder", INPUT_NOT_FOUND
-                yield Problem(key, path, wrong, attempt=attempt, code=code)
+                hint = "ckpt_path=last" if key == "ckpt_path" else f"{key}=<file or folder>"
+                message, code = "no such file or folder", INPUT_NOT_FOUND
+                yield ConfigIssue(key, path, message, hint=hint, code=code)
 
 
 def check_visible(
     checked: CheckedConfig, visible: int, shown: str | None, is_rank: bool = False
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """As many GPUs as asked for, and of the numbers asked for.
 
     Args:
@@ -212,12 +212,12 @@ def check_visible(
     numbers = listed_numbers(asked) or range(count_devices(asked) or 0)
     if max(numbers, default=0) < visible or (is_rank and visible == 1):
         return
-    wrong = f"only {visible} GPU{'s' * (visible != 1)} visible"
-    wrong += f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
-    yield checked.error("trainer.devices", wrong, f"trainer.devices={visible}")
+    message = f"only {visible} GPU{'s' * (visible != 1)} visible"
+    message += f" (CUDA_VISIBLE_DEVICES={shown})" if shown is not None else ""
+    yield checked.error("trainer.devices", message, f"trainer.devices={visible}")
 
 
-def check_classes(checked: CheckedConfig) -> Iterator[Problem]:
+def check_classes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     """Every `_target_` that does not ship: what it is, and the keywords that it is given."""
     for place, node in targets(checked.values):
         target, model = node["_target_"], SHIPPED.get(node["_target_"])
@@ -227,20 +227,20 @@ def check_classes(checked: CheckedConfig) -> Iterator[Problem]:
         try:
             found = get_method(target)
         except Exception as error:  # whatever a user's module raises is a line, not a traceback
-            yield Problem(f"{place}._target_", target, first_line(error))
+            yield ConfigIssue(f"{place}._target_", target, first_line(error))
             continue
         group, *below = place.split(".")
         depth = 1 if group in ("callbacks", "logger") else 0
         is_part = bool(re.fullmatch(DATASET, place)) if group == "data" else len(below) == depth
-        if wrong := wrong_kind(found, group) if is_part else "":
-            yield Problem(f"{place}._target_", target, wrong)
+        if message := wrong_kind(found, group) if is_part else "":
+            yield ConfigIssue(f"{place}._target_", target, message)
         else:
             yield from _check_keywords(found, place, given, node)
 
 
 def _check_keywords(
     found: Any, place: str, given: dict[str, Any], node: dict[str, Any]
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """Keywords that a class or function does not take, and those that it needs."""
     try:
         signature = inspect.signature(found)
@@ -255,13 +255,13 @@ def _check_keywords(
     except TypeError as error:
         allowed, target = ", ".join(signature.parameters), node["_target_"]
         is_typed = place in KINDS and target not in SHIPPED  # over the keys of another class
-        attempt = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys" if is_typed else ""
-        yield Problem(f"{place}._target_", target, str(error), allowed, attempt)
+        hint = f"{place}=mine, of a conf/{place}/mine.yaml with its own keys" if is_typed else ""
+        yield ConfigIssue(f"{place}._target_", target, str(error), allowed, hint)
 
 
 def check_memory(
     checked: CheckedConfig, kind: str, n_local: int, world_size: int
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """A warning where weights, gradients and optimizer states exceed what a device has."""
     from torch import cuda
 
@@ -280,9 +280,9 @@ def check_memory(
         have = min((cuda.get_device_properties(i).total_memory for i in visible), default=need)
     if need > have:
         what = "weights, gradients and optimizer states"
-        wrong = f"needs about {need / GIB:.0f} GiB for {what}, {where} has {have / GIB:.0f} GiB"
-        attempt = "strategy=fsdp or a smaller model"
-        yield Problem("model", None, wrong, attempt=attempt, code=DONE)
+        message = f"needs about {need / GIB:.0f} GiB for {what}, {where} has {have / GIB:.0f} GiB"
+        hint = "strategy=fsdp or a smaller model"
+        yield ConfigIssue("model", None, message, hint=hint, code=DONE)
 
 
 def wrong_kind(found: Any, group: str) -> str:
@@ -293,8 +293,8 @@ def wrong_kind(found: Any, group: str) -> str:
             return ""
     owner = found.__self__ if inspect.ismethod(found) else found
     if group == "data":
-        if wrong := unindexed(owner):
-            return wrong
+        if message := unindexed(owner):
+            return message
         is_one, kind = inspect.isclass(owner) and hasattr(owner, "__getitem__"), "dataset"
     else:
         base = get_class(KINDS[group])

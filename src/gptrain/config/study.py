@@ -38,8 +38,8 @@ def continue_study(cfg: DictConfig) -> list[str]:
     try:
         studies = optuna.get_all_study_summaries(storage)
     except SQLAlchemyError as error:
-        wrong = f"cannot be opened: {first_line(error)}"
-        raise ConfigError.of(STORAGE, storage, wrong, code=INPUT_NOT_FOUND) from error
+        message = f"cannot be opened: {first_line(error)}"
+        raise ConfigError.of(STORAGE, storage, message, code=INPUT_NOT_FOUND) from error
     n_trials = sum(study.n_trials for study in studies if study.study_name == name)
     if not n_trials or not isinstance(seed, int):
         return []
@@ -60,5 +60,5 @@ def check_versions(storage: str) -> None:
     majors = [int(number.partition(".")[0]) for number in numbers.values()]
     if majors[0] < 3 and majors[1] > 1:
         pair = " with ".join(f"{name} {number}" for name, number in numbers.items())
-        wrong, attempt = f"{pair} cannot keep a study", 'pip install "sqlalchemy<2" "alembic<1.20"'
-        raise ConfigError.of(STORAGE, storage, wrong, attempt=attempt)
+        message, hint = f"{pair} cannot keep a study", 'pip install "sqlalchemy<2" "alembic<1.20"'
+        raise ConfigError.of(STORAGE, storage, message, hint=hint)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from gptrain.config.suggest import find_alias, nearest, nearest_key
 from gptrain.core.data_schema import DATA, DataConfig, MixtureConfig
-from gptrain.core.errors import Problem, show
+from gptrain.core.errors import ConfigIssue, show
 from gptrain.core.schema import SHIPPED, RunConfig
 from gptrain.core.shell import command
 from gptrain.core.strategies import STRATEGIES, options_type
@@ -33,7 +33,7 @@ SHORTER = {
 
 def read_config(
     values: dict[str, Any], schema: type[RunConfig] = RunConfig
-) -> tuple[RunConfig, list[Problem]]:
+) -> tuple[RunConfig, list[ConfigIssue]]:
     """Return the typed config and a problem for each value that is wrong by itself.
 
     If there is a problem, the values that are wrong or missing are None in the returned config, so
@@ -46,8 +46,8 @@ def read_config(
     flat = dict(walk(values))
     problems = list(_find_wrong_values(values, flat, schema))
     if problems:
-        wrong = {problem.key for problem in problems}
-        return _construct(schema, values, "", flat, wrong), problems
+        message = {problem.key for problem in problems}
+        return _construct(schema, values, "", flat, message), problems
     typed = dict(values)
     for group, field in schema.model_fields.items():
         base, node = _section_in(field.annotation), values.get(group)
@@ -65,7 +65,7 @@ def read_config(
 
 def _find_wrong_values(
     values: dict[str, Any], flat: dict[str, Any], schema: type[RunConfig]
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """Yield a problem for each wrong value, unknown key and missing key.
 
     A key may be reported twice: by the type of its class and by the type of its group.
@@ -75,17 +75,17 @@ def _find_wrong_values(
             continue
         target = show(node.get("_target_", "a.class"))
         if not re.fullmatch(CLASS, target) or target.split(".")[0] in sys.stdlib_module_names:
-            wrong = "not a dotted name of a class outside of Python's own library"
-            yield Problem(f"{place}._target_", target, wrong)
+            message = "not a dotted name of a class outside of Python's own library"
+            yield ConfigIssue(f"{place}._target_", target, message)
         elif section := _shipped_section(place, flat):
             own = {key: value for key, value in node.items() if key not in OF_HYDRA}
             yield from _judge(section, own, place, values)
     problems = _judge(schema, values, "", values)
     data = values.get("data")
     if schema.reads_data and isinstance(data, dict) and "_target_" in data:
-        wrong = "nothing reads a class for the whole data group, such as a LightningDataModule"
-        attempt = "data.train._target_ and data.val._target_, each of a dataset"
-        yield Problem("data._target_", data["_target_"], wrong, attempt=attempt)
+        message = "nothing reads a class for the whole data group, such as a LightningDataModule"
+        hint = "data.train._target_ and data.val._target_, each of a dataset"
+        yield ConfigIssue("data._target_", data["_target_"], message, hint=hint)
         missing = {f"data.{name}" for name in DataConfig.model_fields if name not in data}
         problems = (problem for problem in problems if problem.key not in missing)
     yield from problems
@@ -104,29 +104,29 @@ def targets(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     return (one for one in walk(values) if isinstance(one[1], dict) and "_target_" in one[1])
 
 
-def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> Problem:
+def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> ConfigIssue:
     """Return the problem that a value is not among a key's choices, with the most similar one."""
     near = nearest(value, names)
     words = "unknown" + (f', did you mean "{near}"?' if near else "")
-    return Problem(key, value, words, ", ".join(names), f"{group}={near}" if near else "")
+    return ConfigIssue(key, value, words, ", ".join(names), f"{group}={near}" if near else "")
 
 
-def unknown_key(key: str, value: Any, values: dict[str, Any]) -> Problem:
+def unknown_key(key: str, value: Any, values: dict[str, Any]) -> ConfigIssue:
     """Return the problem that nothing reads a key, with the key that may have been meant."""
     group, _, leaf = key.rpartition(".")
     node = values.get(group) or {}
     siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
     readers = [name for name, row in STRATEGIES.items() if leaf in row.options.model_fields]
     if group == "strategy" and readers:
-        wrong = f"no effect under strategy={node.get('name')}"
-        return Problem(key, value, wrong, f"under strategy={', '.join(readers)}")
+        message = f"no effect under strategy={node.get('name')}"
+        return ConfigIssue(key, value, message, f"under strategy={', '.join(readers)}")
     if alias := find_alias(key, show(value)):
-        return Problem(key, value, "unknown key", attempt=alias)
+        return ConfigIssue(key, value, "unknown key", hint=alias)
     known = {place for place, value in walk(values) if "." not in place or type(value) is not dict}
     if near := nearest_key(key, known - {key}):
-        return Problem(key, value, f"unknown key, did you mean {near}? (new keys need +)")
-    wrong = f"unknown key of this {group}" if siblings else "unknown key"
-    return Problem(key, value, wrong, ", ".join(siblings), "" if siblings else "--help")
+        return ConfigIssue(key, value, f"unknown key, did you mean {near}? (new keys need +)")
+    message = f"unknown key of this {group}" if siblings else "unknown key"
+    return ConfigIssue(key, value, message, ", ".join(siblings), "" if siblings else "--help")
 
 
 def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
@@ -153,7 +153,7 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def _construct(
-    section: type[Section], node: Any, place: str, flat: dict[str, Any], wrong: set[str]
+    section: type[Section], node: Any, place: str, flat: dict[str, Any], message: set[str]
 ) -> Any:
     """Return a section without validation, in which missing and wrong values are None."""
     node, section = node if isinstance(node, dict) else {}, _section_type(place, section, flat)
@@ -161,24 +161,24 @@ def _construct(
     for name, field in section.model_fields.items():
         key, kind = field.alias or name, _section_in(field.annotation)
         inner = f"{place}.{key}" if place else key
-        value = None if inner in wrong else node.get(key, field.get_default())
+        value = None if inner in message else node.get(key, field.get_default())
         if kind is None or (kind is not field.annotation and value is None):
             made[key] = None if field.is_required() and key not in node else value
         elif typing.get_origin(field.annotation) is dict:
             named = value if isinstance(value, dict) else {}
             made[key] = {
-                name: item and _construct(kind, item, f"{inner}.{name}", flat, wrong)
+                name: item and _construct(kind, item, f"{inner}.{name}", flat, message)
                 for name, item in named.items()
             }
         else:
-            made[key] = _construct(kind, value, inner, flat, wrong)
+            made[key] = _construct(kind, value, inner, flat, message)
     extra = {key: value for key, value in node.items() if key not in made}
     return section.model_construct(**made, **extra)
 
 
 def _judge(
     model: type[BaseModel], node: dict[str, Any], place: str, values: dict[str, Any]
-) -> Iterator[Problem]:
+) -> Iterator[ConfigIssue]:
     """A problem for each key of a node that its model refuses."""
     try:
         model.model_validate(node)
@@ -194,8 +194,8 @@ def _judge(
             yield unknown_key(key, given, values)
         elif kind == "missing":
             entry, _, leaf = key.rpartition(".")  # of callbacks, that an experiment adds to, say
-            attempt = command(f"~{entry}") if leaf == "_target_" and "." in entry else ""
-            yield Problem(key, None, "missing, the run needs it", attempt=attempt)
+            hint = command(f"~{entry}") if leaf == "_target_" and "." in entry else ""
+            yield ConfigIssue(key, None, "missing, the run needs it", hint=hint)
         elif kind == "literal_error" and len(errors) == 1:
             names = re.findall(r"'([^']*)'", errors[0]["ctx"]["expected"])
             yield unknown_choice(key, show(given), names, key)
@@ -208,7 +208,7 @@ def _judge(
                 words = f"must be {field.description}"
             for long, short in SHORTER.items():
                 words = words.replace(long, short)
-            yield Problem(key, show(given), words)
+            yield ConfigIssue(key, show(given), words)
 
 
 def _key(node: Any, error: dict[str, Any]) -> str:

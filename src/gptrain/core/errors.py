@@ -36,7 +36,7 @@ TIMED_OUT = ("Timed out waiting", "timed out after", "Watchdog caught collective
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigIssue:
     """One wrong input: `error: <key>=<value>: <wrong>; allowed: <allowed>; try: <attempt>`.
 
     Attributes:
@@ -46,16 +46,16 @@ class Problem:
 
     key: str
     value: object
-    wrong: str
+    message: str
     allowed: str = ""
-    attempt: str = ""
+    hint: str = ""
     code: int = BAD_CONFIG
 
     def __str__(self) -> str:
         head = f"{self.key}={show(self.value)}" if self.value is not None else self.key
-        line = f"{head}: {self.wrong}" if head else self.wrong
+        line = f"{head}: {self.message}" if head else self.message
         line += f"; allowed: {self.allowed}" if self.allowed else ""
-        line += f"; try: {self.attempt}" if self.attempt else ""
+        line += f"; try: {self.hint}" if self.hint else ""
         return printable(line)
 
     @property
@@ -107,11 +107,11 @@ class ConfigError(Exception):
     """All that is wrong with a run, found before anything was started or written.
 
     Attributes:
-        problems: every `Problem`, in the order found.
+        problems: every `ConfigIssue`, in the order found.
         code: the exit code; 2 where any of the problems is one of the config itself.
     """
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, problems: list[ConfigIssue]):
         self.problems = problems
         super().__init__("\n".join(self.lines))
         codes = [problem.code for problem in problems]
@@ -123,9 +123,9 @@ class ConfigError(Exception):
         return list(dict.fromkeys(problem.line for problem in self.problems))
 
     @classmethod
-    def of(cls, key: str, value: object, wrong: str, **more: Any) -> ConfigError:
+    def of(cls, key: str, value: object, message: str, **more: Any) -> ConfigError:
         """With one Problem."""
-        return cls([Problem(key, value, wrong, **more)])
+        return cls([ConfigIssue(key, value, message, **more)])
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,20 +136,18 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         if found := [word for word in words if word.endswith("\r")]:
             key, equals, value = found[0].partition("=")
-            wrong = "ends with a carriage return: the script has Windows line endings"
-            attempt = "dos2unix <script>, or sed -i 's/\\r$//' <script>"
+            message = "ends with a carriage return: the script has Windows line endings"
+            hint = "dos2unix <script>, or sed -i 's/\\r$//' <script>"
             if not equals:
-                wrong, key = f"{found[0]}: {wrong}", ""
-            raise ConfigError.of(
-                key.lstrip("+~"), value if equals else None, wrong, attempt=attempt
-            )
+                message, key = f"{found[0]}: {message}", ""
+            raise ConfigError.of(key.lstrip("+~"), value if equals else None, message, hint=hint)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError.of("", None, message, attempt=f"{self.prog} --help")
+        raise ConfigError.of("", None, message, hint=f"{self.prog} --help")
 
 
-class JobFailed(Exception):
+class JobFailedError(Exception):
     """A job that started and is not done; its own report has been printed.
 
     Attributes:
@@ -201,8 +199,8 @@ def ending_of(error: BaseException, doing: str = "") -> Ending:
             said = said if cause else f"{type(error).__name__}: {said}"
             return Ending(code_of(error), "disk", f"error: {said}", rank=rank)
         case ModuleNotFoundError() if "." not in (error.name or ""):  # no module of a package
-            attempt = f"pip install {error.name}" if error.name else ""
-            missing = Problem("", None, said, attempt=attempt)
+            hint = f"pip install {error.name}" if error.name else ""
+            missing = ConfigIssue("", None, said, hint=hint)
             return Ending(BAD_CONFIG, "config", missing.line)
         case KeyboardInterrupt():
             return Ending(INTERRUPTED, "interrupted", "interrupted")

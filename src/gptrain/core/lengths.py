@@ -34,7 +34,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class RunLengths:
     """How long a run is; steps are the optimizer's."""
 
     batch: BatchPlan

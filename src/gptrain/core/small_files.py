@@ -19,7 +19,7 @@ class DataError(ValueError):
     cause = "data"
 
 
-class UnreadableFile(DataError):
+class UnreadableFileError(DataError):
     """A small file that is there and cannot be used; the message names it and says why."""
 
     def __init__(self, path: str | os.PathLike, reason: str):
@@ -36,37 +36,39 @@ def read_bytes(path: str | os.PathLike) -> bytes:
 def open_regular(path: str | os.PathLike) -> BinaryIO:
     """A regular file to read; a link to one is followed.
 
-    Raises: FileNotFoundError; OSError; UnreadableFile for a pipe or a device.
+    Raises: FileNotFoundError; OSError; UnreadableFileError for a pipe or a device.
     """
     # Without O_NONBLOCK to open a named pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise UnreadableFile(path, "not a regular file")
+    raise UnreadableFileError(path, "not a regular file")
 
 
 def read_json(path: str | Path) -> Any:
-    """The value of a small JSON file. Raises: FileNotFoundError, OSError, UnreadableFile."""
+    """The value of a small JSON file. Raises: FileNotFoundError, OSError, UnreadableFileError."""
     text = read_bytes(path)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also text that is not UTF-8
-        raise UnreadableFile(path, f"not JSON ({error})") from None
+        raise UnreadableFileError(path, f"not JSON ({error})") from None
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Plain values of a small YAML file. Raises: FileNotFoundError, OSError, UnreadableFile."""
+    """Plain values of a small YAML file. Raises: FileNotFoundError, OSError,
+    UnreadableFileError.
+    """
     text = read_bytes(path)
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UnreadableFile(path, f"not YAML ({str(error).splitlines()[0]})") from None
+        raise UnreadableFileError(path, f"not YAML ({str(error).splitlines()[0]})") from None
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
     """The mapping in a small file; an empty one where there is none that can be read."""
-    with suppress(OSError, UnreadableFile):
+    with suppress(OSError, UnreadableFileError):
         if isinstance(values := read(path), dict):
             return values
     return {}

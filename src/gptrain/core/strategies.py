@@ -188,7 +188,7 @@ _STAGES = ("embed", "blocks", "norm", "head")
 _HEADS = ("tensor_plan", "n_heads", "head")
 # To remove a strategy, delete its row here, its conf/strategy/*.yaml and its class.
 STRATEGIES: dict[str, Strategy] = {
-    "single": Strategy((), (), f"{_PARALLEL}.strategy:Whole"),
+    "single": Strategy((), (), f"{_PARALLEL}.strategy:ParallelStrategy"),
     "ddp": Strategy(
         (DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions, costs=f"{_COSTS}:DDPCosts"
     ),

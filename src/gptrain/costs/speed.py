@@ -52,12 +52,12 @@ UNMEASURED: dict[str, Any] = {
     "op_s": 4.3e-6,
     "links": {"gloo": {"2": {"latency_s": 2e-4, "bytes_per_s": 1.5e9, "wait_s": 2.5e-3}}},
 }  # fmt: skip
-WHOLE = Reached(1.0, 1.0)  # of speeds that were measured in training
+FULL_SPEED = Reached(1.0, 1.0)  # of speeds that were measured in training
 TIMES = ("step_s", "communication_s", "overlapped_s", "tokens_per_s", "mfu", "scaling_efficiency",
          "hours", "device_hours")  # fmt: skip
 
 
-class DamagedMeasurement(ValueError):
+class DamagedMeasurementError(ValueError):
     """A machine.json that is there and cannot be used; the message names it."""
 
 
@@ -85,7 +85,7 @@ class Machine:
     link: Link
     network: Link
     source: str
-    reached: Reached = WHOLE
+    reached: Reached = FULL_SPEED
     is_cpu: bool = False
     has_bf16: bool = True
     is_measured: bool = True
@@ -116,7 +116,7 @@ def machine_of(
 def this_machine(output_dir: Path, n_local: int) -> Machine:
     """This machine's CPU, as `python -m gptrain.plan --measure` found it.
 
-    Raises: DamagedMeasurement.
+    Raises: DamagedMeasurementError.
     """
     measured, n_cores = read_measurement(output_dir / MACHINE_NAME), count_cores()
     facts, source = measured or UNMEASURED, str(output_dir / MACHINE_NAME)
@@ -136,7 +136,7 @@ def this_machine(output_dir: Path, n_local: int) -> Machine:
 
 
 def read_measurement(path: Path) -> dict[str, Any] | None:
-    """What `--measure` wrote; None where nothing is.   Raises: DamagedMeasurement."""
+    """What `--measure` wrote; None where nothing is.   Raises: DamagedMeasurementError."""
     if not path.exists():
         return None
     try:
@@ -147,8 +147,8 @@ def read_measurement(path: Path) -> dict[str, Any] | None:
         if not all(0 < one < math.inf for one in speeds):
             raise ValueError("a speed that is none")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        wrong = f"{path}: damaged ({type(error).__name__}: {error})"
-        raise DamagedMeasurement(f"{wrong}; try: python -m gptrain.plan --measure") from None
+        message = f"{path}: damaged ({type(error).__name__}: {error})"
+        raise DamagedMeasurementError(f"{message}; try: python -m gptrain.plan --measure") from None
     return facts
 
 

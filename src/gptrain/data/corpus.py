@@ -290,13 +290,13 @@ def _check_no_records(path: Path, head: bytes, text_key: str) -> None:
     """Raise a DataError for a text file that begins as JSON lines or as an array of records."""
     head = head.removeprefix(codecs.BOM_UTF8)
     if _is_json_lines(head, text_key):
-        wrong, format = "JSON lines, which would be trained on as they stand", "jsonl"
+        message, format = "JSON lines, which would be trained on as they stand", "jsonl"
     elif _is_array(head):
-        wrong, format = "a JSON array of records, which would be trained on as it stands", "json"
+        message, format = "a JSON array of records, which would be trained on as it stands", "json"
     else:
         return
-    attempt = f"data.format={format} data.text_key=<key>, or data.format=text"
-    raise DataError(f"{path}: {wrong}; try: {attempt}")
+    hint = f"data.format={format} data.text_key=<key>, or data.format=text"
+    raise DataError(f"{path}: {message}; try: {hint}")
 
 
 def _is_json_lines(head: bytes, text_key: str) -> bool:

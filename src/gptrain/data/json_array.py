@@ -113,8 +113,8 @@ def read_array(path: Path, stream: BinaryIO) -> Iterator[object]:
     text = JsonText(path, stream)
     is_object = text.next_char() == "{"
     if not _enter_array(text):
-        wrong = f'neither one JSON array nor an object with an array under "{DATA_KEY}"'
-        raise DataError(f"{path}: {wrong}; try: data.format=jsonl, or data.format=text")
+        message = f'neither one JSON array nor an object with an array under "{DATA_KEY}"'
+        raise DataError(f"{path}: {message}; try: data.format=jsonl, or data.format=text")
     is_open = not text.passes("]")
     while is_open:
         yield text.read_value()

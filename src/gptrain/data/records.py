@@ -102,15 +102,15 @@ def _text_of(record: object, text_key: str, place: str) -> Text:
     if isinstance(record, DataError):
         return record
     if not isinstance(record, dict):
-        attempt = "data.format=text, to train on the file as it stands"
+        hint = "data.format=text, to train on the file as it stands"
         if isinstance(record, list):
-            attempt = f"data.format=json for a file that is one array, or {attempt}"
-        return DataError(f"{place}: no object but {type(record).__name__}; try: {attempt}")
+            hint = f"data.format=json for a file that is one array, or {hint}"
+        return DataError(f"{place}: no object but {type(record).__name__}; try: {hint}")
     if text_key not in record:
-        wrong = f"no key {text_key!r}; there are: {', '.join(record)}"
+        message = f"no key {text_key!r}; there are: {', '.join(record)}"
         keys = [key for key, value in record.items() if isinstance(value, str)]
-        attempt = f"; try: data.text_key={keys[0]}" if keys else ""
-        return DataError(f"{place}: {wrong}{attempt}")
+        hint = f"; try: data.text_key={keys[0]}" if keys else ""
+        return DataError(f"{place}: {message}{hint}")
     text = record[text_key]
     if not isinstance(text, str):
         return DataError(f"{place}: {text_key!r} is no text but {type(text).__name__}")

@@ -176,11 +176,11 @@ def _read_index(sources: list[Source], cache_dir: Path, text_key: str) -> tuple[
     if left_out:
         number, byte = index["not_utf8"][0]
         if not texts:
-            wrong = f"no UTF-8 text in {len(sources)} files, here byte {byte}"
-            raise DataError(f"{sources[number].path}: {wrong}")
-        wrong = f"{len(left_out)} of {len(sources)} files are not UTF-8 and are left out"
+            message = f"no UTF-8 text in {len(sources)} files, here byte {byte}"
+            raise DataError(f"{sources[number].path}: {message}")
+        message = f"{len(left_out)} of {len(sources)} files are not UTF-8 and are left out"
         first = f"the first is {sources[number].name}, byte {byte}"
-        warnings.warn(f"{wrong}: {first}", stacklevel=3)
+        warnings.warn(f"{message}: {first}", stacklevel=3)
     return texts, index["sha256"]
 
 

@@ -126,15 +126,15 @@ def open_token_file(path: str | os.PathLike, dtype: str = "uint16") -> TokenFile
     n_bytes = size_bytes - offset_bytes
     n_tokens, rest_bytes = divmod(n_bytes, np.dtype(dtype).itemsize)
     if counted is not None and (n_tokens, rest_bytes) != (counted, 0):
-        wrong = f"its header counts {counted} tokens of {dtype}, {n_bytes} bytes follow"
+        message = f"its header counts {counted} tokens of {dtype}, {n_bytes} bytes follow"
     elif rest_bytes:
-        wrong = f"{n_bytes} bytes are no integer number of {dtype} tokens"
-        wrong += "; truncated, or of another dtype"
+        message = f"{n_bytes} bytes are no integer number of {dtype} tokens"
+        message += "; truncated, or of another dtype"
     elif n_tokens == 0:
-        wrong = "0 tokens; need at least seq_len+1"
+        message = "0 tokens; need at least seq_len+1"
     else:
         return TokenFile(path, dtype, n_tokens, offset_bytes)
-    raise DataError(f"{path}: {wrong}")
+    raise DataError(f"{path}: {message}")
 
 
 def read_megatron_index(path: Path) -> tuple[str, int]:

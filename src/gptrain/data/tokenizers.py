@@ -66,8 +66,8 @@ class JsonTokenizer:
             self._tokenizer = library.Tokenizer.from_buffer(self._json)
             self._decoder = json.dumps(json.loads(self._json).get("decoder"))
         except Exception as error:  # the library raises nothing narrower
-            wrong = "no tokenizer.json of the tokenizers library"
-            raise DataError(f"{path}: {wrong}: {error}") from None
+            message = "no tokenizer.json of the tokenizers library"
+            raise DataError(f"{path}: {message}: {error}") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
@@ -105,9 +105,9 @@ class JsonTokenizer:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
-            attempt = "a tokenizer whose unknown token is in its vocabulary, or data.tokenizer=bpe"
-            wrong = f"cannot encode this text: {error}"
-            raise DataError(f"{self._path}: {wrong}; try: {attempt}") from None
+            hint = "a tokenizer whose unknown token is in its vocabulary, or data.tokenizer=bpe"
+            message = f"cannot encode this text: {error}"
+            raise DataError(f"{self._path}: {message}; try: {hint}") from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -52,8 +52,8 @@ def export(cfg: ExportRun) -> None:
 
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():
-        wrong = "holds a run, whose record an export would replace"
-        raise ConfigError.of("run_dir", folder, wrong, code=FOLDER_UNUSABLE)
+        message = "holds a run, whose record an export would replace"
+        raise ConfigError.of("run_dir", folder, message, code=FOLDER_UNUSABLE)
     net = build_net(cfg.model)
     check_format(net, cfg.format)
     with named_source("from_run", cfg.from_run):

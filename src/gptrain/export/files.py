@@ -25,8 +25,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names
 def check_format(net: nn.Module, form: str) -> None:
     """Raises ConfigError for a net that transformers does not know."""
     if form == "hf" and not hasattr(net, "to_hugging_face"):
-        wrong = f"{type(net).__name__} has no `to_hugging_face` (see gptrain.models)"
-        raise ConfigError.of("format", "hf", wrong, attempt="format=safetensors")
+        message = f"{type(net).__name__} has no `to_hugging_face` (see gptrain.models)"
+        raise ConfigError.of("format", "hf", message, hint="format=safetensors")
 
 
 def write_net(net: nn.Module, folder: Path, form: str, dtype: str) -> int:

@@ -24,7 +24,7 @@ from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
 from gptrain.config.compose import parse
-from gptrain.core.errors import ConfigError, Problem, quoted
+from gptrain.core.errors import ConfigError, ConfigIssue, quoted
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, LocalPath, Name
 
@@ -102,8 +102,10 @@ def generate(cfg: GenerateRun) -> None:
 def check_effects() -> None:
     """Raises: ConfigError for what was typed and would change nothing."""
     typed = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
-    wrong = "has no effect: the net is that of from_run, as it was trained"
-    idle = [Problem(key, None, wrong) for key in typed if key not in OF_A_RUN | DEFAULTS.keys()]
+    message = "has no effect: the net is that of from_run, as it was trained"
+    idle = [
+        ConfigIssue(key, None, message) for key in typed if key not in OF_A_RUN | DEFAULTS.keys()
+    ]
     if idle:
         raise ConfigError(idle)
 

@@ -57,8 +57,8 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
     if this_process().is_rank:
         raise ConfigError.of("", None, "starts its runs by itself, and is no rank of a launcher")
     if not (script := (locations.find_project() or Path.cwd()) / "train.py").is_file():
-        wrong = f"{script}: missing, its runs are this script's"
-        raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)
+        message = f"{script}: missing, its runs are this script's"
+        raise ConfigError.of("", None, message, code=INPUT_NOT_FOUND)
     if not only_plan:
         for package in ("scipy", "matplotlib"):  # of the law and its picture, after hours of runs
             import_module(package)

@@ -24,7 +24,7 @@ INDIFFERENT = (
     "run_dir", "output_dir", "ckpt_path", "allow_changes", "debug", "logger", "hydra", "checkpoint",
     "trainer.enable_progress_bar", "trainer.val_check_interval",
 )  # fmt: skip
-WHOLE = {  # a run ends by its steps alone
+ENDS_BY_STEPS = {  # a run ends by its steps alone
     "task": "fit", "max_tokens": "null", "trainer.max_epochs": -1, "trainer.max_time": "null",
     "scheduler": "warmup_stable_decay", "scheduler.warmup_tokens": "null",
     "scheduler.decay_tokens": "null", "scheduler.total_steps": "null",
@@ -62,7 +62,7 @@ def climb(
     for count, stable, total in list(zip(counts, phases.stable, phases.total, strict=True))[::-1]:
         is_longest, run_dir = count == counts[-1], above / f"seed-{seed}-{count:g}"
         start = store.folder / folder_name(stable)
-        keys = WHOLE | {
+        keys = ENDS_BY_STEPS | {
             "seed": seed,
             "scheduler.warmup_steps": phases.warmup,
             "scheduler.decay_steps": total - 1 - stable,
@@ -84,8 +84,8 @@ def climb(
                 raise SystemExit(code)
         metrics = read_run(run_dir).metrics
         if (loss := metrics.get(objective)) is None:
-            wrong, allowed = f"{run_dir}: not among its metrics", ", ".join(sorted(metrics))
-            raise ConfigError.of("objective", objective, wrong, allowed=allowed, code=BAD_DATA)
+            message, allowed = f"{run_dir}: not among its metrics", ", ".join(sorted(metrics))
+            raise ConfigError.of("objective", objective, message, allowed=allowed, code=BAD_DATA)
         points.append({
             "parameters": size.counts, "tokens": total * size.step_tokens, "seed": seed,
             "tokens_per_parameter": count, "loss": loss, "run": str(run_dir),
@@ -101,9 +101,9 @@ def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
         old, new = then.get(key), now.get(key)
         if not key.startswith(INDIFFERENT) and not same(old, new):
             run = run_dir.relative_to(folder)
-            wrong = f"{run} was run with {key}={old}, and this is {key}={new}"
-            attempt, code = "another run_dir", FOLDER_UNUSABLE
-            raise ConfigError.of("run_dir", folder, wrong, attempt=attempt, code=code)
+            message = f"{run} was run with {key}={old}, and this is {key}={new}"
+            hint, code = "another run_dir", FOLDER_UNUSABLE
+            raise ConfigError.of("run_dir", folder, message, hint=hint, code=code)
 
 
 def train(script: Path, words: list[str]) -> int:

@@ -14,7 +14,7 @@ from gptrain.assemble.load import build_net
 from gptrain.assemble.parts import as_config_errors, plan_lengths
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
-from gptrain.core.errors import DONE, ConfigError, Problem
+from gptrain.core.errors import DONE, ConfigError, ConfigIssue
 from gptrain.core.lengths import DEFAULT_DECAY, token_steps, warmup_steps
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import parallel_dims, strategy_name
@@ -24,7 +24,7 @@ from gptrain.costs.shape import find_shape
 from gptrain.data.samples import len_of
 from gptrain.ladder.law import count_parameters
 from gptrain.ladder.options import LadderRun, Options
-from gptrain.parallel.placement import make_to_look_at
+from gptrain.parallel.placement import build_on_meta_device
 from gptrain.plan.__main__ import PlanRun, find_machine
 from gptrain.runtime.process import count_nodes
 
@@ -71,8 +71,8 @@ def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
         size = make_size(typed, words, options, width, place)
         n = size.counts["all"]
         if n in found:
-            wrong = f"{' '.join(words)} has {n:,} parameters, as another of them"
-            raise ConfigError.of("ladder.sizes", options.sizes, wrong)
+            message = f"{' '.join(words)} has {n:,} parameters, as another of them"
+            raise ConfigError.of("ladder.sizes", options.sizes, message)
         found[n] = size
     return target, [found[n] for n in sorted(found)]
 
@@ -81,13 +81,13 @@ def warn(sizes: list[Size], fewest_steps: int, most: float) -> None:
     """Prints about which runs the law does not speak."""
     passes = most * sizes[-1].counts["all"] / sizes[-1].epoch_tokens
     if fewest_steps < FEW_STEPS:
-        wrong = f"the smallest net has {fewest_steps} steps: too few for a law"
-        attempt = "a smaller data.batch_size, larger nets, or more tokens"
-        found = Problem("ladder.tokens_per_parameter", None, wrong, "", attempt, DONE)
+        message = f"the smallest net has {fewest_steps} steps: too few for a law"
+        hint = "a smaller data.batch_size, larger nets, or more tokens"
+        found = ConfigIssue("ladder.tokens_per_parameter", None, message, "", hint, DONE)
         print(found.line, file=sys.stderr)
     if passes > 1:
-        wrong = f"the largest net sees it {passes:.1f} times, and the law is about new tokens"
-        found = Problem("data", None, f"{wrong} (arXiv:2305.16264)", code=DONE)
+        message = f"the largest net sees it {passes:.1f} times, and the law is about new tokens"
+        found = ConfigIssue("data", None, f"{message} (arXiv:2305.16264)", code=DONE)
         print(found.line, file=sys.stderr)
 
 
@@ -111,7 +111,7 @@ def make_size(
         words.append(f"optimizer.lr={lr}")
     machine, _ = find_machine(PlanRun.model_construct(**dict(cfg), **place))
     with as_config_errors(cfg, "model._target_"):
-        net = make_to_look_at(partial(build_net, cfg.model))
+        net = build_on_meta_device(partial(build_net, cfg.model))
     counts = count_parameters(net, cfg.model.arguments.get("vocab_size"))
     n_nodes, train = count_nodes(cfg.trainer.num_nodes), build_datasets(cfg)[0]
     n_devices = machine.n_local * n_nodes
@@ -148,9 +148,9 @@ def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | Non
     if rule == "constant" or lr is None or "optimizer.lr" in map(key_of, words):
         return None
     if not width or "d_model" not in cfg.model.arguments:
-        wrong = "the model group has no d_model, by which it carries the learning rate"
-        attempt = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
-        raise ConfigError.of("ladder.lr_rule", rule, wrong, attempt=attempt)
+        message = "the model group has no d_model, by which it carries the learning rate"
+        hint = "ladder.lr_rule=constant, or optimizer.lr in each of ladder.sizes"
+        raise ConfigError.of("ladder.lr_rule", rule, message, hint=hint)
     return float(f"{lr * (width / cfg.model.arguments['d_model']) ** 0.5:.6g}")
 
 
@@ -161,9 +161,9 @@ def scaled(cfg: RunConfig, factor: float) -> list[str]:
     """
     model = cfg.model.arguments
     if not model.keys() >= {"n_layers", "n_heads", "d_model"}:
-        wrong = "the model group has no n_layers, n_heads and d_model to scale"
-        attempt = "ladder.sizes=['model.width=64','model.width=128']"
-        raise ConfigError.of("ladder.sizes", factor, wrong, attempt=attempt)
+        message = "the model group has no n_layers, n_heads and d_model to scale"
+        hint = "ladder.sizes=['model.width=64','model.width=128']"
+        raise ConfigError.of("ladder.sizes", factor, message, hint=hint)
     shared = model["n_heads"] // model.get(
         "n_kv_heads", model["n_heads"]
     )  # heads of q for one of k
@@ -226,7 +226,7 @@ def find_phases(size: Size, counts: Sequence[float]) -> Phases:
         warmup = token_steps(asked.warmup_tokens, size.step_tokens)
     warmup = warmup_steps(warmup, total[0])
     if warmup >= stable[0]:
-        wrong = f"{size.counts['all']:,} parameters warm up for {warmup} of {stable[0]} steps"
-        attempt = "scheduler.warmup_steps=0.1, or a smaller data.batch_size"
-        raise ConfigError.of("ladder.tokens_per_parameter", counts[0], wrong, attempt=attempt)
+        message = f"{size.counts['all']:,} parameters warm up for {warmup} of {stable[0]} steps"
+        hint = "scheduler.warmup_steps=0.1, or a smaller data.batch_size"
+        raise ConfigError.of("ladder.tokens_per_parameter", counts[0], message, hint=hint)
     return Phases(warmup, every, stable, total)

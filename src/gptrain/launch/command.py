@@ -33,7 +33,7 @@ from pydantic import Field
 from gptrain import config
 from gptrain.config.compose import line_of, parse
 from gptrain.core import shell
-from gptrain.core.errors import BAD_CONFIG, ConfigError, Problem
+from gptrain.core.errors import BAD_CONFIG, ConfigError, ConfigIssue
 from gptrain.core.locations import find_project
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, LocalPath, Section, between
@@ -82,7 +82,7 @@ def main() -> None:
     """The command line: an engine, then what train.py takes."""
     engine, *typed = sys.argv[1:] or [""]
     if engine not in (*DEFAULTS, "--help", "-h"):
-        problem = Problem("", None, f"{engine!r} is no engine", ", ".join(DEFAULTS))
+        problem = ConfigIssue("", None, f"{engine!r} is no engine", ", ".join(DEFAULTS))
         print(problem.line, file=sys.stderr)
         sys.exit(BAD_CONFIG)
     flags = {"--submit", "-m", "--multirun"} & set(typed)
@@ -98,8 +98,8 @@ def main() -> None:
             config.check(config.compose_command([own, *shared, *job]), LaunchRun)
         for key in ("devices", "num_nodes"):
             if type(asked := getattr(cfg.trainer, key)) is not int or asked < 1:
-                wrong = "the cluster chooses which, it must know how many"
-                raise ConfigError.of(f"trainer.{key}", asked, wrong, attempt=f"trainer.{key}=2")
+                message = "the cluster chooses which, it must know how many"
+                raise ConfigError.of(f"trainer.{key}", asked, message, hint=f"trainer.{key}=2")
         words = [word for word in shared if not word.startswith((f"{engine}.", "run_dir="))]
         if engine == "kubernetes":
             return print(train_job(cfg, words), end="")
@@ -169,8 +169,8 @@ def train_job(cfg: LaunchRun, words: list[str]) -> str:
     job = f"{label(cfg.name)[:24]}-{label(run_stamp())}"  # a pod's is longer, and at most 63
     folder = os.path.relpath(cfg.run_dir.replace(run_stamp(), job), cfg.output_dir)
     if folder.startswith(".."):
-        wrong = "not in output_dir, which is the claim there"
-        raise ConfigError.of("run_dir", cfg.run_dir, wrong)
+        message = "not in output_dir, which is the claim there"
+        raise ConfigError.of("run_dir", cfg.run_dir, message)
     words = [word for word in words if not word.startswith("output_dir=")]
     words.append(shell.override("run_dir", f"/outputs/{folder}"))
     if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):

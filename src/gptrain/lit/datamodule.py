@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from gptrain.core.lengths import Lengths
+from gptrain.core.lengths import RunLengths
 from gptrain.core.small_files import DataError
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
@@ -45,7 +45,7 @@ class TextDataModule(pl.LightningDataModule):
         train: Dataset,
         val: Dataset,
         test: Dataset | None,
-        lengths: Lengths,
+        lengths: RunLengths,
         *,
         seed: int,
         rank: int = 0,
@@ -183,8 +183,8 @@ class Loader(DataLoader):
         except RuntimeError as error:
             if "No space left" not in str(error):
                 raise
-            wrong = "full: no room for the batches of data.num_workers; docker has --shm-size"
-            raise OSError(errno.ENOSPC, wrong, SHARED_MEMORY) from None
+            message = "full: no room for the batches of data.num_workers; docker has --shm-size"
+            raise OSError(errno.ENOSPC, message, SHARED_MEMORY) from None
 
 
 def collate_and_share(batch: Any) -> Any:

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from gptrain.core.errors import ConfigError
 from gptrain.lit.datamodule import TextDataModule
-from gptrain.lit.strategies.base import NetStrategy
+from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.runtime.process import Process
 
 NOISE = (
@@ -28,7 +28,7 @@ NOISE = (
     "It is recommended to use `self.log",  # torchmetrics has reduced over ranks already
     "You're resuming from a checkpoint that ended before the epoch ended",  # our order resumes
     "does not have many workers",  # batches are one gather from a memory map
-    "You called `self.log('step'",  # the x axis of all loggers: see callbacks.steps
+    "You called `self.log('step'",  # the x axis of all loggers: see callbacks.monitor
     "but loading a checkpoint outside the 'fit' stage",  # WeightAveraging: averages are loaded
     "The `srun` command is available",  # ranks are ours on a login node, too: RankEnvironment
     "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
@@ -72,7 +72,7 @@ def data_of(trainer: pl.Trainer) -> TextDataModule:
     return connected(trainer).datamodule
 
 
-def strategy_of(trainer: pl.Trainer) -> NetStrategy:
+def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
     """The run's own."""
     return connected(trainer).strategy
 
@@ -82,7 +82,7 @@ def start_as_asked(trainer: pl.Trainer) -> pl.Trainer:
 
     - Lightning's SIGTERM handler calls a collective inside the signal handler, exits with code 0
       and saves nothing. To stop the ranks Lightning then broadcasts, and waits for, one number per
-      micro-batch. `callbacks.steps` does this work.
+      micro-batch. `callbacks.monitor` does this work.
     - `fit(ckpt_path=None)` looks for files that another run may have left: `hpc_ckpt_<n>.ckpt` in
       default_root_dir under SLURM, and the file of an OnExceptionCheckpoint. A path that counts as
       set by the user ends the search; `use_checkpoint` sets it, also to None.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.checkpoints.rng import capture, restore
-from gptrain.core.errors import DONE, ConfigError, Problem, first_line
+from gptrain.core.errors import DONE, ConfigError, ConfigIssue, first_line
 
 log = logging.getLogger(__name__)
 MOST_NUMBERS = 256  # of one metric: each is a logged name of its own
@@ -53,7 +53,7 @@ def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> Non
     rng, drawn = capture(), torch.Generator().manual_seed(0)
     logits = torch.randn(N_POSITIONS, vocab_size, generator=drawn)  # (N, V)
     targets = torch.randint(vocab_size, (N_POSITIONS,), generator=drawn)  # (N,)
-    attempt = "a metric with one value (average: macro), or a callback that logs what you need"
+    hint = "a metric with one value (average: macro), or a callback that logs what you need"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -61,17 +61,17 @@ def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> Non
             trial.update(logits, targets)
             value = trial.compute()
     except Exception as error:
-        wrong = (
+        message = (
             f"fails on logits ({N_POSITIONS}, {vocab_size}) and targets ({N_POSITIONS},): "
             f"{type(error).__name__}: {first_line(error)}"
         )
         if target.startswith("torchmetrics."):
-            raise ConfigError.of(key, target, wrong) from error
-        log.warning("%s", Problem(key, target, wrong, code=DONE).line)
+            raise ConfigError.of(key, target, message) from error
+        log.warning("%s", ConfigIssue(key, target, message, code=DONE).line)
         return
     finally:
         restore(rng)
     try:
         named_numbers("", value)
     except ValueError as error:
-        raise ConfigError.of(key, target, str(error), attempt=attempt) from error
+        raise ConfigError.of(key, target, str(error), hint=hint) from error

@@ -16,11 +16,11 @@ from torchmetrics import Metric
 
 from gptrain.core.small_files import DataError
 from gptrain.lit.metrics import named_numbers
-from gptrain.lit.strategies.base import NetStrategy
+from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, PLAIN, LossOptions
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class LanguageModel(pl.LightningModule):
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                values |= named_numbers(name, self._parallel().share(metric.compute))
+                values |= named_numbers(name, self._parallel().broadcast_metric(metric.compute))
                 metric.reset()
             for part, sums in self.part_sums.items():  # in the same order on all ranks
                 nats, n_tokens, *_ = self.trainer.strategy.reduce(sums, reduce_op="sum")
@@ -192,7 +192,10 @@ class LanguageModel(pl.LightningModule):
         can take it away itself, a fused one: clipped like that, they would vanish.
         """
         strategy = self.trainer.strategy
-        if not isinstance(strategy, NetStrategy) or gradient_clip_algorithm not in (None, "norm"):
+        if not isinstance(strategy, LightningStrategy) or gradient_clip_algorithm not in (
+            None,
+            "norm",
+        ):
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -200,12 +203,12 @@ class LanguageModel(pl.LightningModule):
             scaler.unscale_(optimizer)
         strategy.clip(optimizer, gradient_clip_val)
 
-    def _parallel(self) -> Whole:
+    def _parallel(self) -> ParallelStrategy:
         """What computes loss and metrics: of a strategy that is not ours, one device's."""
         with suppress(RuntimeError):  # attached to no trainer, as in a notebook
-            if isinstance(strategy := self.trainer.strategy, NetStrategy):
+            if isinstance(strategy := self.trainer.strategy, LightningStrategy):
                 return strategy.parallel
-        return Whole()
+        return ParallelStrategy()
 
 
 def has_own_optimizer(module: pl.LightningModule) -> bool:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from gptrain.core.lengths import Lengths
+from gptrain.core.lengths import RunLengths
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.lit.lightning import connected, data_of, strategy_of
 from gptrain.runtime.measure import find_peak, wait_for
@@ -27,7 +27,7 @@ class Speed:
 
     trained_s = waited_s = 0.0
 
-    def __init__(self, lengths: Lengths, trainer: pl.Trainer, net: nn.Module | None):
+    def __init__(self, lengths: RunLengths, trainer: pl.Trainer, net: nn.Module | None):
         self.lengths, self.trainer = lengths, trainer
         self.device = trainer.strategy.root_device
         self.peak = None

@@ -11,15 +11,16 @@ from gptrain.core.schema import RunConfig
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import device_of
 from gptrain.costs.speed import machine_of, this_machine, unit_of
-from gptrain.runtime.devices import Machine
+from gptrain.runtime.devices import RunDevices
 
 
 def plan_run(
-    run: RunConfig, name: str, sample_tokens: int, machine: Machine
+    run: RunConfig, name: str, sample_tokens: int, machine: RunDevices
 ) -> tuple[str, dict[str, Any]]:
     """The start's line of the strategy that runs, and the estimates of all, for plan.json.
 
-    Raises: ValueError for a net or a machine that the planner does not know; DamagedMeasurement.
+    Raises: ValueError for a net or a machine that the planner does not know;
+    DamagedMeasurementError.
     """
     if machine.accelerator == "cpu":
         here = this_machine(Path(run.output_dir), machine.n_local)

@@ -17,7 +17,7 @@ from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import RESULT_NAME, to_json, write_result
 from gptrain.core import shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
-from gptrain.lit.callbacks.steps import STEP, Steps
+from gptrain.lit.callbacks.monitor import STEP, TrainingMonitor
 from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import connected, data_of, strategy_of
 from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
@@ -75,7 +75,7 @@ class Report:
         if not trainer.is_global_zero:
             return metrics
         seconds = time.perf_counter() - self.start_s
-        steps = find_callback(trainer, Steps)
+        steps = find_callback(trainer, TrainingMonitor)
         checkpoints = find_callback(trainer, Checkpoints)
         best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
         path = self.run_dir / RESULT_NAME

@@ -81,9 +81,9 @@ class Decoder(nn.Module):
         """Token embeddings (B, T, D), from position start on.   Raises: ValueError: too long."""
         n_tokens = start + tokens.shape[-1]
         if n_tokens > self.max_seq_len:
-            wrong = f"longer than max_seq_len={self.max_seq_len}"
-            attempt = "shorten the sequence or raise max_seq_len"
-            raise ValueError(f"sequence of {n_tokens} tokens: {wrong}; {attempt}")
+            message = f"longer than max_seq_len={self.max_seq_len}"
+            hint = "shorten the sequence or raise max_seq_len"
+            raise ValueError(f"sequence of {n_tokens} tokens: {message}; {hint}")
         return self.token_embedding(tokens)
 
     def new_cache(self) -> KVCache:

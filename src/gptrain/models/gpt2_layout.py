@@ -93,13 +93,13 @@ def from_gpt2(
 
 def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raises: ValueError that names both sides of all that is here and not the same there."""
-    wrong = [
+    message = [
         f"{key}={there.get(key)} there, {value} here"
         for key, value in here.items()
         if there.get(key) != value
     ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+    if message:
+        raise ValueError("; ".join(message))
 
 
 def _config(net: Decoder) -> dict[str, Any]:

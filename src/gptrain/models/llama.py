@@ -57,11 +57,11 @@ class Llama(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         if n_heads % n_kv_heads:
-            wrong = f"does not divide n_heads={n_heads}, each is shared by equally many"
-            raise ValueError(f"n_kv_heads={n_kv_heads}: {wrong}")
+            message = f"does not divide n_heads={n_heads}, each is shared by equally many"
+            raise ValueError(f"n_kv_heads={n_kv_heads}: {message}")
         if d_model % (2 * n_heads):
-            wrong = f"d_model={d_model} is no multiple of 2 * n_heads, a head is rotated in pairs"
-            raise ValueError(f"n_heads={n_heads}: {wrong}")
+            message = f"d_model={d_model} is no multiple of 2 * n_heads, a head is rotated in pairs"
+            raise ValueError(f"n_heads={n_heads}: {message}")
         self.n_kv_heads = n_kv_heads
         self.d_ff = d_ff
         self.rope_base = rope_base

@@ -44,8 +44,8 @@ class SimpleGPT(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head=True)
         if d_model % n_heads:
-            wrong = f"does not divide d_model={d_model}, all heads are of one size"
-            raise ValueError(f"n_heads={n_heads}: {wrong}")
+            message = f"does not divide d_model={d_model}, all heads are of one size"
+            raise ValueError(f"n_heads={n_heads}: {message}")
         self.activation = activation
 
         with torch.device("meta"):

@@ -1,6 +1,7 @@
 """How a net is partitioned over processes. torch.distributed and our `loss`; no lightning.
 
-A strategy is one object on each rank, `whole.Whole` or a class of it: it partitions the net, gives
+A strategy is one object on each rank, `strategy.ParallelStrategy` or a class of it: it partitions
+the net, gives
 loss and logits, and finishes a step's gradients. Lightning's side (`lit.strategies`) calls it.
 Each `apply_*` changes a net in place and leaves its parameter names as they were, so that a state
 dict has the bare net's keys under every strategy. What a net must offer: `gptrain.models`. The

@@ -15,7 +15,8 @@ batch, and their logits and gradients are compared.
   not seen then. Where even these do not fit, nothing is compared, and one line says so.
 - `model.compile` is left out: compiled code of the comparison would fill the compiler's cache.
 
-The comparison knows no strategy: it asks `Whole` for logits and for a loss. A strategy that
+The comparison knows no strategy: it asks `ParallelStrategy` for logits and for a loss. A strategy
+that
 partitions the sequence, or anything else, is compared by the same call.
 """
 
@@ -47,9 +48,9 @@ from gptrain.parallel.differences import (
     recording,
 )
 from gptrain.parallel.mesh import from_rank_0
-from gptrain.parallel.placement import like_parameter, local_of, make_net_on
-from gptrain.parallel.requirements import Net, Unfit, tied_names
-from gptrain.parallel.strategy import Whole, has_chunks
+from gptrain.parallel.placement import like_parameter, local_shard, make_net_on
+from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
+from gptrain.parallel.strategy import ParallelStrategy, has_chunks
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,9 @@ class IncomparableError(Exception):
     """The plain net cannot be run for a comparison; the message is the reason."""
 
 
-def needs_comparison(net: nn.Module, parallel: Whole, activation_checkpointing: str) -> bool:
+def needs_comparison(
+    net: nn.Module, parallel: ParallelStrategy, activation_checkpointing: str
+) -> bool:
     """Return whether this net could compute something else once the strategy has taken it.
 
     The library's own classes are tested against one process. A net of any other class, a subclass
@@ -108,8 +111,8 @@ class Comparison:
     """
 
     make_net: Callable[[], nn.Module]
-    partition: Callable[[nn.Module, Whole], None]
-    parallel: Whole
+    partition: Callable[[nn.Module, ParallelStrategy], None]
+    parallel: ParallelStrategy
     place: torch.device | str
     key: str
     contract: str
@@ -124,7 +127,8 @@ class Comparison:
             sample: Tokens of one sample of the data, (T,) int64. Rank 0's are used.
 
         Raises:
-            Unfit: If the two differ, or the partitioned net fails. It names the module that
+            IncompatibleModelError: If the two differ, or the partitioned net fails. It names the
+            module that
                 differs first.
         """
         batch, reason = make_batch(from_rank_0(sample), self.parallel), ""
@@ -186,7 +190,7 @@ class Comparison:
         """Run the partitioned net and compare it with what the plain net computed.
 
         Raises:
-            Unfit: As `check`.
+            IncompatibleModelError: As `check`.
         """
         twin, record = copy(self.parallel), Record()
         twin.precision = "32-true"  # FSDP then casts nothing
@@ -200,24 +204,24 @@ class Comparison:
             add_noise(net, plain.second_names, self.parallel.device)
             with recording(net, record):
                 chunks = [logits for logits, _ in twin.logits(net, tokens, targets)]
-            wrong = gather(compare_forward(plain, record, chunks, twin.slice_group))
-            if not any(wrong) and plain.gradients:
+            message = gather(compare_forward(plain, record, chunks, twin.slice_group))
+            if not any(message) and plain.gradients:
                 twin.mean_loss(net, tokens, targets, PLAIN).backward()
                 twin.finish_gradients()
-                wrong = gather(compare_gradients(plain, net))
+                message = gather(compare_gradients(plain, net))
         except (torch.OutOfMemoryError, dist.DistError):
             raise
         except Exception as error:  # whatever a user's net raises
             where = f" in {record.pending[-1]}" if record.pending else ""
             message = f"cannot run this net{where}: {first_cause(error)}; {self.contract}"
-            raise Unfit(self.key, message) from error
-        if found := list(filter(None, wrong)):
+            raise IncompatibleModelError(self.key, message) from error
+        if found := list(filter(None, message)):
             _, first = min(found)
             message = f"would train another function than this net: {first}; {self.contract}"
-            raise Unfit(self.key, message)
+            raise IncompatibleModelError(self.key, message)
 
 
-def make_batch(sample: Tensor, parallel: Whole) -> tuple[Tensor, Tensor]:
+def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) for a comparison, all of them taken from one sample.
 
     No other sample is read, since a dataset may draw random numbers. The length leaves the same
@@ -232,7 +236,7 @@ def make_batch(sample: Tensor, parallel: Whole) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(-1, 1)
 
 
-def prepare(net: nn.Module, parallel: Whole, dtype: torch.dtype) -> None:
+def prepare(net: nn.Module, parallel: ParallelStrategy, dtype: torch.dtype) -> None:
     """Change a net in place for a comparison: evaluation mode, dtype, and few blocks if large."""
     blocks = net._modules.get("blocks")
     if count_parameters(net) > MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):
@@ -271,7 +275,7 @@ def add_noise(net: nn.Module, second_names: Mapping[str, str], device: torch.dev
         whole = torch.randn(parameter.shape, generator=generator, device=device)
         whole *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
         noise = like_parameter(whole.to(parameter.device, parameter.dtype), parameter)
-        local_of(parameter).add_(local_of(noise))
+        local_shard(parameter).add_(local_shard(noise))
 
 
 def first_cause(error: BaseException) -> str:

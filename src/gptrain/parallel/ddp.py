@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptrain.core.strategies import DDPOptions
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 
 SYNC_BUFFERS = (  # renamed in torch 2.13
     "forward_sync_buffers"
@@ -20,7 +20,7 @@ SYNC_BUFFERS = (  # renamed in torch 2.13
 OPTIONS = ("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
 
 
-class Replicated(Whole[DDPOptions]):
+class Replicated(ParallelStrategy[DDPOptions]):
     """A copy of the net on every rank, gradients averaged while they are formed."""
 
     def __post_init__(self):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gptrain.parallel.placement import like_parameter, local_of
+from gptrain.parallel.placement import like_parameter, local_shard
 
 INPUT, OUTPUT = "input", "output"
 Event = tuple[str, str]  # name of a module, and INPUT or OUTPUT
@@ -154,7 +154,7 @@ def is_same_call(
             if len(tensors) > 1 and value.ndim == whole.ndim > 0 and len(value) != len(whole):
                 # A pipeline may learn its shapes by one more pass, before all others.
                 value = torch.cat(tensors)[-whole.shape[0] :]
-            part = matching_part(local_of(value), whole, share)
+            part = matching_part(local_shard(value), whole, share)
             if part is not None and difference(*part) > tolerance:
                 return False
     return True
@@ -196,14 +196,14 @@ def compare_gradients(plain: Plain, net: nn.Module) -> Found | None:
     """
     largest = max(gradient.abs().max().item() for gradient in plain.gradients.values())
     places = {name: -place for place, name in enumerate(plain.gradients)}
-    wrong = []
+    message = []
     for name, mine, expected in gradient_pairs(plain, net):
         own = expected.abs().max().item() if expected.numel() else 0.0
         # A gradient that is zero but for rounding is compared with the largest of all.
         bound = plain.tolerance * max(own, 1e-2 * largest)
         if mine.numel() and not (mine - expected).abs().max().item() <= bound:
-            wrong.append((places[name], f"the logits agree, but not the gradient of {name}"))
-    return min(wrong, default=None)
+            message.append((places[name], f"the logits agree, but not the gradient of {name}"))
+    return min(message, default=None)
 
 
 def gradient_pairs(plain: Plain, net: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -212,8 +212,8 @@ def gradient_pairs(plain: Plain, net: nn.Module) -> Iterator[tuple[str, Tensor, 
         first = plain.second_names.get(name, name)
         if (gradient := plain.gradients.get(first)) is None:
             continue
-        expected = local_of(like_parameter(gradient.to(parameter.device), parameter))
-        mine = torch.zeros_like(expected) if parameter.grad is None else local_of(parameter.grad)
+        expected = local_shard(like_parameter(gradient.to(parameter.device), parameter))
+        mine = torch.zeros_like(expected) if parameter.grad is None else local_shard(parameter.grad)
         yield first, mine.to(expected.device), expected
 
 

@@ -19,12 +19,12 @@ from gptrain.core.strategies import DiLoCoOptions, count_replicas
 from gptrain.parallel.ddp import SYNC_BUFFERS
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.state import saved_parameters
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class DiLoCo(Whole[DiLoCoOptions]):
+class DiLoCo(ParallelStrategy[DiLoCoOptions]):
     """Loss, clipping and optimizer are a replica's own between two meetings.
 
     A replica is a rank; or neighbours, a node's, that average their gradients at each step.

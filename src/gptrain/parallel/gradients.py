@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gptrain.parallel.placement import local_of
+from gptrain.parallel.placement import local_shard
 
 
 @torch.no_grad()
@@ -28,9 +28,9 @@ def sum_gradients(
     if group.size() == 1:
         return
     given = [p.grad for p in parameters if p.grad is not None]
-    vectors = [local_of(gradient) for gradient in given if gradient.ndim < 2]
+    vectors = [local_shard(gradient) for gradient in given if gradient.ndim < 2]
     messages = [vectors] if vectors else []
-    messages += [[local_of(gradient)] for gradient in given if gradient.ndim >= 2]
+    messages += [[local_shard(gradient)] for gradient in given if gradient.ndim >= 2]
     for message in messages:
         flat = torch.cat([part.flatten() for part in message]).to(_wire(given), dtype)
         dist.all_reduce(flat, group=group)
@@ -62,7 +62,7 @@ def clip_grad_norm(
         elsewhere: parameters that another rank of these groups counts (tied weights).
     """
     given = [(p, p.grad) for p in parameters if p.grad is not None]
-    gradients = [local_of(gradient) for _, gradient in given]
+    gradients = [local_shard(gradient) for _, gradient in given]
     mesh = next((grad.device_mesh for _, grad in given if isinstance(grad, DTensor)), None)
     axes = mesh.get_all_groups() if mesh is not None else []
     counted = [

@@ -69,8 +69,8 @@ def _open_network_store(
     """Return the store at MASTER_ADDR:MASTER_PORT, which rank 0 serves."""
     host, port = os.environ.get(_ADDRESS[0], ""), os.environ.get(_ADDRESS[1], "")
     if not host or not port.strip().isdigit():
-        wrong = "MASTER_ADDR and MASTER_PORT must name the host of rank 0 and a free port of it"
-        raise MissingRanksError(f"{named}: {wrong}")
+        message = "MASTER_ADDR and MASTER_PORT must name the host of rank 0 and a free port of it"
+        raise MissingRanksError(f"{named}: {message}")
     number = int(port)
     _wait_for_name(host, timeout_s, end_s, named)
     if rank == 0:
@@ -93,9 +93,9 @@ def _wait_for_name(host: str, timeout_s: float, end_s: float, named: str) -> Non
             return
         except (OSError, UnicodeError) as error:  # UnicodeError: no label of a domain name
             if time.monotonic() > end_s:
-                wrong = f"MASTER_ADDR={host} is no known host, for {timeout_s:g} s ({error})"
-                attempt = "the name or address of the host of rank 0"
-                raise MissingRanksError(f"{named}: {wrong}; try: {attempt}") from None
+                message = f"MASTER_ADDR={host} is no known host, for {timeout_s:g} s ({error})"
+                hint = "the name or address of the host of rank 0"
+                raise MissingRanksError(f"{named}: {message}; try: {hint}") from None
         time.sleep(_POLL_S)
 
 
@@ -107,9 +107,9 @@ def _check_port_is_free(port: int, named: str) -> None:
             listener.bind(("", port))
         except OSError as error:
             why = "taken by another process" if error.errno == errno.EADDRINUSE else error.strerror
-            wrong = f"MASTER_PORT={port} of this host cannot be used by rank 0: {why}"
-            attempt = "another MASTER_PORT, the same in all ranks"
-            raise MissingRanksError(f"{named}: {wrong}; try: {attempt}") from None
+            message = f"MASTER_PORT={port} of this host cannot be used by rank 0: {why}"
+            hint = "another MASTER_PORT, the same in all ranks"
+            raise MissingRanksError(f"{named}: {message}; try: {hint}") from None
         except OverflowError:
             raise MissingRanksError(f"{named}: MASTER_PORT={port} is no port") from None
 
@@ -125,8 +125,8 @@ def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, named
         except OSError as error:
             if time.monotonic() > end_s:
                 why = error.strerror or str(error)
-                wrong = f"rank 0 did not come within {timeout_s:g} s: no answer there ({why})"
-                raise MissingRanksError(f"{named}: {wrong}; {_hint(named)}") from None
+                message = f"rank 0 did not come within {timeout_s:g} s: no answer there ({why})"
+                raise MissingRanksError(f"{named}: {message}; {_hint(named)}") from None
         time.sleep(_POLL_S)
 
 
@@ -153,8 +153,8 @@ def _wait_for_all(
     except RuntimeError:  # rank 0, which serves the store, has given up or is gone
         pass
     if missing:
-        wrong = f"{_list(missing)} of {world_size} did not come within {timeout_s:g} s"
-        raise MissingRanksError(f"{named}: {wrong}; {_hint(named)}")
+        message = f"{_list(missing)} of {world_size} did not come within {timeout_s:g} s"
+        raise MissingRanksError(f"{named}: {message}; {_hint(named)}")
 
 
 def _list(ranks: Sequence[int]) -> str:

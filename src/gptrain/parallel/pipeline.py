@@ -30,17 +30,18 @@ from gptrain.core.strategies import (
 from gptrain.loss import LossOptions, logits_in_chunks
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh
-from gptrain.parallel.requirements import Net, Unfit, tied_names
+from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
 from gptrain.parallel.state import Stages
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of hidden (b, T, D) after the norm, targets (b, T)
 
 
-class Pipeline(Whole[PipelineOptions]):
+class Pipeline(ParallelStrategy[PipelineOptions]):
     """This rank's stages of a net, and the schedule that runs them.
 
-    What this rank holds keeps its name. `net(tokens)` and `net.hidden(tokens)` raise Unfit, since
+    What this rank holds keeps its name. `net(tokens)` and `net.hidden(tokens)` raise
+    IncompatibleModelError, since
     no rank holds the whole net. A weight that the head shares with the embedding is held by both
     ends, which sum its gradients: updates of equal weights by equal gradients keep them equal.
 
@@ -120,7 +121,7 @@ class Pipeline(Whole[PipelineOptions]):
         for hidden, chunk_targets in found:
             yield from logits_in_chunks(hidden, net.head, chunk_targets)
 
-    def share(self, compute: Callable[[], Any]) -> Any:
+    def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
         """Return what is computed on the last stage: tensors of any shape, in dicts or lists."""
         value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self.rank == self.last else None]
         dist.broadcast_object_list(value, group=self.group, group_src=self.last)
@@ -190,7 +191,7 @@ class _GradientsExist(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
         if ctx.scale is not None and abs(float(grad) / ctx.scale - 1) > 1e-3:  # 16 bit losses
-            raise Unfit(
+            raise IncompatibleModelError(
                 "strategy.name",
                 f"training_step multiplies self.loss(...) by {float(grad) / ctx.scale:g}, but a "
                 "pipeline has formed its gradients already; return it as it is, or change "
@@ -236,17 +237,19 @@ def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
 
 
 def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> None:
-    """Raises: Unfit if the net cannot be divided into so many stages; says what it lacks."""
+    """Raises: IncompatibleModelError if the net cannot be divided into so many stages; says
+    what it lacks.
+    """
     tied = tied_names(net)
     for second, first in tied.items():
         places = {name.partition(".")[0] for name in (first, second)}
         if len(tied) > 1 or "head" not in places or "blocks" in places:
             shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
             allowed = "a pipeline can share one weight, between embedding and head"
-            raise Unfit("strategy.name", f"{allowed}; this net shares {shared}")
+            raise IncompatibleModelError("strategy.name", f"{allowed}; this net shares {shared}")
     n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options.schedule]
     if n_stages > n_blocks:
-        raise Unfit(
+        raise IncompatibleModelError(
             "strategy.pipeline_parallel_size",
             f"{dims.pipeline} ranks under {options.schedule} make {n_stages} stages, but the "
             f"net has {n_blocks} blocks: a stage must hold at least one",
@@ -254,7 +257,7 @@ def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> No
 
 
 def _refuse(*_) -> NoReturn:
-    raise Unfit(
+    raise IncompatibleModelError(
         "strategy.name",
         "no rank of a pipeline holds the whole net, so self.net(tokens) cannot run; "
         "use self.loss(tokens, targets)",

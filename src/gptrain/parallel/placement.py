@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from gptrain.parallel.requirements import tied_names
 
 
-def make_to_look_at(make_net: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
     """The net on the meta device, without memory; on the CPU where its class needs real numbers."""
     before = torch.random.get_rng_state()
     try:
@@ -39,7 +39,7 @@ def make_net_on(
     the weights of a single process.
     """
     before = torch.random.get_rng_state()
-    net = make_to_look_at(make_net)
+    net = build_on_meta_device(make_net)
     if not fills_itself(net):
         if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
             torch.random.set_rng_state(before)
@@ -81,7 +81,7 @@ def copy_slice(target: Tensor, whole: Tensor) -> None:
     if isinstance(target, DTensor):
         mesh, placements = target.device_mesh, target.placements
         whole = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
-    local_of(target).copy_(local_of(whole))
+    local_shard(target).copy_(local_shard(whole))
 
 
 def like_parameter(value: Any, parameter: Tensor) -> Any:
@@ -93,13 +93,13 @@ def like_parameter(value: Any, parameter: Tensor) -> Any:
     return mine
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def whole_of(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, on every rank; a plain tensor as it is. Collective."""
     if isinstance(tensor, DTensor):  # an offloaded one lies where its mesh cannot gather it
         tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()

@@ -25,15 +25,15 @@ class Net(nn.Module):
     tensor_plan: dict[str, str]
 
 
-class Unfit(ValueError):
+class IncompatibleModelError(ValueError):
     """A net that lacks what was asked of it; the one error here that the user can repair.
 
     Attributes:
         key: the option that asked, as in the config.
     """
 
-    def __init__(self, key: str, wrong: str):
-        super().__init__(wrong)
+    def __init__(self, key: str, message: str):
+        super().__init__(message)
         self.key = key
 
 
@@ -45,7 +45,8 @@ def check_fit(
     compile: str,
     activation_checkpointing: str,
 ) -> None:
-    """Raises: Unfit for the first thing that the net lacks; it may lie on the meta device.
+    """Raises: IncompatibleModelError for the first thing that the net lacks; it may lie on the
+    meta device.
 
     Args:
         options: the `strategy` group.   dims: ranks along each axis.
@@ -54,7 +55,7 @@ def check_fit(
     if missing := [name for name in row.needs if not hasattr(net, name)]:
         rows = STRATEGIES.items()
         others = [name for name, it in rows if all(hasattr(net, need) for need in it.needs)]
-        raise Unfit(
+        raise IncompatibleModelError(
             "strategy.name",
             f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); strategies "
             f"that work without: {', '.join(others)}",
@@ -63,8 +64,10 @@ def check_fit(
     for key, mode in modes.items():
         if mode not in ("none", "model") and not hasattr(net, "blocks"):
             others = "none, model" if key == "model.compile" else "none"
-            wrong = f"{mode} works block by block and needs `blocks` of {type(net).__name__}"
-            raise Unfit(key, f"{wrong}, an nn.ModuleList (see gptrain.models); without: {others}")
+            message = f"{mode} works block by block and needs `blocks` of {type(net).__name__}"
+            raise IncompatibleModelError(
+                key, f"{message}, an nn.ModuleList (see gptrain.models); without: {others}"
+            )
     if row.check:
         resolve_name(row.check)(net, options, dims)
 

@@ -29,7 +29,7 @@ from gptrain.core.strategies import ShardedOptions, StrategyOptions
 from gptrain.parallel.gradients import sum_gradients
 from gptrain.parallel.mesh import build_mesh, build_shard_mesh
 from gptrain.parallel.requirements import Net
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 from gptrain.parallel.tensor import (
     apply_tensor_parallel,
     partial_parameters,
@@ -37,7 +37,7 @@ from gptrain.parallel.tensor import (
 )
 
 
-class Sharded(Whole[StrategyOptions]):
+class Sharded(ParallelStrategy[StrategyOptions]):
     """Shards of each tensor over the data axis, where the strategy has FSDP2."""
 
     partitions = True
@@ -81,7 +81,7 @@ class Sharded(Whole[StrategyOptions]):
                 group |= {key: False for key in ("foreach", "fused") if key in group}
 
     @contextmanager
-    def held_back(self) -> Generator[None, None, None]:
+    def without_gradient_sync(self) -> Generator[None, None, None]:
         """Until a step's last micro-step a rank adds up gradients of the whole net.
 
         With `accumulate_shards` it keeps its shard of them alone: 1/N of the memory, for as many

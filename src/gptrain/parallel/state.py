@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gptrain.parallel.placement import copy_slice, like_parameter, whole_of
+from gptrain.parallel.placement import copy_slice, full_tensor, like_parameter
 from gptrain.parallel.positions import fill_positions, find_tables
 from gptrain.parallel.requirements import tied_names
 from gptrain.parallel.unmatched import Unmatched
@@ -46,30 +46,30 @@ class Stages(NamedTuple):
     aliases: Mapping[str, str] = {}
 
 
-WHOLE = Stages()
+NO_STAGES = Stages()
 
 
-def named_parameters(net: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
+def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
     """Name in a checkpoint -> parameter of the net; a tied one once, under its first name."""
     _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
-def named_beside_net(module: nn.Module) -> dict[str, nn.Parameter]:
+def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of a module that are not its net's, each once, under their own names."""
     net = getattr(module, "net", None)
     of_net = set(net.parameters()) if isinstance(net, nn.Module) else set()
     return {name: p for name, p in module.named_parameters() if p not in of_net}
 
 
-def saved_parameters(module: nn.Module, stages: Stages = WHOLE) -> dict[str, nn.Parameter]:
+def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
     """Name in a checkpoint -> parameter of the module, each once."""
     net = getattr(module, "net", None)
     of_net = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
-    return of_net | {f"{BESIDE}{name}": p for name, p in named_beside_net(module).items()}
+    return of_net | {f"{BESIDE}{name}": p for name, p in named_extra_parameters(module).items()}
 
 
-def whole_net_state(net: nn.Module, stages: Stages = WHOLE) -> State:
+def whole_net_state(net: nn.Module, stages: Stages = NO_STAGES) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     state = _whole(_saved_tensors(net, stages), stages)
     second = {**tied_names(net), **stages.aliases}
@@ -77,7 +77,7 @@ def whole_net_state(net: nn.Module, stages: Stages = WHOLE) -> State:
 
 
 def whole_optimizer_state(
-    parameters: Parameters, optimizer: Optimizer, stages: Stages = WHOLE
+    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> State:
     """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
 
@@ -89,7 +89,7 @@ def whole_optimizer_state(
 
 
 def sharded_state(
-    net: nn.Module, parameters: Parameters, optimizer: Optimizer, stages: Stages = WHOLE
+    net: nn.Module, parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> State:
     """This rank's part for torch.distributed.checkpoint.save: values of "net" and "optimizer".
 
@@ -109,7 +109,7 @@ def load_net_state(
     *,
     strict: bool = True,
     resizes: bool = False,
-    stages: Stages = WHOLE,
+    stages: Stages = NO_STAGES,
 ) -> Unmatched:
     """Copy this rank's part of a net's state into net. Of a pipeline all ranks must call it.
 
@@ -182,7 +182,7 @@ def load_optimizer_state(
 
 
 def named_groups(
-    parameters: Parameters, optimizer: Optimizer, stages: Stages = WHOLE
+    parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> list[State]:
     """The optimizer's groups, plain options and names of parameters; those of all stages."""
     names = _names(parameters, optimizer)
@@ -298,8 +298,8 @@ def _match(
         del unmatched.mismatched[name]
         if dim is not None:
             unmatched.positions[name] = there, here
-    if strict and (wrong := unmatched.describe()):
-        raise ValueError(wrong + cut)
+    if strict and (message := unmatched.describe()):
+        raise ValueError(message + cut)
     filled = {
         name: (tensors[name], dim)
         for name, dim in tables.items()
@@ -317,7 +317,7 @@ def _whole(state: State, stages: Stages) -> State:
         first = dist.get_global_rank(group, 0)
     whole = {}
     for name, value in state.items():
-        value = tree_map_only(Tensor, whole_of, value)
+        value = tree_map_only(Tensor, full_tensor, value)
         if first == 0:
             whole[name] = tree_map_only(Tensor, Tensor.cpu, value)
     if group is None:

@@ -44,7 +44,7 @@ class DividesUpdates(Protocol):
 
 
 @dataclass(eq=False)
-class Whole(Generic[OptionsT]):
+class ParallelStrategy(Generic[OptionsT]):
     """A whole net, trained by this rank alone.
 
     Attributes:
@@ -85,7 +85,7 @@ class Whole(Generic[OptionsT]):
 
     partitions = by_stages = False
     n_stages = microbatches = 1
-    stages = state.WHOLE
+    stages = state.NO_STAGES
     # Of hidden states (B, T, D) under a head's weight (V, D).
     chunked_loss = staticmethod(chunked_next_token_loss)
 
@@ -114,7 +114,7 @@ class Whole(Generic[OptionsT]):
         if isinstance(optimizer, DividesUpdates):
             optimizer.replicas = self.replicas
         if self.partitions:
-            self.beside = [*state.named_beside_net(module).values()]
+            self.beside = [*state.named_extra_parameters(module).values()]
 
     # What the planner asks for when it traces a step
 
@@ -169,13 +169,13 @@ class Whole(Generic[OptionsT]):
             return logits_in_chunks(net.hidden(tokens), net.head, targets)
         return logits_in_chunks(net_logits(net, tokens, targets), nn.Identity(), targets)
 
-    def share(self, compute: Callable[[], Any]) -> Any:
+    def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
         """Return what is computed where the logits were, the same on all ranks of a net."""
         return compute()
 
     # A step's gradients
 
-    def held_back(self) -> AbstractContextManager[None]:
+    def without_gradient_sync(self) -> AbstractContextManager[None]:
         """Inside the block a backward pass adds gradients up locally; here that is all it does."""
         return nullcontext()
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from gptrain.core.strategies import ParallelDims, StrategyOptions
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
-from gptrain.parallel.requirements import Net, Unfit
+from gptrain.parallel.requirements import IncompatibleModelError, Net
 
 # Renamed in torch 2.13, which warns of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,19 +65,21 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims) -> None:
-    """Raises: Unfit if the net cannot be split over so many ranks; says what it lacks."""
+    """Raises: IncompatibleModelError if the net cannot be split over so many ranks; says
+    what it lacks.
+    """
     for name in ("n_kv_heads", "n_heads"):  # those of k and v may be fewer
         heads = getattr(net, name, net.n_heads)
         if heads % dims.tensor:
             allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            raise Unfit(
+            raise IncompatibleModelError(
                 "strategy.tensor_parallel_size",
                 f"{dims.tensor} ranks do not divide {name}={heads}, each must hold whole heads; "
                 f"allowed: {allowed}",
             )
     unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
     if unknown:
-        raise Unfit(
+        raise IncompatibleModelError(
             "strategy.name",
             f"{type(net).__name__}.tensor_plan has roles {', '.join(unknown)}; "
             f"allowed: {', '.join(_ROLES)}",
@@ -86,7 +88,7 @@ def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims
         layer, known = net.get_submodule(name), _ROLES[role][1]
         fits = isinstance(layer, known) if known is _NORMS else type(layer) in known
         if not fits or (role == "vocab_head" and layer.bias is not None):
-            raise Unfit(
+            raise IncompatibleModelError(
                 "strategy.name",
                 f"tensor_plan makes {name} {role}: it is a {type(layer).__name__}, the role is for "
                 f"{' and '.join(kind.__name__ for kind in known)}"

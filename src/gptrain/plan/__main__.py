@@ -35,7 +35,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
 from gptrain.costs.choice import changed_overrides, compare
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.speed import DamagedMeasurement, Machine, machine_of, this_machine, unit_of
+from gptrain.costs.speed import DamagedMeasurementError, Machine, machine_of, this_machine, unit_of
 from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
 from gptrain.runs.table import aligned
@@ -132,11 +132,11 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
     if not device:
         try:
             machine = this_machine(Path(cfg.output_dir), n_local or 1)
-        except DamagedMeasurement as error:
+        except DamagedMeasurementError as error:
             raise ConfigError.of("output_dir", cfg.output_dir, str(error), code=BAD_DATA) from None
     elif not n_local:
-        wrong = "devices of another machine cannot be counted"
-        raise ConfigError.of("trainer.devices", "auto", wrong, attempt="trainer.devices=8")
+        message = "devices of another machine cannot be counted"
+        raise ConfigError.of("trainer.devices", "auto", message, hint="trainer.devices=8")
     else:
         link, network = LINKS.get(hardware.link), LINKS[hardware.network]
         machine = machine_of(device, n_local, link, network)
@@ -146,8 +146,8 @@ def find_machine(cfg: PlanRun) -> tuple[Machine, Topology | None]:
     except ValueError as error:
         raise ConfigError.of("topology", source, str(error)) from error
     except OSError as error:
-        wrong = str(error.strerror)
-        raise ConfigError.of("topology", source, wrong, code=INPUT_NOT_FOUND) from error
+        message = str(error.strerror)
+        raise ConfigError.of("topology", source, message, code=INPUT_NOT_FOUND) from error
     if topology and (slowest := topology.slowest_ring_link) and speed(slowest) < 0:
         island = max(map(len, topology.tensor_groups))
         machine = replace(machine, island=island, host=LINKS["pcie4"])

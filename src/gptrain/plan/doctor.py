@@ -49,17 +49,17 @@ def doctor(n_local: int | None, n_nodes: int, accelerator: str, backend: str | N
     n_local = n_local or (on_gpu and n_visible) or 1
     found = [*check_gpus(gpus, n_local), *check_variables(n_local, on_gpu), *check_host(n_nodes)]
     if tuple(map(int, version("torch").split(".")[:2])) > NEWEST_TORCH:
-        wrong = f"torch {version('torch')} is newer than any that this library was tested with"
-        found.append((wrong, "the tests: python -m pytest"))
+        message = f"torch {version('torch')} is newer than any that this library was tested with"
+        found.append((message, "the tests: python -m pytest"))
     if on_gpu and n_local > n_visible:
-        wrong = f"trainer.devices={n_local}, but {n_visible} of {len(gpus)} GPUs are visible"
-        found.append((wrong, f"CUDA_VISIBLE_DEVICES, or trainer.devices={n_visible}"))
+        message = f"trainer.devices={n_local}, but {n_visible} of {len(gpus)} GPUs are visible"
+        found.append((message, f"CUDA_VISIBLE_DEVICES, or trainer.devices={n_visible}"))
     if backend not in (None, fitting := "nccl" if on_gpu else "gloo"):
-        wrong = f"strategy.backend={backend} on {accelerator}"
-        found.append((wrong, f"strategy.backend={fitting}"))
+        message = f"strategy.backend={backend} on {accelerator}"
+        found.append((message, f"strategy.backend={fitting}"))
     seen = f"{len(gpus)} GPUs, driver, clocks, power caps" if gpus else "no GPU seen"
     checked = f"checked: {seen}, backend, port, /dev/shm, variables, threads, host name"
-    return [*(f"warning: {wrong}; try: {fix}" for wrong, fix in found), checked]
+    return [*(f"warning: {message}; try: {fix}" for message, fix in found), checked]
 
 
 def count_visible(known: list[str]) -> int:
@@ -100,15 +100,15 @@ def check_variables(n_local: int, on_gpu: bool) -> Found:
     n_cores, threads = count_cores(), os.environ.get("OMP_NUM_THREADS", "")
     used = int(threads) * n_local if threads.isdigit() else n_cores
     if used > max(n_cores, n_local) or (used < n_cores and not on_gpu):
-        wrong = f"OMP_NUM_THREADS={threads} x {n_local} ranks on {n_cores} cores"
-        yield wrong, f"OMP_NUM_THREADS={max(1, n_cores // n_local)}, or unset it"
+        message = f"OMP_NUM_THREADS={threads} x {n_local} ranks on {n_cores} cores"
+        yield message, f"OMP_NUM_THREADS={max(1, n_cores // n_local)}, or unset it"
 
 
 def check_host(n_nodes: int) -> Found:
     """Of /dev/shm, the port where ranks meet, and the machine's own name."""
     if SHM.exists() and (n_bytes := shutil.disk_usage(SHM).total) < LEAST_SHM_BYTES:
-        wrong = f"/dev/shm has {n_bytes / 2**20:.0f} MiB: workers and NCCL need more"
-        yield wrong, "docker run --shm-size=16g"
+        message = f"/dev/shm has {n_bytes / 2**20:.0f} MiB: workers and NCCL need more"
+        yield message, "docker run --shm-size=16g"
     port = os.environ.get("MASTER_PORT", "29500")  # torchrun's own
     try:
         socket.create_server(("", int(port))).close()
@@ -120,5 +120,5 @@ def check_host(n_nodes: int) -> Found:
         yield "the host's own name has no address", "a line for it in /etc/hosts"
         return
     if n_nodes > 1 and address.startswith("127."):
-        wrong = f"the host's own name is {address}: other nodes cannot reach it"
-        yield wrong, "its outer address in /etc/hosts, or GLOO_SOCKET_IFNAME"
+        message = f"the host's own name is {address}: other nodes cannot reach it"
+        yield message, "its outer address in /etc/hosts, or GLOO_SOCKET_IFNAME"

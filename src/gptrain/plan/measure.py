@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gptrain.checkpoints import fileops
 from gptrain.collectives.__main__ import CollectivesRun
 from gptrain.collectives.operations import COLLECTIVES, from_all, group_of, say, seconds_of
-from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurement, read_measurement
+from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurementError, read_measurement
 from gptrain.runtime.measure import measure_matmul
 from gptrain.runtime.watchdog import Guard
 
@@ -70,7 +70,7 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
     found = {str(n_ranks): measure_link(all_reduce, device)} if n_ranks > 1 else {}
     if dist.get_rank() == 0:
         backend, links = dist.get_backend(), {}
-        with suppress(DamagedMeasurement):  # it is replaced; of a sound file other links stay
+        with suppress(DamagedMeasurementError):  # it is replaced; of a sound file other links stay
             links = (read_measurement(path) or {"links": {}})["links"]
         facts["links"] = links | {backend: links.get(backend, {}) | found}
         path.parent.mkdir(parents=True, exist_ok=True)

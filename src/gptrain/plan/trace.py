@@ -51,7 +51,7 @@ from gptrain.core.strategies import (
 )
 from gptrain.lit.strategies import build_strategy
 from gptrain.models.hugging_face import config_keys
-from gptrain.parallel.placement import allocate, fills_itself, local_of, make_to_look_at
+from gptrain.parallel.placement import allocate, build_on_meta_device, fills_itself, local_shard
 from gptrain.parallel.requirements import check_fit
 from gptrain.parallel.step_mean import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
@@ -59,7 +59,7 @@ from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
 # The stages of a pipeline send each other shapes, which fake tensors cannot do.
 TRACED = tuple(name for name, row in STRATEGIES.items() if PIPELINE not in row.axes)
 MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-WHOLE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+WEIGHT_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 CPU = torch.device("cpu")
 N_SAMPLES = 10**9  # of data that are not read: no run ends within a step
 FEW, MORE, MANY = 6, 12, 16  # layers; patterns of them repeat every 2, 3 or 6
@@ -118,8 +118,8 @@ def trace_whole(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> d
     """`trace`, of every layer."""
     name = strategy_name(cfg.strategy.name, world_size)
     if name not in TRACED:
-        wrong = f"not traced; traced: {', '.join(TRACED)}"
-        raise ConfigError.of("strategy.name", name, wrong)
+        message = f"not traced; traced: {', '.join(TRACED)}"
+        raise ConfigError.of("strategy.name", name, message)
     with as_config_errors(cfg, "trainer.devices"):
         dims = parallel_dims(cfg.strategy, world_size)
     if sample_tokens is None:
@@ -132,8 +132,8 @@ def trace_whole(cfg: RunConfig, world_size: int, sample_tokens: int | None) -> d
         with FakeTensorMode(allow_non_fake_inputs=True):
             return Step(cfg, name, dims, sample, sample_tokens).trace()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        wrong = f"its step reads the numbers of tensors ({error}), which a traced one has not"
-        raise ConfigError.of("model._target_", cfg.model.target, wrong) from error
+        message = f"its step reads the numbers of tensors ({error}), which a traced one has not"
+        raise ConfigError.of("model._target_", cfg.model.target, message) from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # FSDP's hooks hold the net in cycles
@@ -150,7 +150,7 @@ class Step:
         with as_config_errors(cfg):
             module_class(cfg, name)
             with unset_fake_temporarily(), as_config_errors(cfg, "model._target_"):
-                net = make_to_look_at(partial(build_net, cfg.model))
+                net = build_on_meta_device(partial(build_net, cfg.model))
             mode = cfg.model.activation_checkpointing
             check_fit(net, cfg.strategy, dims, compile="none", activation_checkpointing=mode)
             self.n_parameters = sum(p.numel() for p in net.parameters())
@@ -180,8 +180,8 @@ class Step:
     def make_net(self) -> nn.Module:
         """On the meta device where a strategy fills it by itself; else without numbers here."""
         with unset_fake_temporarily():
-            net = make_to_look_at(partial(build_net, self.cfg.model))
-            net.to(WHOLE.get(self.precision))
+            net = build_on_meta_device(partial(build_net, self.cfg.model))
+            net.to(WEIGHT_DTYPES.get(self.precision))
         if fills_itself(net):
             return net
         allocate(net, CPU)
@@ -284,7 +284,7 @@ class Step:
     def micro_step(self, *, is_last: bool) -> None:
         """Forward and backward."""
         self.is_last = is_last
-        hold_back = nullcontext if is_last else self.parallel.held_back
+        hold_back = nullcontext if is_last else self.parallel.without_gradient_sync
         dtype = MIXED.get(self.precision)
         with hold_back():
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
@@ -301,10 +301,10 @@ class Step:
 
     def held_bytes(self) -> dict[str, float]:
         """Bytes of this rank's weights, gradients and optimizer states, each once."""
-        weights = [local_of(p) for p in self.module.parameters()]
-        gradients = [local_of(p.grad) for p in self.module.parameters() if p.grad is not None]
+        weights = [local_shard(p) for p in self.module.parameters()]
+        gradients = [local_shard(p.grad) for p in self.module.parameters() if p.grad is not None]
         states = [t for one in self.optimizer.state.values() for t in one.values()]
-        states = [local_of(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
+        states = [local_shard(t) for t in states if isinstance(t, Tensor) and t.numel() > 1]
         states += self.parallel.extra_state()
         parts = {"weights": weights, "gradients": gradients, "optimizer": states}
         return {name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()}

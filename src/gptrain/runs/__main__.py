@@ -46,11 +46,11 @@ def answer(args: argparse.Namespace) -> str:
     if args.yes and not args.prune:
         raise ConfigError.of("--yes", None, "confirms --prune, which was not typed")
     if args.prune and args.folders == [Path(default_output_dir())]:
-        raise ConfigError.of("--prune", None, "needs a folder", attempt="--prune FOLDER")
+        raise ConfigError.of("--prune", None, "needs a folder", hint="--prune FOLDER")
     runs = read_runs(args.folders)
     if not runs:
-        wrong = f"no run in {' '.join(map(str, args.folders))}"
-        raise ConfigError.of("", None, wrong, code=INPUT_NOT_FOUND)
+        message = f"no run in {' '.join(map(str, args.folders))}"
+        raise ConfigError.of("", None, message, code=INPUT_NOT_FOUND)
     if args.prune:
         return prune(runs, args.yes)
     if args.diff:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.checkpoints.lock import is_held
-from gptrain.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from gptrain.checkpoints.manifest import DamagedCheckpointError, read_manifest
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, RESULT_NAME, read_status
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core.errors import DONE, Problem
+from gptrain.core.errors import DONE, ConfigIssue
 from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
 
 # Of files that are not as ours are, whoever wrote them.
@@ -68,8 +68,8 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
         try:
             runs.append(read_run(path))
         except WRONG as error:
-            wrong = f"{path}: {error or type(error).__name__}"
-            print(Problem("", None, wrong, code=DONE).line, file=sys.stderr)
+            message = f"{path}: {error or type(error).__name__}"
+            print(ConfigIssue("", None, message, code=DONE).line, file=sys.stderr)
     return runs
 
 
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> RunRecord:
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
     """Steps and metrics of the newest checkpoint, by its manifest."""
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
-        with suppress(DamagedCheckpoint):
+        with suppress(DamagedCheckpointError):
             manifest = read_manifest(path)
             return {"steps": manifest["step"], "metrics": manifest["metrics"] | {"step": None}}
     return {}

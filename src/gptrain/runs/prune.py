@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptrain.checkpoints.lock import LOCK_NAME, RunLock
-from gptrain.checkpoints.manifest import NoGoodCheckpoint, folder_name
+from gptrain.checkpoints.manifest import NoGoodCheckpointError, folder_name
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, first_line, printable
@@ -49,7 +49,7 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
     n_bytes = sum(size_of(path) for surplus in chosen for path in surplus.deleted)
     n_paths = sum(len(surplus.deleted) for surplus in chosen)
     if not is_confirmed and not ask(f"delete {n_paths} checkpoints? [y/N] "):
-        raise ConfigError.of("--prune", None, "nothing was deleted", attempt="--prune FOLDER --yes")
+        raise ConfigError.of("--prune", None, "nothing was deleted", hint="--prune FOLDER --yes")
     for surplus in chosen:
         with RunLock(surplus.run, wait_s=0.0):  # no start of this run may read them meanwhile
             for path in surplus.deleted:
@@ -73,7 +73,7 @@ def find_surplus(run: RunRecord) -> Surplus:
     mode = "max" if run.config.get("checkpoint.mode") == "max" else "min"
     try:  # every byte of what is kept is read: a damaged newest one is not relied upon
         verified = [store.best(monitor, mode), store.newest_good()]
-    except NoGoodCheckpoint as error:
+    except NoGoodCheckpointError as error:
         raise refused(folder, f"nothing was deleted: {first_line(error)}") from error
     kept = {checkpoint.path for checkpoint in verified if checkpoint}
     kept |= {path for path in [store.newest()] if path}
@@ -93,5 +93,5 @@ def ask(question: str, read: Callable[[str], str] = input) -> bool:
     return sys.stdin.isatty() and read(question).strip().lower() in ("y", "yes")
 
 
-def refused(path: Path, wrong: str) -> ConfigError:
-    return ConfigError.of("--prune", str(path), wrong, code=FOLDER_UNUSABLE)
+def refused(path: Path, message: str) -> ConfigError:
+    return ConfigError.of("--prune", str(path), message, code=FOLDER_UNUSABLE)

@@ -38,7 +38,7 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
             starts, and again before a restart.
 
     Raises:
-        JobFailed: with the exit code, after the reason has been printed.
+        JobFailedError: with the exit code, after the reason has been printed.
         ConfigError: it does not fit what is in its folder, or another run holds that; nothing was
             started or changed.
     """

@@ -14,7 +14,7 @@ from gptrain.runtime.process import count_devices, count_nodes, listed_numbers, 
 
 
 @dataclass(frozen=True)
-class Machine:
+class RunDevices:
     """Devices of one run.
 
     Attributes:
@@ -49,12 +49,12 @@ class Machine:
         return torch.device(self.accelerator if self.accelerator == "mps" else "cpu")
 
 
-def find_machine(cfg: RunConfig) -> Machine:
+def find_machine(cfg: RunConfig) -> RunDevices:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, n_nodes = cfg.trainer.devices, count_nodes(cfg.trainer.num_nodes)
     n_local = count_local(devices, accelerator)
-    return Machine(accelerator, n_local, n_nodes, listed_numbers(devices))
+    return RunDevices(accelerator, n_local, n_nodes, listed_numbers(devices))
 
 
 def accelerator_of(asked: str) -> str | None:
@@ -69,7 +69,7 @@ def accelerator_of(asked: str) -> str | None:
     return next((name for name in wanted if is_here[name]()), None)
 
 
-def native_precision(machine: Machine) -> str:
+def native_precision(machine: RunDevices) -> str:
     """What trainer.precision=auto stands for on the devices of this machine."""
     major = torch.cuda.get_device_capability()[0] if machine.accelerator == "cuda" else 0
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

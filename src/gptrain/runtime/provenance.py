@@ -16,13 +16,13 @@ from hydra.core.hydra_config import HydraConfig
 
 from gptrain.core import shell
 from gptrain.core.locations import LIBRARY, find_project
-from gptrain.runtime.devices import Machine
+from gptrain.runtime.devices import RunDevices
 
 PACKAGES = ("lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
 GIT_S = 3.0  # on a slow file system the answer is not worth more
 
 
-def describe_run(machine: Machine) -> dict[str, object]:
+def describe_run(machine: RunDevices) -> dict[str, object]:
     """The facts of a run that is about to start, for whoever compares it with another."""
     is_typed = HydraConfig.initialized()  # not in a process of the bench
     device = f"{machine.accelerator} ({platform.machine()})"

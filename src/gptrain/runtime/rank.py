@@ -23,7 +23,7 @@ from gptrain.checkpoints.fileops import remove_tree
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, write_status
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core import errors, shell
-from gptrain.core.errors import Ending, JobFailed, ending_of
+from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import attempt_folder, set_rendezvous, this_process
 from gptrain.runtime.signals import StopFlag, die_with_parent
@@ -43,7 +43,7 @@ def run_rank(
     Args:
         parent_pid: the supervisor that must live.
 
-    Raises: JobFailed, with the exit code; but a process that a launcher started ends here.
+    Raises: JobFailedError, with the exit code; but a process that a launcher started ends here.
     """
     rank = this_process().rank
     guard = None
@@ -55,7 +55,7 @@ def run_rank(
             rank=rank,
             timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
             parent_pid=parent_pid,
-            about=partial(way_on, cfg),
+            about=partial(resume_facts, cfg),
         )
         with guard:
             guard.leave_if_asked()
@@ -71,7 +71,7 @@ def run_rank(
         report_ending(cfg, ending, rank, guard.heartbeat.step if guard else None)
         if this_process().is_rank:
             leave(ending.code)
-        raise JobFailed(ending.code, ending.line) from error
+        raise JobFailedError(ending.code, ending.line) from error
     if rank == 0:
         record_ending(cfg, Ending(errors.DONE, "done", "done"), rank, guard.heartbeat.step)
     return metrics
@@ -134,7 +134,7 @@ def record_ending(
             message=ending.line,
             traceback=ending.trace or None,
             replace=replace,
-            **way_on(cfg),
+            **resume_facts(cfg),
         )
     except OSError as error:  # the disk that failed the run may refuse status.json, too
         print(f"warning: no status.json: {error}", file=sys.stderr)
@@ -169,7 +169,7 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
-def way_on(cfg: RunConfig) -> dict[str, object]:
+def resume_facts(cfg: RunConfig) -> dict[str, object]:
     """What status.json says to somebody who wants to go on with the run."""
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 

@@ -29,9 +29,9 @@ from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.status import RESULT_NAME, clear_status, read_status
-from gptrain.core.errors import DONE, FAILED, HUNG, PREEMPTED, ConfigError, Ending, JobFailed
+from gptrain.core.errors import DONE, FAILED, HUNG, PREEMPTED, ConfigError, Ending, JobFailedError
 from gptrain.core.schema import RunConfig
-from gptrain.core.small_files import UnreadableFile, read_facts, read_json
+from gptrain.core.small_files import UnreadableFileError, read_facts, read_json
 from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS
 from gptrain.runtime.rank import newest_checkpoint, rank_process, report_ending
 from gptrain.runtime.signals import StopFlag, hold_back
@@ -63,7 +63,7 @@ def supervise(
     Each rank gets the environment that torchrun would give it, so it cannot tell the difference;
     but the ranks meet at a file, not at a port.
 
-    Raises: JobFailed, with the exit code.
+    Raises: JobFailedError, with the exit code.
     """
     left = cfg.launcher.max_restarts
     while (code := run_once(train, cfg, n_ranks, stop)) in WORTH_A_RESTART and left and not stop:
@@ -71,7 +71,7 @@ def supervise(
         left -= 1
         log.warning("warning: started again, %d more times at most", left)
     if code != DONE:
-        raise JobFailed(code, (read_status(cfg.run_dir) or {}).get("message") or "")
+        raise JobFailedError(code, (read_status(cfg.run_dir) or {}).get("message") or "")
     return read_facts(Path(cfg.run_dir) / RESULT_NAME).get("metrics", {})
 
 
@@ -91,8 +91,8 @@ def prepare_start(
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     step = read_manifest(checkpoint)["step"] if checkpoint else 0
     if cfg.task == "fit" and note_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
-        wrong = f"{FRUITLESS_STARTS} starts in a row got no further"
-        raise ConfigError.of("", None, wrong, code=FAILED)
+        message = f"{FRUITLESS_STARTS} starts in a row got no further"
+        raise ConfigError.of("", None, message, code=FAILED)
     clear_status(cfg.run_dir)
     return cfg
 
@@ -112,7 +112,9 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
     last = (read_status(run_dir) or {}).get("cause")
     starts = [{"step": step, "time": time.strftime("%F %T"), "after": last}]
     fruitless = 0
-    with suppress(FileNotFoundError, UnreadableFile, LookupError, TypeError):  # the first, or odd
+    with suppress(
+        FileNotFoundError, UnreadableFileError, LookupError, TypeError
+    ):  # the first, or odd
         before = read_json(path)
         if again:
             fruitless = 0 if step > before["step"] else before["fruitless"] + 1

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gptrain.checkpoints.status import Preempted, read_status, shorten, write_status
+from gptrain.checkpoints.status import PreemptedError, read_status, shorten, write_status
 from gptrain.core.errors import DONE, FAILED, HUNG, PREEMPTED
 from gptrain.runtime.signals import StopFlag
 
@@ -207,19 +207,19 @@ class Guard:
         """End a run that was asked to stop before it had anything to save.
 
         Raises:
-            Preempted: If the run was asked to stop.
+            PreemptedError: If the run was asked to stop.
         """
         if self.stop:
-            raise Preempted
+            raise PreemptedError
 
     @contextlib.contextmanager
     def nothing_to_save(self) -> Generator[None, None, None]:
         """Let a request to stop, earlier or now, end the block at once.
 
         Raises:
-            Preempted: If the run was asked to stop, or is asked within the block.
+            PreemptedError: If the run was asked to stop, or is asked within the block.
         """
-        self.stop.error = Preempted()  # before the check: a signal may come just after it
+        self.stop.error = PreemptedError()  # before the check: a signal may come just after it
         try:
             self.leave_if_asked()
             yield

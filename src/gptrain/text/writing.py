@@ -90,8 +90,8 @@ class Writer:
         start_s, tokens = time.perf_counter(), [int(t) for t in self.tokenizer.encode(prompt)]
         n_given, size = len(tokens), getattr(self.net, "vocab_size", sys.maxsize)
         if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
-            wrong = f"not one or more tokens of the net, which has 0 to {size - 1}"
-            raise ConfigError.of("prompt", prompt, wrong)
+            message = f"not one or more tokens of the net, which has 0 to {size - 1}"
+            raise ConfigError.of("prompt", prompt, message)
         made = sampling.generate(self.net, tokens, *self.options)
         pieces = characters(self.tokenizer, tokens, made)
         for piece in chain([next(pieces)], until(self.stop, pieces)):  # no stop is in the prompt
@@ -122,8 +122,8 @@ class Numbers:
         try:
             return [int(word) for word in text.replace(",", " ").split()]
         except ValueError:
-            wrong, attempt = "no tokenizer lies in the run's folder", "token ids, as in '1 2 3'"
-            raise ConfigError.of("prompt", text, wrong, attempt=attempt) from None
+            message, hint = "no tokenizer lies in the run's folder", "token ids, as in '1 2 3'"
+            raise ConfigError.of("prompt", text, message, hint=hint) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from gptrain.checkpoints.manifest import folder_name
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.rng import capture
-from gptrain.checkpoints.status import Preempted
+from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core.errors import DONE, Problem, first_line
+from gptrain.core.errors import DONE, ConfigIssue, first_line
 from gptrain.lit.callbacks.resume import (
     STATE,
     add_state,
@@ -53,7 +53,7 @@ class Checkpoints(Checkpoint):
         meeting_place: folder of this start, where ranks that fail ask each other whether to save.
 
     Attributes:
-        stopping: the ranks have agreed to leave; set by `Steps`.
+        stopping: the ranks have agreed to leave; set by `TrainingMonitor`.
         saved: the newest step that is saved, and whether what was due after it was done: its
             validation, and the hooks of its epoch's end.
     """
@@ -91,7 +91,9 @@ class Checkpoints(Checkpoint):
         self._writing = Vote()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises SaveFailed unless there is room for two saves: the newer before the older goes."""
+        """Raises SaveFailedError unless there is room for two saves: the newer before the
+        older goes.
+        """
         if stage != "fit":
             return
         self._needed_bytes = self.parameter_bytes * strategy_of(trainer).info.n_parameters
@@ -198,7 +200,7 @@ class Checkpoints(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Save the newest complete step, if all ranks have failed after it: see `may_save`."""
-        if isinstance(exception, Preempted):
+        if isinstance(exception, PreemptedError):
             if exception.step is not None:  # all ranks agreed
                 self._wait_for_mirror(trainer)
             return
@@ -228,7 +230,7 @@ class Checkpoints(Checkpoint):
             validated: False where the step's validation is still to come, or to be repeated.
 
         Raises:
-            SaveFailed: On all ranks alike, with the earlier checkpoints intact.
+            SaveFailedError: On all ranks alike, with the earlier checkpoints intact.
         """
         step, strategy, options = trainer.global_step, strategy_of(trainer), self.options
         if self.saved == (step, validated):
@@ -338,6 +340,6 @@ class Checkpoints(Checkpoint):
         names = ", ".join(name for name in sorted(metrics) if name != "step")
         for key, (name, effect) in self._awaited.items():
             if name not in metrics and not name.startswith("perf/"):
-                wrong = f"not logged in the first validation; {effect}"
-                log.warning("%s", Problem(key, name, wrong, names, code=DONE).line)
+                message = f"not logged in the first validation; {effect}"
+                log.warning("%s", ConfigIssue(key, name, message, names, code=DONE).line)
         self._awaited = {}

@@ -5,8 +5,8 @@ import logging
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from gptrain.lit.callbacks.monitor import log_note
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.steps import log_note
 from gptrain.lit.lightning import connected, data_of
 from gptrain.text.sampling import Sampling, generate, printable
 

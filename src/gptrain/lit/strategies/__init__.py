@@ -18,19 +18,19 @@ from gptrain.core.strategies import (
 )
 from gptrain.lit.perf import count_matrix_weights
 from gptrain.lit.strategies.base import (
-    NetStrategy,
+    LightningStrategy,
     PartitionedRanks,
     Ranks,
     SingleDevice,
     StrategyInfo,
 )
-from gptrain.lit.strategies.diloco import DiLoCo
+from gptrain.lit.strategies.diloco import LightningDiLoCo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.comparison import Comparison, needs_comparison
-from gptrain.parallel.placement import make_net_on, make_to_look_at
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.placement import build_on_meta_device, make_net_on
+from gptrain.parallel.strategy import ParallelStrategy
 
-__all__ = ["NetStrategy", "build_strategy"]
+__all__ = ["LightningStrategy", "build_strategy"]
 
 
 def build_strategy(
@@ -44,7 +44,7 @@ def build_strategy(
     precision: str = "32-true",
     n_nodes: int = 1,
     sample: Tensor | None = None,
-) -> tuple[nn.Module, NetStrategy]:
+) -> tuple[nn.Module, LightningStrategy]:
     """The net as this rank holds it, with the weights of a single process, and its strategy.
 
     The process group exists already, but for `single`; that the net fits was checked before.
@@ -57,17 +57,17 @@ def build_strategy(
             form, before it is made. None compares nothing.
 
     Raises:
-        Unfit: If the strategy would train another function than the net's.
+        IncompatibleModelError: If the strategy would train another function than the net's.
     """
     name = strategy_name(options.name, dims.world_size)
     with torch.random.fork_rng(devices=[]):
-        whole = make_to_look_at(make_net)
-    made: type[Whole] = resolve_name(STRATEGIES[name].made)
+        whole = build_on_meta_device(make_net)
+    made: type[ParallelStrategy] = resolve_name(STRATEGIES[name].made)
     with unset_fake_temporarily():  # a plan traces without numbers, but ranks are counted by some
         parallel = made(options, dims, device, precision, n_nodes)
 
     @unset_fake_temporarily()
-    def partition(net: Any, parallel: Whole = parallel, compile: str = compile) -> None:
+    def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
@@ -88,9 +88,9 @@ def build_strategy(
             rng.restore(before)
     net = make_net_on(place, make_net, partition)
     if name == "single":
-        strategy: NetStrategy = SingleDevice(parallel, device)
+        strategy: LightningStrategy = SingleDevice(parallel, device)
     elif name == "diloco":
-        strategy = DiLoCo(parallel)
+        strategy = LightningDiLoCo(parallel)
     else:
         strategy = (PartitionedRanks if parallel.partitions else Ranks)(parallel)
     n_parameters = sum(parameter.numel() for parameter in whole.parameters())

@@ -29,9 +29,9 @@ from gptrain.checkpoints.safe_load import SafeFileSystemReader, ShardWriter, loa
 from gptrain.data.samples import count_batch_targets
 from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
 from gptrain.parallel import state as states
-from gptrain.parallel.requirements import Unfit
+from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.step_mean import StepMean
-from gptrain.parallel.strategy import Whole
+from gptrain.parallel.strategy import ParallelStrategy
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
 ONE_OPTIMIZER = (
@@ -50,7 +50,7 @@ class StrategyInfo:
     n_matrix_weights: int
 
 
-class NetStrategy(Strategy):
+class LightningStrategy(Strategy):
     """Mixed in front of one of Lightning's strategies; what it computes `parallel` does.
 
     A sharded save keeps tensors in the ranks' own files; what is left, counters and options, is in
@@ -62,7 +62,7 @@ class NetStrategy(Strategy):
     Attributes:
         info: what it was made for.
         check_finite: called once the norm is known, before the optimizer's step; may raise
-            NonFinite.
+            NonFiniteError.
         grad_norm: of all gradients before clipping, of the last step.
         micro_steps: arguments of training_step, and random numbers, of this step's micro-steps.
         micro_losses: what training_step returned in each micro-step of this step, detached.
@@ -89,7 +89,7 @@ class NetStrategy(Strategy):
     _gradients_finished = False  # those of this step
     _loaded: Path
 
-    def __init__(self, parallel: Whole, *more: Any, **options: Any):
+    def __init__(self, parallel: ParallelStrategy, *more: Any, **options: Any):
         super().__init__(*more, **options)
         self.parallel = parallel
 
@@ -111,7 +111,9 @@ class NetStrategy(Strategy):
         except RuntimeError as error:
             if "multiple optimizers" not in str(error):
                 raise
-            raise Unfit("module._target_", f"several optimizers: {ONE_OPTIMIZER}") from error
+            raise IncompatibleModelError(
+                "module._target_", f"several optimizers: {ONE_OPTIMIZER}"
+            ) from error
         for optimizer in self.optimizers:
             self.parallel.prepare(self.module, optimizer)
         self.parallel.accumulate = trainer.accumulate_grad_batches
@@ -154,7 +156,7 @@ class NetStrategy(Strategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Scale all gradients to a norm of at most max_norm.   Raises: NonFinite."""
+        """Scale all gradients to a norm of at most max_norm.   Raises: NonFiniteError."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
         if not self._gradients_finished:  # called again by a module that clips in its own way
@@ -284,17 +286,17 @@ class NetStrategy(Strategy):
         return SafeFileSystemReader(self._loaded) if is_sharded else None
 
 
-class SingleDevice(NetStrategy, SingleDeviceStrategy):
+class SingleDevice(LightningStrategy, SingleDeviceStrategy):
     """One device."""
 
 
-class Ranks(NetStrategy, DDPStrategy):
+class Ranks(LightningStrategy, DDPStrategy):
     """Several ranks, whose process group exists already; DDP wraps the module where it is used.
 
     Lightning would seed every rank alike here, and dropout with it.
     """
 
-    def __init__(self, parallel: Whole):
+    def __init__(self, parallel: ParallelStrategy):
         super().__init__(parallel, **(parallel.ddp or {}))
 
     def setup_distributed(self) -> None:
@@ -343,7 +345,7 @@ class PartitionedRanks(Ranks):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self.parallel.held_back():
+        with self.parallel.without_gradient_sync():
             yield
 
     def teardown(self) -> None:
@@ -352,6 +354,8 @@ class PartitionedRanks(Ranks):
 
 
 def check_optimization(module: pl.LightningModule) -> None:
-    """Raises: Unfit for manual optimization."""
+    """Raises: IncompatibleModelError for manual optimization."""
     if not module.automatic_optimization:
-        raise Unfit("module._target_", f"automatic_optimization=False: {ONE_OPTIMIZER}")
+        raise IncompatibleModelError(
+            "module._target_", f"automatic_optimization=False: {ONE_OPTIMIZER}"
+        )

@@ -17,7 +17,7 @@ from gptrain.parallel import diloco
 log = logging.getLogger(__name__)
 
 
-class DiLoCo(Ranks):
+class LightningDiLoCo(Ranks):
     """Replicas that train by themselves for many steps before all meet.
 
     They meet after every `sync_every`-th step of the run, where a step is validated, and after the

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gptrain.checkpoints.status import NonFinite, Preempted, shorten
+from gptrain.checkpoints.status import NonFiniteError, PreemptedError, shorten
 from gptrain.core.errors import first_line
-from gptrain.core.lengths import Lengths
+from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal
@@ -31,7 +31,7 @@ from gptrain.lit.module import (
 from gptrain.lit.nonfinite import find_first
 from gptrain.lit.perf import Speed
 from gptrain.lit.strategies.base import check_optimization
-from gptrain.parallel.requirements import Unfit
+from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ STEP = "step"  # Lightning takes a logged value of this name for the x axis, and
 COMPILING_S = 3600.0  # what a first step may take where it compiles
 
 
-class Steps(Callback):
+class TrainingMonitor(Callback):
     """Stops or skips a step that is not finite, logs steps, and ends a run that is asked to stop.
 
     First of all callbacks, so that the others find a step's values in `trainer.callback_metrics`:
@@ -55,7 +55,7 @@ class Steps(Callback):
         lengths: of the run; its last step is logged too, and then validated.
         model_config: of the config's `model` group; kept in every checkpoint file, so that a file
             on its own can be loaded.
-        on_nonfinite: "stop" raises NonFinite, on all ranks; "skip" skips the step.
+        on_nonfinite: "stop" raises NonFiniteError, on all ranks; "skip" skips the step.
         max_skips: skipped steps in a row after which it is raised, too.
         guard: of this rank; None: nobody watches the run.
         checkpoints: what saves the run; None where nothing is kept.
@@ -74,7 +74,7 @@ class Steps(Callback):
     def __init__(
         self,
         every_n_steps: int,
-        lengths: Lengths,
+        lengths: RunLengths,
         model_config: dict[str, Any],
         *,
         on_nonfinite: str = "stop",
@@ -101,7 +101,7 @@ class Steps(Callback):
         for callback in connected(trainer).callbacks:
             kind = type(callback)
             if reason := refusal(kind, strategy.info.name, bool(trainer.loggers), has_bar=True):
-                raise Unfit("callbacks", f"{kind.__name__}: {reason}")
+                raise IncompatibleModelError("callbacks", f"{kind.__name__}: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.guard:
@@ -141,7 +141,7 @@ class Steps(Callback):
         The norm is the same on all ranks, and not finite where any gradient of any rank is not.
         Under 16-mixed the loss scaler itself skips steps with infinite gradients, by design.
 
-        Raises: NonFinite, on all ranks; DataError for a first step without a target.
+        Raises: NonFiniteError, on all ranks; DataError for a first step without a target.
         """
         self.missing_targets.check_step(trainer)
         strategy = strategy_of(trainer)
@@ -159,7 +159,7 @@ class Steps(Callback):
             rank, losses = guilty[0]
             micro_step = [math.isfinite(loss) for loss in losses].index(False)
         place = find_first(trainer, micro_step)
-        error = NonFinite(step, rank, data_of(trainer).step_samples(step, rank), place)
+        error = NonFiniteError(step, rank, data_of(trainer).step_samples(step, rank), place)
         if self.on_nonfinite == "stop":
             raise error
         self.n_skipped += 1
@@ -292,22 +292,26 @@ class Steps(Callback):
                 self.checkpoints.stopping = True
 
     def _leave(self, trainer: Trainer) -> None:
-        """Raises: Preempted, once all ranks know; the step is saved.
+        """Raises: PreemptedError, once all ranks know; the step is saved.
 
         After the last step it is saved only: what is left is the validation, which is the end.
         """
         if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
             return
         if self.checkpoints is None:
-            raise Preempted
+            raise PreemptedError
         if self.checkpoints.saved[0] < trainer.global_step:
             self.checkpoints.save(trainer, validated=False)
         self.checkpoints.finish(trainer)
         if trainer.global_step != trainer.max_steps:
-            raise Preempted(trainer.global_step)
+            raise PreemptedError(trainer.global_step)
 
 
-OURS = (Steps, Checkpoints, ProgressBar)  # none of them begins in a validation what its end undoes
+OURS = (
+    TrainingMonitor,
+    Checkpoints,
+    ProgressBar,
+)  # none of them begins in a validation what its end undoes
 
 
 def acts_on_validation(trainer: Trainer) -> bool:
@@ -328,7 +332,7 @@ def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     return not is_overridden("configure_gradient_clipping", pl_module)
 
 
-def why_ended(trainer: Trainer, lengths: Lengths, first_step: int | None) -> dict[str, str]:
+def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> dict[str, str]:
     """Why a fit that has come to its end did, as the result line and result.json say it.
 
     `reason` is one of "steps done", "epochs done", "tokens done", "max_time", "early stop",
