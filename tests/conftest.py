@@ -123,7 +123,11 @@ def _fixed_seed():
 
 @pytest.fixture(autouse=True)
 def _nothing_of_the_run_before():
-    """Of whose folders classes are trusted; and of which rank Lightning's loggers are."""
+    """Reset what a run or a command leaves in its process.
+
+    These are Hydra's config, the rank of Lightning's loggers and the handler of SIGPIPE.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     if "hydra.core.hydra_config" in sys.modules:
         sys.modules["hydra.core.hydra_config"].HydraConfig.instance().cfg = None
     if "lightning.fabric" in sys.modules:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,14 +277,6 @@ def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\ndef \n"))
     code, out, err = write(speaker, "interactive=true", "temperature=0")
     assert (code, out) == (0, "".join(texts)) and err.count("12 tokens in") == 2
-
-
-def test_a_reader_that_has_seen_enough_ends_it_in_silence(write, speaker, monkeypatch):
-    ours, theirs = os.pipe()
-    os.close(ours)
-    with os.fdopen(theirs, "w") as pipe:
-        monkeypatch.setattr("sys.stdout", pipe)
-        assert write(speaker, "prompt=a") == (0, "", "")
 
 
 def test_each_limit_reaches_the_sampling(speaker, write):

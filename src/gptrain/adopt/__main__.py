@@ -31,7 +31,7 @@ from gptrain.config.values import walk
 from gptrain.core import shell
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, Parser, ending_of
 from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
-from gptrain.runtime.streams import bear_lost_streams
+from gptrain.runtime.streams import prepare_streams
 
 CHECK = ("-m", "gptrain.adopt", "--check")
 MISSING = "???"  # of Hydra: a value that has to be typed
@@ -49,7 +49,7 @@ def main() -> NoReturn:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--upgrade", action="store_true", help="another library for a project")
     which.add_argument("--check", action="store_true", help="what in conf/ this library refuses")
-    bear_lost_streams()
+    prepare_streams(is_run=False)
     try:
         code = answer(parser.parse_intermixed_args())
     except (ConfigError, OSError) as error:

@@ -48,7 +48,7 @@ from gptrain.core.errors import (
 )
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import calm_threads, take_gpus, this_process
-from gptrain.runtime.streams import bear_lost_streams
+from gptrain.runtime.streams import flush_output, prepare_streams
 
 LINGER_S = 10.0  # ranks start within seconds of each other
 # The user or the scheduler wants all to end, not one job.
@@ -73,13 +73,12 @@ def main(
         defaults: of those keys.   usage: with which --help begins.
         conf: the project's folder of yaml; None: that of the project in which the command is typed.
     """
-    bear_lost_streams()
+    prepare_streams(schema.runs_here)
     calm_threads()
     locations.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
-    sys.stdout.flush()
-    if not schema.runs_here and getattr(sys.stdout, "error", None):
-        code = code or errors.IO_ERROR  # what it printed was all that was asked for
+    output_code = flush_output()
+    code = code or output_code
     if code == errors.BAD_CONFIG and _rank() > 0:
         time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
     sys.exit(code)

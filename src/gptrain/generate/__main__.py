@@ -15,7 +15,6 @@ A run's tokenizer lies in its folder; where there is none (data=tokens), a text 
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -89,14 +88,11 @@ def generate(cfg: GenerateRun) -> None:
         net, tokenizer = cast(Any, load(cfg.from_run, which, allowed, with_tokenizer=True))
     given = ([] if cfg.interactive else "\n") if cfg.prompt is None else cfg.prompt
     writer = Writer(cfg, net.to(device), tokenizer, device)
-    try:
-        for number, prompt in enumerate([given] if isinstance(given, str) else given):
-            print("---\n" if number else "", end="")
-            writer.write(prompt)
-        if cfg.interactive:
-            writer.answer()
-    except BrokenPipeError:  # a reader that has seen enough: nothing is left to be flushed
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for number, prompt in enumerate([given] if isinstance(given, str) else given):
+        print("---\n" if number else "", end="")
+        writer.write(prompt)
+    if cfg.interactive:
+        writer.answer()
 
 
 def check_effects() -> None:

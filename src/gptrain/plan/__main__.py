@@ -107,7 +107,7 @@ def plan(cfg: PlanRun, words: list[str], flags: set[str]) -> None:
             found["topology"] = {"islands": islands, "slowest_ring_link": slowest}
         lines_of = partial(planned_lines, topology)
     found["machine"] = {"name": machine.name, "source": machine.source}
-    print(json.dumps(found, indent=1) if as_json else "\n".join(lines_of(found)), flush=True)
+    print(json.dumps(found, indent=1) if as_json else "\n".join(lines_of(found)))
 
 
 def traced(cfg: PlanRun, machine: Machine) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gptrain import runs as package
-from gptrain.core.errors import DONE, INPUT_NOT_FOUND, IO_ERROR, ConfigError, Parser, printable
+from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, Parser, printable
 from gptrain.core.locations import default_output_dir
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.prune import prune
 from gptrain.runs.table import aligned, differing, names, ranked, text_table
-from gptrain.runtime.streams import bear_lost_streams
+from gptrain.runtime.streams import flush_output, prepare_streams
 
 AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
 EACH_ITS_OWN = {"overrides", "command", "started"}
@@ -32,13 +32,13 @@ def main() -> NoReturn:
     shown.add_argument("--diff", action="store_true", help="what differs between two runs")
     shown.add_argument("--prune", action="store_true", help="deletes all but best and newest")
     parser.add_argument("--yes", action="store_true", help="of --prune: deletes without a question")
-    bear_lost_streams()
+    prepare_streams(is_run=False)
     try:
-        print(answer(parser.parse_args()), flush=True)
+        print(answer(parser.parse_args()))
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(error.code)
-    sys.exit(IO_ERROR if getattr(sys.stdout, "error", None) else DONE)
+    sys.exit(flush_output())
 
 
 def answer(args: argparse.Namespace) -> str:

@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
 from gptrain.core import locations
@@ -78,10 +75,13 @@ def tell_folder(run_dir: str) -> None:
 
 
 def keep_config(cfg: RunConfig) -> None:
-    """Hydra's record of a run, by us and not by Hydra, which would write before we hold the folder.
+    """Write Hydra's record of this run into .hydra/, now that the run holds its folder.
 
-    So a start that is refused leaves the record of the run that lives there alone.
+    Hydra itself would write the record before, over the record of a run that lives in the folder.
     """
+    from hydra.core.hydra_config import HydraConfig  # here, so that `gptrain.runs` starts fast
+    from omegaconf import OmegaConf
+
     folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)
     folder.mkdir(exist_ok=True)
     records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}

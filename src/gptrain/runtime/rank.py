@@ -27,7 +27,7 @@ from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import attempt_folder, set_rendezvous, this_process
 from gptrain.runtime.signals import StopFlag, die_with_parent
-from gptrain.runtime.streams import bear_lost_streams
+from gptrain.runtime.streams import prepare_streams
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def rank_process(
         hydra: of the parent's HydraConfig.
     """
     die_with_parent(parent_pid)
-    bear_lost_streams()
+    prepare_streams(is_run=True)
     os.environ.update(environment)
     HydraConfig.instance().cfg = cast(Any, hydra)
     if this_process().rank == 0:

@@ -1,78 +1,99 @@
-"""stdout and stderr of a process, which may be closed, be lost, or know ASCII alone.
+"""stdout and stderr of a process, which may be closed (`>&-`), broken or limited to ASCII.
 
-They are closed by `>&-`, and lost by `| head` or on a full disk.
+A stream breaks when the reader of a pipe goes (`| head`) or when a disk is full.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from gptrain.core.errors import printable
+from gptrain.core.errors import DONE, ending_of, printable
+from gptrain.core.locations import LIBRARY
 
+log = logging.getLogger(__name__)
 _python_format = warnings.formatwarning
 
 
-class Stream:
-    """A text stream that writes what can be written.
+class RunStream:
+    """Standard stream of a run, which goes on if nobody takes its output.
 
-    A character that the stream's encoding does not have becomes a question mark. Text that can no
-    longer be written is discarded: silently where the reader has gone, as in any filter, and with
-    one warning after any other failure.
-
-    Attributes:
-        error: the first failure of another kind than a closed pipe.
+    After the first failure the output is discarded. The log says so, unless the reader of a pipe
+    has gone (`| head`).
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.error = stream, None
+        self._stream = stream
 
     def write(self, text: str) -> int:
         """Write a text and return its length in characters."""
-        try:
-            self._attempt(self._stream.write, text)
-        except UnicodeEncodeError as error:
-            text = text.encode(error.encoding, errors="replace").decode(error.encoding)
-            self._attempt(self._stream.write, text)
+        self._attempt(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
+        """Write out what is buffered."""
         self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _attempt(self, call: Any, *args: str) -> Any:
+    def _attempt(self, call: Callable, *args: str) -> None:
         try:
-            return call(*args)
+            call(*args)
         except OSError as error:
             _discard(self._stream.fileno())
-            if not isinstance(error, BrokenPipeError) and self.error is None:
-                self.error = error
-                print(f"warning: {self.name}: {error.strerror}, discarded", file=sys.stderr)
+            if not isinstance(error, BrokenPipeError):
+                log.warning("warning: %s: %s, discarded", self._stream.name, error.strerror)
 
 
 class Lines(logging.Formatter):
-    """Of a log: what a terminal would obey, in somebody else's name say, is shown as its escape."""
+    """Formatter of the log that shows the control characters of a message as escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record."""
         return "\n".join(map(printable, super().format(record).split("\n")))
 
 
-def bear_lost_streams() -> None:
-    """Wrap stdout and stderr of this process, so that nothing that is printed raises."""
+def prepare_streams(is_run: bool) -> None:
+    """Prepare stdout and stderr of this process.
+
+    A closed stream (`>&-`) becomes /dev/null, so that no other file gets its number. A character
+    that the stream's encoding does not have becomes a question mark.
+
+    Args:
+        is_run: Whether this process trains, and goes on without its output. Otherwise SIGPIPE ends
+            it when the reader of a pipe has gone, like any filter.
+    """
     warnings.formatwarning = cast(Any, format_warning)
+    if not is_run:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is None:  # closed by who started this process
+        if stream is None:
             _discard(number)
             stream = os.fdopen(number, "w", closefd=False)
-        if not isinstance(stream, Stream):
-            setattr(sys, name, Stream(stream))
+        if stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+        is_prepared = isinstance(stream, RunStream)
+        setattr(sys, name, RunStream(stream) if is_run and not is_prepared else stream)
+
+
+def flush_output() -> int:
+    """Write out what was printed, and return the exit code of the disk if stdout refuses it."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(sys.stdout.fileno())  # Python flushes once more when it ends
+        ending = ending_of(error)
+        print(ending.line, file=sys.stderr)
+        return ending.code
+    return DONE
 
 
 def format_warning(
@@ -83,13 +104,13 @@ def format_warning(
     line: str | None = None,
 ) -> str:
     """Return a warning about the user's input as one line, and another one in Python's form."""
-    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent):
+    if category is UserWarning and Path(filename).is_relative_to(LIBRARY):
         return f"warning: {printable(message)}\n"
     return _python_format(message, category, filename, lineno, line)
 
 
 def _discard(number: int) -> None:
-    """Points a file descriptor to a file that keeps nothing."""
+    """Point a file descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != number:
         os.dup2(nowhere, number)
