@@ -378,6 +378,17 @@ def test_files_that_are_not_utf8_are_left_out_with_one_warning(tmp_path):
         prepare(source / "image.png", "bytes", cache)
 
 
+def test_a_file_that_is_not_utf8_any_more_is_one_line(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("größe\n" * 1000)
+    prepare(file, "bytes", tmp_path / "cache")
+    before = file.stat()
+    file.write_bytes(file.read_bytes().replace("ö".encode(), b"\xff\xff"))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # the index finds it unchanged
+    with pytest.raises(DataError, match=r"a\.txt: changed since it was hashed"):
+        prepare(file, "bpe", tmp_path / "cache", vocab_size=300)
+
+
 @pytest.mark.parametrize("place", ["first block", "across two blocks", "second block"])
 def test_the_first_byte_that_is_not_utf8_is_found(tmp_path, place):
     text = bytearray(b"x" + "ö".encode() * 2**20)  # a block of 1 MiB ends within a character

@@ -262,7 +262,11 @@ def cut_at(block: bytes) -> int:
 
 
 def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
-    """Yield a part of a text file in blocks of whole characters. A token ends with its block."""
+    """Yield a part of a text file in blocks of whole characters. A token ends with its block.
+
+    Raises:
+        DataError: If the file is not UTF-8. It was UTF-8 when it was hashed.
+    """
     left, rest = part.stop - part.start, b""
     with open_regular(part.source.path) as file:
         file.seek(part.start)
@@ -270,11 +274,21 @@ def _read_part(part: Part, newline: bool) -> Iterator[Piece]:
             left -= len(read)
             rest += read
             if left and (cut := cut_at(rest)):
-                yield Piece(rest[:cut], part.is_val, False, False, cut)
+                yield Piece(_checked(rest[:cut], part), part.is_val, False, False, cut)
                 rest = rest[cut:]
     is_end = part.stop == part.source.size_bytes
-    text = _with_newline(rest) if newline and is_end else rest
+    text = _checked(rest, part)
+    text = _with_newline(text) if newline and is_end else text
     yield Piece(text, part.is_val, True, is_end, len(rest))
+
+
+def _checked(text: bytes, part: Part) -> bytes:
+    """Return the text of a part if it is UTF-8. A file may change after it was hashed."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{part.source.path}: changed since it was hashed; start again") from None
+    return text
 
 
 def _cut_record(text: bytes, is_val: bool, n_read: int) -> Iterator[Piece]:
