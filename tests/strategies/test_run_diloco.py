@@ -166,4 +166,4 @@ def test_ranks_of_a_replica_take_each_step_together(runs):
 
 def test_a_run_that_stops_at_a_step_that_is_not_finite_ends_with_its_replica(runs):
     run = runs(*TWO, *INFINITE, code=79)
-    assert "at step 2 is not finite" in run.said
+    assert "at step 2 are not finite" in run.said
