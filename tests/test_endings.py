@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from signal import SIGKILL, SIGSEGV, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -10,7 +11,7 @@ from gptrain.checkpoints.manifest import DamagedCheckpointError, NoGoodCheckpoin
 from gptrain.checkpoints.safe_load import UnsafeCheckpointError
 from gptrain.checkpoints.status import NonFiniteError, PreemptedError
 from gptrain.checkpoints.writer import SaveFailedError
-from gptrain.core.errors import ConfigError, ConfigIssue, ending_of
+from gptrain.core.errors import EXIT_CODES, UNKNOWN, ConfigError, ConfigIssue, ending_of, exit_code
 from gptrain.data import DataError
 from gptrain.runtime.process import attempt_folder
 from gptrain.runtime.rank import forget_old_starts
@@ -55,6 +56,21 @@ def test_every_exception_has_an_exit_code_and_one_line(error, code, cause):
     assert ending.line and "\n" not in ending.line
     assert bool(ending.trace) == (cause in ("error", "memory"))
     assert ("at step 7" in ending.line) == (cause == "error")
+    assert code in EXIT_CODES
+
+
+def test_what_follows_from_an_exit_code_stands_beside_the_code():
+    """A code is an int as before; the README lists the codes of gptrain, this table all of them."""
+
+    def codes(consequence: str) -> set[int]:
+        return {code for code in EXIT_CODES if getattr(exit_code(code), consequence)}
+
+    assert codes("is_restarted") == {70, 76, 128 + SIGKILL, 128 + SIGSEGV}
+    assert codes("is_requeued") == {75, 128 + SIGUSR1, 128 + SIGTERM}
+    assert codes("ends_sweep") == {75, 130}
+    assert set(EXIT_CODES) - codes("ends_ranks") == {0, 75}
+    assert exit_code(3) == UNKNOWN
+    assert not UNKNOWN.is_restarted and not UNKNOWN.is_requeued
 
 
 def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):

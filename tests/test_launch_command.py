@@ -58,7 +58,16 @@ def test_a_sweep_is_an_array_of_which_each_job_has_its_words_and_folder(launch, 
 
 @pytest.mark.parametrize(
     "code, restarts, goes_on",
-    [(0, 0, False), (75, 5, True), (138, 0, True), (2, 0, False), (70, 1, True), (70, 2, False)],
+    [
+        (0, 0, False),
+        (75, 5, True),
+        (138, 5, True),
+        (2, 0, False),
+        (70, 1, True),
+        (70, 2, False),
+        (139, 1, True),
+        (139, 2, False),
+    ],
 )
 def test_which_ends_put_the_job_back_into_the_queue(launch, tmp_path, code, restarts, goes_on):
     folder = f"run_dir={tmp_path}/a folder that nobody made"

@@ -51,8 +51,6 @@ from gptrain.runtime.process import calm_threads, take_gpus, this_process
 from gptrain.runtime.streams import flush_output, prepare_streams
 
 LINGER_S = 10.0  # ranks start within seconds of each other
-# The user or the scheduler wants all to end, not one job.
-STOPPED = (errors.PREEMPTED, errors.INTERRUPTED)
 Job = Callable[[Any], "float | None"]  # takes the config, of the command's own type
 
 
@@ -285,7 +283,7 @@ def _run(
                     if sweep:
                         folder = keep_typed(node)
                         write_status(folder, cause="refused", exit_code=code, message=said)
-            if sweep and code in STOPPED:
+            if sweep and errors.exit_code(code).ends_sweep:
                 raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
             kinds = [one["_target_"].rpartition(".")[2] for one in (node.sweeper, node.launcher)]
             if sweep and code and kinds != ["BasicSweeper", "BasicLauncher"]:

@@ -22,6 +22,54 @@ HUNG = 76
 NON_FINITE = 79
 INTERRUPTED = 130
 
+
+@dataclass(frozen=True)
+class ExitCode:
+    """What an exit code means, and what follows from it.
+
+    Attributes:
+        meaning: A few words for a person.
+        is_restarted: A restart may cure the fault: the supervisor starts the ranks again, and a
+            batch script requeues its job, at most `launcher.max_restarts` times.
+        is_requeued: The run was asked to stop and resumes later: a batch script always requeues it.
+        ends_ranks: The other ranks end when one rank has recorded this code.
+        ends_sweep: The user or the scheduler wants to stop everything, so no further job starts.
+    """
+
+    meaning: str
+    is_restarted: bool = False
+    is_requeued: bool = False
+    ends_ranks: bool = True
+    ends_sweep: bool = False
+
+
+# The numbers above 128 are what a shell reports of a process that was ended by signal number - 128.
+EXIT_CODES = {
+    DONE: ExitCode("done", ends_ranks=False),
+    BAD_CONFIG: ExitCode("bad config"),
+    BAD_DATA: ExitCode("bad data or checkpoint"),
+    INPUT_NOT_FOUND: ExitCode("input not found"),
+    FAILED: ExitCode("any other failure", is_restarted=True),
+    FOLDER_UNUSABLE: ExitCode("folder unusable"),
+    IO_ERROR: ExitCode("I/O error or disk full"),
+    PREEMPTED: ExitCode("saved on request", is_requeued=True, ends_ranks=False, ends_sweep=True),
+    HUNG: ExitCode("a rank hung", is_restarted=True),
+    NON_FINITE: ExitCode("loss not finite"),
+    INTERRUPTED: ExitCode("interrupted twice", ends_sweep=True),
+    128 + 9: ExitCode("SIGKILL, often for want of memory", is_restarted=True),
+    128 + 11: ExitCode("SIGSEGV", is_restarted=True),
+    # A run that is still importing does not save when its job is preempted or its time is up.
+    128 + 10: ExitCode("SIGUSR1 before the start", is_requeued=True),
+    128 + 15: ExitCode("SIGTERM before the start", is_requeued=True),
+}
+UNKNOWN = ExitCode("a code that gptrain does not return")
+
+
+def exit_code(code: int) -> ExitCode:
+    """Return what follows from an exit code, for a code of another program UNKNOWN."""
+    return EXIT_CODES.get(code, UNKNOWN)
+
+
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 DISK = (*UNUSABLE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 LONGEST_VALUE = 200  # characters of a value that are shown

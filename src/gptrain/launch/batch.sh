@@ -21,11 +21,11 @@ mkdir -p "${log%/*}" && exec >>"$log" 2>&1 || exit 73
 # the 75 of a run that has saved. Ranks that hang end by themselves, long before --wait.
 srun --cpus-per-task=<cpus> --wait=300 <command> "run_dir='<folder>'"
 code=$?
-# Asked to stop ahead of the time limit or by a preemption: it has saved (75), or was still importing
-# (USR1, SIGTERM). Under its old number the job goes on in its folder. scancel ends this script, too.
+# The lists of codes are made from EXIT_CODES in gptrain/core/errors.py. A requeued job keeps its
+# number, so that it resumes in its folder. scancel ends this script, too.
 again() { scontrol requeue "$SLURM_JOB_ID"; }
 case $code in
-  75 | 138 | 143) again ;;
-  70 | 76 | 137 | 139) [ "${SLURM_RESTART_COUNT:-0}" -lt <launcher.max_restarts> ] && again ;; # lost
+  <requeued>) again ;; # asked to stop ahead of the time limit or by a preemption
+  <restarted>) [ "${SLURM_RESTART_COUNT:-0}" -lt <launcher.max_restarts> ] && again ;; # a fault that a restart may cure
 esac
 exit $code

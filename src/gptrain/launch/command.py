@@ -33,7 +33,7 @@ from pydantic import Field
 from gptrain import config
 from gptrain.config.compose import line_of, parse
 from gptrain.core import shell
-from gptrain.core.errors import BAD_CONFIG, ConfigError, ConfigIssue
+from gptrain.core.errors import BAD_CONFIG, EXIT_CODES, ConfigError, ConfigIssue
 from gptrain.core.locations import find_project
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, LocalPath, Section, between
@@ -141,9 +141,17 @@ def batch_script(cfg: LaunchRun, words: list[str], jobs: list[list[str]]) -> str
         "cpus": (cfg.slurm and cfg.slurm.cpus_per_task) or 1 + cfg.data.num_workers,
         "log": run_folder(cfg, task) + ".log",
         "cases": cases,
+        "requeued": code_pattern("is_requeued"),
+        "restarted": code_pattern("is_restarted"),
         "command": command,
         "folder": cfg.run_dir if is_typed and not cases else run_folder(cfg, task),
     })  # fmt: skip
+
+
+def code_pattern(consequence: str) -> str:
+    """Return the pattern of a shell's case for the exit codes with a consequence."""
+    codes = (code for code, facts in sorted(EXIT_CODES.items()) if getattr(facts, consequence))
+    return " | ".join(map(str, codes))
 
 
 def run_folder(cfg: LaunchRun, task: str) -> str:

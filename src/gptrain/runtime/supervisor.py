@@ -29,7 +29,16 @@ from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.status import RESULT_NAME, clear_status, read_status
-from gptrain.core.errors import DONE, FAILED, HUNG, PREEMPTED, ConfigError, Ending, JobFailedError
+from gptrain.core.errors import (
+    DONE,
+    FAILED,
+    HUNG,
+    PREEMPTED,
+    ConfigError,
+    Ending,
+    JobFailedError,
+    exit_code,
+)
 from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_facts, read_json
 from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS
@@ -49,7 +58,6 @@ GRACE_S = 6.0  # for the others to leave by themselves once one has failed
 LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
 RANKS_FIRST_S = 3.0  # a rank that sees its own hang prints more than the supervisor can
 SAVING = ("save", "mirror")  # phases of a heartbeat
-WORTH_A_RESTART = (FAILED, HUNG)
 RESTARTS_NAME = ".restarts"
 FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
 StartAgain = Callable[[], RunConfig]
@@ -66,10 +74,12 @@ def supervise(
     Raises: JobFailedError, with the exit code.
     """
     left = cfg.launcher.max_restarts
-    while (code := run_once(train, cfg, n_ranks, stop)) in WORTH_A_RESTART and left and not stop:
+    code = run_once(train, cfg, n_ranks, stop)
+    while exit_code(code).is_restarted and left and not stop:
         cfg = start_again()
         left -= 1
         log.warning("warning: started again, %d more times at most", left)
+        code = run_once(train, cfg, n_ranks, stop)
     if code != DONE:
         raise JobFailedError(code, (read_status(cfg.run_dir) or {}).get("message") or "")
     return read_facts(Path(cfg.run_dir) / RESULT_NAME).get("metrics", {})

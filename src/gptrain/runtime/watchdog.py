@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gptrain.checkpoints.status import PreemptedError, read_status, shorten, write_status
-from gptrain.core.errors import DONE, FAILED, HUNG, PREEMPTED
+from gptrain.core.errors import FAILED, HUNG, exit_code
 from gptrain.runtime.signals import StopFlag
 
 GRACE_S = 5.0  # time for a rank to end by itself after another rank has failed
@@ -246,8 +246,8 @@ class Guard:
     def _new_failure(self) -> dict | None:
         """Return the status of this start once a rank has failed, and None until then."""
         status = read_status(self._run_dir)
-        ends_all = status is not None and status["exit_code"] not in (DONE, PREEMPTED)
-        return status if ends_all and status != self._old_status else None
+        ends_ranks = status is not None and exit_code(status["exit_code"]).ends_ranks
+        return status if ends_ranks and status != self._old_status else None
 
     def _leave(self, reason: str, exit_code: int) -> None:
         """End this rank: at once after a hang, else if it does not end by itself in GRACE_S."""
