@@ -102,6 +102,42 @@ def test_a_file_outside_is_read_if_it_is_typed_again(old):
     assert "data.path=/etc/hosts" in expand([word, "data.path=/etc/hosts"])
 
 
+UP = "../" * 30
+OUTSIDE = {
+    "a glob that goes up": [f"data.path={UP}etc/host*"],
+    "a folder that goes up": [f"data.path={UP}no_such_folder"],
+    "a link in a folder": ["data.path=links"],
+    "links in a glob": ["data.path=links/*"],
+    "a link behind a link": ["data.path=[chain]"],
+    "a link under a glob of folders": ["data.path=cha*"],
+    "a reference": ["name=.", "data.path='${name}./" + UP + "etc/hostname'"],
+    "a companion of a tokenizer": ["data.tokenizer=tok/tokenizer.json"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", OUTSIDE)
+def test_an_untrusted_run_reads_nothing_outside_through_globs_and_links(attack, world, old):
+    fill(world / "links", {"a.txt": b"text", "b.txt": "/etc/hostname"})
+    fill(world / "chain", {"inside": "../links", "again": "../chain"})
+    fill(
+        world / "tok",
+        {"tokenizer.json": b'{"type": "bytes"}\n', "chat_template.jinja": "/etc/passwd"},
+    )
+    words = ["data=text", *OUTSIDE[attack]]
+    with pytest.raises(ConfigError) as refusal:
+        expand([old(words)])
+    (line,) = str(refusal.value).splitlines()
+    assert "not started by you on this machine: was started with data." in line, line
+    assert "outside of this project: type it again to have it read; try: " in line, line
+
+
+def test_links_beside_an_untrusted_run_that_stay_there_are_followed(world, old):
+    (world / "links").mkdir()
+    fill(world / "links", {"a.txt": b"text", "b.txt": "../links/a.txt", "circle": "../links"})
+    words = ["data=text", "data.path=[links,'links/*.txt',links/a.txt]", "data.pattern='*'"]
+    assert expand([old(words)])[:3] == words
+
+
 def test_what_an_old_run_says_of_hydra_and_its_folders_is_not_taken(world, old, train):
     victim = world / "victim"
     word = old([
@@ -239,7 +275,9 @@ def test_ones_own_runs_go_on_without_a_word(world, train, monkeypatch, capfd):
     first = train(*typed, *small, tiny=False)
     assert first.code == 0 and not first.err, first.err
     old = f"from_run={first.folder}"
-    assert train(*typed, old, "task=test", name="test", tiny=False).code == 0
+    again = train(old, "task=test", name="test", tiny=False)  # --config-dir is in the signed record
+    assert again.code == 0, again.err
+    (first.folder / ".hydra" / "signature").unlink()
     more = train(*typed, old, "ckpt_path=last", "trainer.max_steps=2", tiny=False)
     assert more.code == 0 and "warning" not in more.err, more.err
     assert type(gptrain.load(first.folder, allowed_targets=["own_nets"])).__name__ == "Net"

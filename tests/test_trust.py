@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import yaml
 
-from gptrain.config.from_run import check_values
+from gptrain.checkpoints.signature import read_key, read_signed_record
+from gptrain.config import ConfigError
+from gptrain.config.from_run import check_values, expand, typed_again
 from gptrain.core.errors import ConfigIssue
+from tests.strangers import fill
 
 SAVER = "lightning.pytorch.callbacks.ModelCheckpoint"
 # (group, target) that a stranger's run may name.
@@ -107,3 +115,115 @@ def test_the_record_of_a_run_is_of_plain_values(train):
     run = train("trainer.max_steps=1")
     record = yaml.safe_load((run.folder / ".hydra" / "config.yaml").read_text())
     assert record["data"]["val"]["seed"] == 43 and "${" not in str(record)
+
+
+# A run that this user started on this machine
+
+
+@pytest.fixture
+def configuration(tmp_path, monkeypatch) -> Path:
+    """Return a configuration folder of this test's own, in which there is no key."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    return tmp_path / "configuration"
+
+
+@pytest.fixture
+def own_run(train, configuration, tmp_path_factory) -> Path:
+    """Return the folder of a run that this user started with text outside of the project."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "text.txt").write_text("a text outside of the project\n" * 40)
+    words = ("data=text", f"data.path={folder}", "data.val_fraction=0.3", "data.seq_len=8")
+    run = train(*words, "trainer.max_steps=1", "logger=none", "callbacks=none")
+    assert run.code == 0, run.err
+    assert "task=test" in run.out and "data.path" not in run.out.rpartition("task=test")[2]
+    return run.folder
+
+
+def test_ones_own_run_is_evaluated_without_typing_its_paths_again(own_run, train):
+    test = train(f"from_run={own_run}", "task=test", name="test", tiny=False)
+    assert test.code == 0 and "test/loss" in test.metrics, test.err
+    again = train(f"from_run={own_run}", "seed=2", name="again", tiny=False)
+    assert again.code == 0 and read_signed_record(again.folder), again.err  # it is one's own, too
+
+
+def test_whatever_is_changed_in_a_signed_record_makes_the_run_untrusted(
+    own_run, configuration, tmp_path
+):
+    moved = own_run.rename(tmp_path / "moved")  # a folder may move
+    assert read_signed_record(moved) and not typed_again(["data.path=/etc"], moved)
+    for name in ("config.yaml", "hydra.yaml", "overrides.yaml", "signature", "../.lock"):
+        copy = shutil.copytree(moved, tmp_path / "copy")
+        file = copy / ".hydra" / name
+        if name == "../.lock":
+            file.write_text(file.read_text().replace('"run_id": "', '"run_id": "0'))
+        else:
+            file.write_bytes(file.read_bytes() + b"\n")
+        assert read_signed_record(copy) is None, name
+        assert typed_again(["data.path=/etc"], copy) == ["data.path=/etc"]
+        with pytest.raises(ConfigError, match="not started by you on this machine: was started"):
+            expand([f"from_run={copy}"])
+        shutil.rmtree(copy)
+    shutil.rmtree(configuration)  # as on another machine
+    with pytest.raises(ConfigError, match="not started by you on this machine: was started"):
+        expand([f"from_run={moved}"])
+    read_key(make=True)
+    assert read_signed_record(moved) is None
+
+
+def test_a_run_that_takes_its_words_from_an_untrusted_run_is_not_signed(
+    train, configuration, tmp_path
+):
+    fill(tmp_path / "theirs", {".hydra/overrides.yaml": b"[seed=7]"})
+    run = train(f"from_run={tmp_path / 'theirs'}", "trainer.max_steps=1", "logger=none")
+    assert run.code == 0 and read_key(make=True), run.err
+    assert not (run.folder / ".hydra" / "signature").exists()
+
+
+def test_the_key_is_made_once_and_is_for_this_user_alone(configuration):
+    assert read_key() is None and not configuration.exists()
+    with ThreadPoolExecutor(16) as pool:
+        keys = set(pool.map(lambda _: read_key(make=True), range(64)))
+    assert len(keys) == 1 and len(keys.pop()) == 32
+    folder = configuration / "gptrain"
+    assert os.listdir(folder) == ["key"]
+    modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "key")]
+    assert modes == [0o700, 0o600]
+
+
+def test_a_key_that_others_could_read_or_replace_is_not_used(configuration, tmp_path):
+    assert read_key(make=True)
+    folder, key = configuration / "gptrain", configuration / "gptrain" / "key"
+    for path, bad, good in ((key, 0o644, 0o600), (folder, 0o777, 0o700)):
+        path.chmod(bad)
+        assert read_key(make=True) is None
+        path.chmod(good)
+    assert read_key(make=True)
+    key.rename(tmp_path / "other")
+    key.symlink_to(tmp_path / "other")
+    assert read_key(make=True) is None
+    key.unlink()
+    key.write_bytes(b"short")
+    key.chmod(0o600)
+    assert read_key(make=True) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_folder_or_a_link_of_another_user_is_not_used_for_the_key(configuration, tmp_path):
+    (tmp_path / "own").mkdir(mode=0o700)
+    configuration.mkdir()
+    link = configuration / "gptrain"
+    link.symlink_to(tmp_path / "own")
+    assert read_key(make=True)
+    os.lchown(link, 12345, 12345)
+    assert read_key(make=True) is None
+    link.unlink()
+    link.mkdir(mode=0o700)
+    os.chown(link, 12345, 12345)
+    assert read_key(make=True) is None
+
+
+def test_a_home_that_cannot_be_written_is_no_error(train, configuration):
+    configuration.write_text("not a folder")
+    run = train("trainer.max_steps=1", "logger=none")
+    assert run.code == 0 and not run.err, run.err
+    assert not (run.folder / ".hydra" / "signature").exists()

@@ -3,17 +3,18 @@
 python train.py from_run=outputs/a task=test            its best checkpoint, evaluated
 python train.py from_run=outputs/a optimizer.lr=1e-3    the same run with another learning rate
 
-The folder may be a stranger's, so what it says is data. A `_target_` may be one that the project's
-own conf/ names in that group, a class of torch or Lightning as in LIBRARY_CLASSES, or of a package
-in `allowed_targets`; it gets keyword arguments only. It is judged by its name: nothing is imported.
-A value refers to one other key at most, says nowhere where to write, and names no file outside.
+A run that this user started on this machine is obeyed as if its words were typed again: its record
+is signed. Any other folder is untrusted, so what it holds is data. A `_target_` may be one that the
+project's own conf/ names in that group, a class of torch or Lightning as in LIBRARY_CLASSES, or of
+a package in `allowed_targets`; it gets keyword arguments only. It is judged by its name: nothing is
+imported. A value refers to one other key at most, says nowhere where to write, and names no file
+outside.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from typing import Any
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from gptrain.checkpoints.signature import read_signed_record
 from gptrain.config.compose import compose_and_explain, line_of, parse
+from gptrain.config.outside import allowed_roots, find_outside
 from gptrain.config.values import walk
 from gptrain.core import locations
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, ConfigIssue, show
@@ -42,7 +47,9 @@ WRITTEN = {
 FILE_NAME = r"[\w={}-]*"
 TYPED = ("allowed_targets", "hydra.searchpath")  # what the user allows, and --config-dir
 FREE = ("name", "init_from")  # keys without a dot that are no choices
-OUTSIDE = r"\.\.|://|\$|(^|[\[,'\" ])/"  # a choice of no file in conf/
+NO_PATHS = ("name", "pattern")  # last parts of keys whose values are never opened as files
+UNTRUSTED = "not started by you on this machine"
+NO_CHOICE = r"\.\.|://|\$|(^|[\[,'\" ])/"  # a choice of no file in conf/
 # Group -> names of classes that neither fetch nor open what their arguments name.
 LIBRARY_CLASSES = {
     "optimizer": r"torch\.optim\.[A-Z]\w*",
@@ -75,9 +82,11 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
     typed_keys = {one.key_or_group for one in now}
     if "ckpt_path" in typed_keys:
         typed_keys.add("init_from")  # it goes on, past its beginning
-    saved = [one for one in read_overrides(folder) if not is_left_out(one)]
+    signed = read_signed_record(Path(folder).expanduser())
+    saved = read_overrides(folder, signed)
+    saved = [one for one in saved if not is_left_out(one) or (signed and is_permission(one))]
     kept = [one for one in saved if one.key_or_group not in typed_keys]
-    if problems := list(_find_refused(kept, now, folder, reads_data)):
+    if problems := list(_find_refused(kept, now, folder, signed is not None, reads_data)):
         raise ConfigError(problems)
     # A `~key` has done its work where it left an old override out; else it is Hydra's to obey.
     added = {one.key_or_group for one in saved if not one.is_delete()}
@@ -88,23 +97,37 @@ def expand(typed: list[str], reads_data: bool = True) -> list[str]:
 def typed_again(words: Sequence[str], run_dir: str | Path) -> list[str]:
     """Return those of a run's overrides that a command with `from_run=run_dir` has to repeat.
 
-    The run's folder alone does not bring them: folders in which choices are looked up, packages
-    whose classes are allowed, and files outside of the project.
+    The folder of a run that this user started brings all of them. Of another run it does not bring
+    folders in which choices are looked up, packages whose classes are allowed, and files outside of
+    the project.
     """
+    if read_signed_record(run_dir):
+        return []
     typed, _ = parse(list(words))
-    again = [one for one in typed if one.key_or_group in TYPED]
-    again += named_outside((one for one in typed if not is_left_out(one)), run_dir)
+    again = [one for one in typed if is_permission(one)]
+    again += [
+        one for one, _ in named_outside((one for one in typed if not is_left_out(one)), run_dir)
+    ]
     return list(dict.fromkeys(map(line_of, again)))
 
 
-def read_overrides(run_dir: str) -> list[Override]:
-    """What was typed to start a run.
+def read_overrides(run_dir: str, signed: Mapping[str, bytes] | None = None) -> list[Override]:
+    """Return what was typed to start a run.
 
-    Raises: ConfigError with code 66 if there is no run in that folder, 65 if it cannot be read.
+    Args:
+        signed: Verified content of the run's records. They also have the folders in which the run
+            looked up its choices.
+
+    Raises:
+        ConfigError: With code 66 if there is no run in that folder, 65 if it cannot be read.
     """
     file = Path(run_dir).expanduser() / ".hydra" / "overrides.yaml"
     try:
-        lines = read_yaml(file)
+        if signed is None:
+            lines = read_yaml(file)
+        else:
+            of_hydra = yaml.safe_load(signed["hydra.yaml"])["hydra"]["overrides"]["hydra"]
+            lines = [*of_hydra, *yaml.safe_load(signed[file.name])]
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise UnreadableFileError(file, "not a list of overrides")
         parsed, problems = parse(lines)
@@ -195,44 +218,84 @@ def is_left_out(one: Override) -> bool:
     return any(part[0] in NOT_TAKEN or part[-1] in WRITTEN for part in parts)
 
 
+def is_permission(one: Override) -> bool:
+    """Return whether an override allows packages, or names where choices are looked up."""
+    return one.key_or_group in TYPED
+
+
 def _find_refused(
-    kept: list[Override], now: list[Override], run_dir: str, reads_data: bool
+    kept: list[Override], now: list[Override], run_dir: str, is_own: bool, reads_data: bool
 ) -> Iterator[ConfigIssue]:
-    """What of an old run's overrides today's schema, or the rule about strangers, refuses."""
-    choices = [one for one in kept if "." not in one.key_or_group and one.key_or_group not in FREE]
-    found = [
-        ConfigIssue(one.key_or_group, value, "not a choice of conf/")
-        for one in choices
-        if re.search(OUTSIDE, value := line_of(one).partition("=")[2])
-    ]
-    if not found:  # what is composed reads no file but those of conf/
-        here = [line_of(one) for one in now if one.key_or_group in TYPED]
-        cfg, found = compose_and_explain([*here, *(line_of(one) for one in kept)])
+    """Yield what of an old run's overrides today's schema, or the rule about trust, refuses."""
+    # Before anything is composed: then no file but those of conf/ is read.
+    found = [] if is_own else list(_find_foreign_choices(kept))
+    who = f"{UNTRUSTED}: "
     if not found:
-        values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
-        places = [path.removeprefix("file://") for path in cfg.hydra.searchpath]
-        found = list(check_values(values, cfg.allowed_targets, places))
-    if not found:
-        message = "outside of this project: type it again to have it read"
-        for one in named_outside(kept, run_dir):
-            key, given = one.key_or_group, line_of(one).partition("=")[2]
-            if reads_data or not key.startswith("data."):
-                found.append(ConfigIssue(key, given, message, hint=command(line_of(one))))
+        here = [line_of(one) for one in now if is_permission(one)]
+        cfg, refused = compose_and_explain([*here, *map(line_of, kept)])
+        if refused or is_own:
+            found, who = refused, ""
+        else:
+            found = list(_find_untrusted(kept, cfg, run_dir, reads_data))
     for one in found:
-        message = f"was started with {one.key}={one.value}: {one.message}"
+        message = f"{who}was started with {one.key}={one.value}: {one.message}"
         yield ConfigIssue("from_run", run_dir, message, hint=one.hint or command(f"~{one.key}"))
 
 
-def named_outside(typed: Iterable[Override], run_dir: str | Path) -> Iterator[Override]:
-    """Overrides that name files neither in this project nor beside the run."""
-    run = Path(run_dir).expanduser().resolve()
-    project = locations.find_project() or Path.cwd()
-    roots = [Path.cwd(), project, Path(locations.default_output_dir()), run.parent]
-    roots = [root.resolve() for root in roots]
+def _find_foreign_choices(kept: Iterable[Override]) -> Iterator[ConfigIssue]:
+    """Yield the choices of an untrusted run that name files outside of conf/."""
+    for one in kept:
+        value = line_of(one).partition("=")[2]
+        if is_choice(one) and re.search(NO_CHOICE, value):
+            yield ConfigIssue(one.key_or_group, value, "not a choice of conf/")
+
+
+def _find_untrusted(
+    kept: list[Override], cfg: DictConfig, run_dir: str, reads_data: bool
+) -> Iterator[ConfigIssue]:
+    """Yield the values of an untrusted run that may not be taken from it."""
+    values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
+    places = [path.removeprefix("file://") for path in cfg.hydra.searchpath]
+    problems = list(check_values(values, cfg.allowed_targets, places))
+    yield from problems
+    if not problems:
+        for one, message in named_outside(kept, run_dir, cfg):
+            key, given = one.key_or_group, line_of(one).partition("=")[2]
+            if reads_data or not key.startswith("data."):
+                message = f"{message}: type it again to have it read"
+                yield ConfigIssue(key, given, message, hint=command(line_of(one)))
+
+
+def is_choice(one: Override) -> bool:
+    """Return whether an override names choices of a group, and no value of a key."""
+    return "." not in one.key_or_group and one.key_or_group not in FREE
+
+
+def named_outside(
+    typed: Iterable[Override], run_dir: str | Path, cfg: DictConfig | None = None
+) -> Iterator[tuple[Override, str]]:
+    """Yield overrides that read files neither in this project nor beside the run, and the reason.
+
+    Args:
+        cfg: Composed config, in which references of the values are resolved.
+    """
+    roots = allowed_roots(run_dir)
     for one in typed:
-        for _, value in walk(None if one.is_delete() else one.value(), one.key_or_group):
-            if isinstance(value, str) and (value[:1] in ("/", "~") or os.path.lexists(value)):
-                path = Path(value).expanduser().resolve()
-                if not any(path.is_relative_to(root) for root in roots):
-                    yield one
-                    break
+        reasons = (find_outside(text, roots) for text in _texts_of(one, cfg))
+        if message := next(filter(None, reasons), None):
+            yield one, message
+
+
+def _texts_of(one: Override, cfg: DictConfig | None) -> Iterator[str]:
+    """Yield the strings of an override's value that may name files, as typed and as resolved."""
+    if one.is_delete() or (is_choice(one) and not isinstance(one.value(), dict)):
+        return
+    values = [one.value()]
+    if cfg is not None:
+        with suppress(OmegaConfBaseException):
+            node = OmegaConf.select(cfg, one.key_or_group)
+            is_node = OmegaConf.is_config(node)
+            values.append(OmegaConf.to_container(node, resolve=True) if is_node else node)
+    for place, text in (pair for value in values for pair in walk(value, one.key_or_group)):
+        if isinstance(text, str) and place.rpartition(".")[2] not in NO_PATHS:
+            yield text

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
+from gptrain.checkpoints.signature import forget_signature, read_signed_record, sign_record
 from gptrain.core import locations
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import this_process
@@ -75,9 +76,11 @@ def tell_folder(run_dir: str) -> None:
 
 
 def keep_config(cfg: RunConfig) -> None:
-    """Write Hydra's record of this run into .hydra/, now that the run holds its folder.
+    """Write Hydra's record of a run and sign it.
 
-    Hydra itself would write the record before, over the record of a run that lives in the folder.
+    Hydra would write the record before the folder is held. Written here, a start that is refused
+    leaves the record of the run in that folder alone. A run that takes its words from an untrusted
+    run is not signed: they are not the words of this user.
     """
     from hydra.core.hydra_config import HydraConfig  # here, so that `gptrain.runs` starts fast
     from omegaconf import OmegaConf
@@ -87,3 +90,7 @@ def keep_config(cfg: RunConfig) -> None:
     records = {"config": cfg.plain(), "hydra": hydra, "overrides": hydra.hydra.overrides.task}
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
+    if cfg.from_run and read_signed_record(Path(cfg.from_run).expanduser()) is None:
+        forget_signature(cfg.run_dir)
+    else:
+        sign_record(cfg.run_dir)

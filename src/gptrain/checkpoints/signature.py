@@ -1,0 +1,154 @@
+"""Signatures of runs: proof that this user started a run on this machine.
+
+The configuration of such a run is the user's own words, so `from_run` obeys it as if it were typed
+again. A signature is an HMAC-SHA256 of the run's records and its id. The key is a file in the
+user's configuration folder. Who cannot read that file cannot sign, and a changed record does not
+fit its signature. Without a usable key there are no signatures, and every run counts as untrusted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from gptrain.checkpoints import fileops
+from gptrain.checkpoints.lock import read_holder
+from gptrain.core.small_files import UnreadableFileError, read_bytes
+
+SIGNATURE_NAME = "signature"
+RECORDS = ("overrides.yaml", "config.yaml", "hydra.yaml")
+_KEY_BYTES = 32
+_PURPOSE = b"gptrain run 1"
+
+
+def sign_record(run_dir: str | Path) -> None:
+    """Write the signature of what a run's .hydra holds; without a key, remove an older one.
+
+    Raises:
+        OSError: If the run's folder cannot be read or written.
+    """
+    file, key = Path(run_dir) / ".hydra" / SIGNATURE_NAME, read_key(make=True)
+    if key is None:
+        forget_signature(run_dir)
+    else:
+        fileops.replace(file, _sign(key, run_dir, _read_records(run_dir)))
+
+
+def forget_signature(run_dir: str | Path) -> None:
+    """Remove the signature of a run, if it has one."""
+    (Path(run_dir) / ".hydra" / SIGNATURE_NAME).unlink(missing_ok=True)
+
+
+def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
+    """Return the records of a run by their names if this user signed them on this machine.
+
+    The bytes that are returned are those that were verified. The files may change later.
+    """
+    key = read_key()
+    if key is None:
+        return None
+    with suppress(OSError, UnreadableFileError):
+        records = _read_records(run_dir)
+        signature = read_bytes(Path(run_dir) / ".hydra" / SIGNATURE_NAME)
+        if hmac.compare_digest(signature, _sign(key, run_dir, records)):
+            return records
+    return None
+
+
+def read_key(make: bool = False) -> bytes | None:
+    """Return this user's key, or None if there is none that nobody else can read or replace.
+
+    Args:
+        make: Make a key where there is none.
+    """
+    folder = _key_folder()
+    if folder is None:
+        return None
+    with suppress(OSError):
+        if make:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(_is_foreign_link(path) for path in (folder, *folder.parents)):
+            return None
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        descriptor = os.open(folder, flags)
+        try:
+            if not _is_private(descriptor, 0o022):
+                return None
+            if make:
+                _make_key(descriptor)
+            return _read_key(descriptor)
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _key_folder() -> Path | None:
+    """Return the absolute path of the folder of the key, or None if this user has no home."""
+    configured = os.environ.get("XDG_CONFIG_HOME", "")
+    base = configured if os.path.isabs(configured) else os.path.expanduser("~/.config")
+    return Path(base, "gptrain") if os.path.isabs(base) else None
+
+
+def _make_key(folder: int) -> None:
+    """Make the key in an open folder, unless there is one.
+
+    The key gets its name by a hard link when all of its bytes are written. So of several processes
+    one succeeds, and no process reads a part of a key.
+    """
+    with suppress(FileNotFoundError):
+        os.stat("key", dir_fd=folder, follow_symlinks=False)
+        return
+    draft = f".key.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(draft, flags, 0o600, dir_fd=folder)
+    try:
+        os.write(descriptor, secrets.token_bytes(_KEY_BYTES))
+        os.fsync(descriptor)
+        with suppress(FileExistsError):
+            os.link(draft, "key", src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(descriptor)
+        os.unlink(draft, dir_fd=folder)
+
+
+def _read_key(folder: int) -> bytes | None:
+    """Return the key in an open folder if it is a whole file of this user alone."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open("key", flags, dir_fd=folder)
+    try:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        key = os.read(descriptor, _KEY_BYTES) if is_file and _is_private(descriptor, 0o077) else b""
+    finally:
+        os.close(descriptor)
+    return key if len(key) == _KEY_BYTES else None
+
+
+def _is_private(descriptor: int, forbidden: int) -> bool:
+    """Return whether an open file is this user's and has none of the forbidden mode bits."""
+    status = os.fstat(descriptor)
+    return status.st_uid == os.geteuid() and not status.st_mode & forbidden
+
+
+def _is_foreign_link(path: Path) -> bool:
+    """Return whether a path is a link that neither this user nor root has made."""
+    status = os.lstat(path)
+    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
+
+
+def _read_records(run_dir: str | Path) -> dict[str, bytes]:
+    return {name: read_bytes(Path(run_dir) / ".hydra" / name) for name in RECORDS}
+
+
+def _sign(key: bytes, run_dir: str | Path, records: Mapping[str, bytes]) -> bytes:
+    """Return the signature of the records and of the id of the run in a folder, in hexadecimal."""
+    run_id = str(read_holder(run_dir).get("run_id", "")).encode()
+    digest = hmac.new(key, digestmod=hashlib.sha256)
+    for part in (_PURPOSE, run_id, *(records[name] for name in RECORDS)):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest().encode()
