@@ -11,7 +11,7 @@ import pytest
 
 from gptrain.checkpoints.status import read_status
 from gptrain.config.compose import compose_and_explain
-from gptrain.core import locations, shell
+from gptrain.core import labels, locations, shell
 from tests.conftest import ROOT, TINY
 
 ODD = [
@@ -122,3 +122,9 @@ def test_the_best_of_a_sweep_in_an_odd_folder_continues_by_the_line_that_is_show
     pasted = read_by_a_shell(line[line.index("python ") :])
     more = train(*pasted[2:], tiny=False, name="unused")
     assert more.code == 0 and "from step 1 to 2" in more.out, more.err
+
+
+def test_a_printed_line_has_its_text_in_column_ten_on_every_row():
+    rows = labels.line("result", "3 steps\nloss 2.5").split("\n")
+    assert rows == ["result    3 steps", "          loss 2.5"]
+    assert labels.line("epoch 123456", Path("a")) == "epoch 123456 a"

@@ -17,6 +17,7 @@ from gptrain.checkpoints.manifest import Checkpoint, read_manifest
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, FOLDER_UNUSABLE, ConfigError, ConfigIssue
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
@@ -84,7 +85,7 @@ def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | No
         message, hint = "counts steps of one size", "trainer.max_steps=<n> max_tokens=null"
         raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
     verb = "resume" if cfg.task == "fit" else cfg.task
-    log.info("%-9s from step %d: %s", verb, found.step, found.path)
+    log.info(labels.line(verb, f"from step {found.step}: {found.path}"))
     return found.path
 
 
@@ -110,7 +111,8 @@ def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkp
         elif asked:
             found = find_weights(asked, "last")
     if found is None and asked:
-        log.info("%-9s from the beginning: %s holds no checkpoint yet", "start", store.folder)
+        text = f"from the beginning: {store.folder} holds no checkpoint yet"
+        log.info(labels.line("start", text))
     return found
 
 

@@ -22,6 +22,7 @@ from gptrain.checkpoints.manifest import (
 from gptrain.checkpoints.safe_load import SafeFileSystemReader, load_file
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import CheckpointConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
@@ -138,7 +139,7 @@ def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> N
     with named_source("init_from", source, misfit):
         found = find_weights(source, by=cfg.checkpoint)
         path, left = load_weights(net, found, strict=cfg.init_strict, resizes=True, stages=stages)
-    log.info("%-9s from the weights of %s", "start", path)
+    log.info(labels.line("start", f"from the weights of {path}"))
     for line in left.describe_positions():
         log.warning("warning: %s", line)
     if consequences := left.describe_consequences():

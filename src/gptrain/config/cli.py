@@ -36,7 +36,7 @@ from gptrain.config.sweep import (
     report_sweep,
 )
 from gptrain.config.values import read_config
-from gptrain.core import errors, locations, shell
+from gptrain.core import errors, labels, locations, shell
 from gptrain.core.errors import (
     ConfigError,
     ConfigIssue,
@@ -267,7 +267,7 @@ def _run(
             if sweep:
                 gc.collect()  # the net of the job before, in cycles that no small collection finds
                 locations.enter()  # it may be a process of another machine
-                print(f"{f'job {node.job.num}':9} {node.job.override_dirname}", flush=True)
+                print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
                 if finished := find_finished(node):
                     codes.append(errors.DONE)
                     return report_finished(finished, cfg.objective)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
+from gptrain.core import labels
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, first_line
 
 STORAGE = "hydra.sweeper.storage"
@@ -43,7 +44,7 @@ def continue_study(cfg: DictConfig) -> list[str]:
     n_trials = sum(study.n_trials for study in studies if study.study_name == name)
     if not n_trials or not isinstance(seed, int):
         return []
-    print(f"{'study':9} {name}: continues after {n_trials} trials")
+    print(labels.line("study", f"{name}: continues after {n_trials} trials"))
     return [f"hydra.sweeper.sampler.seed={seed + n_trials}"]
 
 

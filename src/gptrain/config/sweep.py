@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.checkpoints import fileops
 from gptrain.config.compose import line_of, parse
 from gptrain.config.from_run import is_left_out, typed_again
+from gptrain.core import labels
 from gptrain.core.shell import override, train_command
 from gptrain.runs.folder import OVERRIDES, WRONG, RunRecord, read_run, read_runs
 from gptrain.runs.table import ranked, same, table, text_table
@@ -77,7 +78,8 @@ def _reaches(then: str | None, now: str | None) -> bool:
 
 def report_finished(run: RunRecord, objective: str) -> float | None:
     """Print that a job of this sweep was finished before, and return its objective."""
-    print(f"{'done':9} {run.path.name}: finished before, its result is read", flush=True)
+    text = f"{run.path.name}: finished before, its result is read"
+    print(labels.line("done", text), flush=True)
     return run.metrics.get(objective)
 
 
@@ -96,13 +98,14 @@ def report_sweep(folder: Path, searched: Sequence[str] = ()) -> None:
         every = sorted({name for run in runs for name in run.metrics})
         with open(folder / "results.csv", "w", newline="") as file:
             csv.writer(file).writerows(table(runs, every))
-        print(f"{'results':9} {folder / 'results.csv'}", flush=True)
+        print(labels.line("results", folder / "results.csv"), flush=True)
         if metric in runs[0].metrics:
             best = runs[0]
             words = [override(key, best.path) for key in ("from_run", "run_dir")]
             words += ["ckpt_path=last", twice_as_long(best)]
             words += typed_again([*searched, *best.overrides], best.path)
-            print(f"{'next':9} the best goes on: {train_command(*words)}", flush=True)
+            text = f"the best goes on: {train_command(*words)}"
+            print(labels.line("next", text), flush=True)
 
 
 def twice_as_long(run: RunRecord) -> str:

@@ -13,7 +13,7 @@ from gptrain import config
 from gptrain import export as package
 from gptrain.checkpoints import fileops
 from gptrain.config.from_run import typed_again
-from gptrain.core import shell
+from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import LocalPath
@@ -66,12 +66,12 @@ def export(cfg: ExportRun) -> None:
     (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
     record = OmegaConf.to_yaml({"model": cfg.model.plain()})
     fileops.replace(folder / ".hydra" / "config.yaml", record.encode())
-    log.info("%-9s %s, %s, %.1f MiB", "export", path, cfg.dtype, n_bytes / 2**20)
-    log.info("%-9s %s", "folder", folder)
+    log.info(labels.line("export", f"{path}, {cfg.dtype}, {n_bytes / 2**20:.1f} MiB"))
+    log.info(labels.line("folder", folder))
     words = [shell.override("from_run", cfg.from_run), shell.override("init_from", str(folder))]
     typed = HydraConfig.get().overrides
     words += typed_again([*typed.hydra, *typed.task], cfg.from_run)
-    log.info("%-9s %s", "next", shell.train_command(*words))
+    log.info(labels.line("next", shell.train_command(*words)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from gptrain.checkpoints.manifest import folder_name
 from gptrain.checkpoints.status import CHECKPOINTS_NAME
 from gptrain.checkpoints.store import CheckpointStore
 from gptrain.config.from_run import expand
+from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigError
 from gptrain.core.shell import override
 from gptrain.ladder.sizes import Phases, Size, merged
@@ -79,7 +80,7 @@ def climb(
             words.append(override("ckpt_path", "last" if begun else start))
             words.append(override("run_dir", run_dir))
             words += [] if is_longest else ["allow_changes=[scheduler]"]
-            print(f"{'run':9} {run_dir}", flush=True)
+            print(labels.line("run", run_dir), flush=True)
             if code := train(script, words):
                 raise SystemExit(code)
         metrics = read_run(run_dir).metrics

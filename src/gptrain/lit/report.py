@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import RESULT_NAME, to_json, write_result
-from gptrain.core import shell
+from gptrain.core import labels, shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import STEP, TrainingMonitor
 from gptrain.lit.callbacks.vote import gather
@@ -61,7 +61,7 @@ class Report:
                 config = {k: v for k, v in self.hyper_parameters.items() if k != "typed"}
                 log.info(OmegaConf.to_yaml(config))
             for label, line in self.lines.items():
-                log.info("%-9s %s", label, line)
+                log.info(labels.line(label, line))
             if self.planned is not None:
                 fileops.replace(self.run_dir / "plan.json", to_json(self.planned))
         for logger in trainer.loggers:
@@ -122,8 +122,8 @@ class Report:
         if n_missing:
             parts.append(f"{n_missing} step{'' if n_missing == 1 else 's'} without a target")
         parts.append(", ".join(ended.values()))
-        log.info("%-9s %s", "result", " · ".join(parts))
-        log.info("%-9s %s", "next", self._next(trainer, best))
+        log.info(labels.line("result", " · ".join(parts)))
+        log.info(labels.line("next", self._next(trainer, best)))
         return metrics
 
     def _next(self, trainer: pl.Trainer, best: Path | None) -> str:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from gptrain.checkpoints.fileops import remove_tree
 from gptrain.checkpoints.status import CHECKPOINTS_NAME, write_status
 from gptrain.checkpoints.store import CheckpointStore
-from gptrain.core import errors, shell
+from gptrain.core import errors, labels, shell
 from gptrain.core.errors import Ending, JobFailedError, ending_of
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import attempt_folder, set_rendezvous, this_process
@@ -160,8 +160,8 @@ def report_ending(
         return
     # A rank other than 0, whose log is off, may be the first to end.
     say = log.info if log.isEnabledFor(logging.INFO) else partial(print, flush=True)
-    say(f"{'stopped':9} {ending.line}")
-    say(f"{'next':9} {resume_command(cfg)}")
+    say(labels.line("stopped", ending.line))
+    say(labels.line("next", resume_command(cfg)))
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:

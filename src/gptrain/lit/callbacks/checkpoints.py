@@ -12,6 +12,7 @@ from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.status import PreemptedError
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core import labels
 from gptrain.core.errors import DONE, ConfigIssue, first_line
 from gptrain.lit.callbacks.resume import (
     STATE,
@@ -216,7 +217,7 @@ class Checkpoints(Checkpoint):
             self._is_salvaging = True
             if is_unsaved:
                 self.save(trainer, validated=validated)
-            log.info("%-9s step %d, before the error", "saved", step)
+            log.info(labels.line("saved", f"step {step}, before the error"))
             self._wait_for_mirror(trainer)
         except Exception as error:  # the first error is the one to report
             log.warning("warning: nothing was saved after the error: %s", first_line(error))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.status import NonFiniteError, PreemptedError, shorten
+from gptrain.core import labels
 from gptrain.core.errors import first_line
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
@@ -109,7 +110,7 @@ class TrainingMonitor(Callback):
         self._beat(trainer.global_step, "train", allow_s=self.first_s)
         check_optimization(pl_module)  # again: hooks may have changed it
         if trainer.is_global_zero and has_own_optimizer(pl_module):
-            log.info("%-9s %s", "optimizer", describe_optimizer(trainer.optimizers[0]))
+            log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
             warn_of_ignored(pl_module, self.typed)
         self.first_step = trainer.global_step
         for logger in trainer.loggers:

@@ -10,6 +10,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from tqdm import tqdm
 
+from gptrain.core import labels
+
 log = logging.getLogger(__name__)
 LINES_IN_A_FILE = 20  # of an epoch, where the output is no terminal
 
@@ -60,7 +62,7 @@ class ProgressBar(TQDMProgressBar):
                 return
             self.printed = shown
             words = [f"{n_done}/{total}", *(f"{name} {value}" for name, value in shown.items())]
-            log.info("%-9s %s", f"epoch {trainer.current_epoch}", " · ".join(words))
+            log.info(labels.line(f"epoch {trainer.current_epoch}", " · ".join(words)))
 
     def end_line(self) -> None:
         """Ends the bar, and its line: what is said next begins another."""

@@ -5,6 +5,7 @@ import logging
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from gptrain.core import labels
 from gptrain.lit.callbacks.monitor import log_note
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import connected, data_of
@@ -38,7 +39,7 @@ class SampleText(Callback):
         if text is not None and trainer.is_global_zero:
             if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
                 bar.end_line()
-            log.info("%-9s %s", "sample", text.replace("\n", "\n" + 10 * " "))
+            log.info(labels.line("sample", text))
 
     def _write(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         """What the net writes at this step, once; None where it cannot."""

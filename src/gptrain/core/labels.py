@@ -1,0 +1,17 @@
+"""The format of the labelled lines that commands print: `result    100 steps in 12 s`."""
+
+_WIDTH = 10  # characters of the label's column, with the space after the label
+
+
+def line(label: str, text: object) -> str:
+    """Return one printed line: the label, padded to a column of ten characters, and the text.
+
+    Further lines of the text are indented by the same ten characters.
+
+    Args:
+        label: What the line is about, such as `result`. A label of ten characters or more is
+            followed by a single space.
+        text: What follows the label, as `str()` gives it.
+    """
+    indented = str(text).replace("\n", "\n" + " " * _WIDTH)
+    return f"{label:{_WIDTH - 1}} {indented}"
