@@ -1,11 +1,16 @@
-"""One run, one folder: who holds the folder, and which run lives in it.
+"""One run, one folder: which process holds the folder, and which run lives in it.
 
-`flock` on `run_dir/.lock`: the kernel frees it when the holder dies, however it dies, so a stale
-lock needs no judging of process numbers. Two traps are closed here. Such a lock belongs to the
-open file, which forked children inherit: a data worker that outlives a killed run would keep the
-folder locked, so every forked child closes it at once (spawned ones never get it). And the file is
-never removed: a lock on a file that has lost its name excludes nobody.
+The lock is `flock` on `run_dir/.lock`. The kernel frees such a lock when its holder dies, however
+it dies, so that nobody has to judge whether the process number in the file is still alive. The lock
+belongs to the open file, which forked children inherit. Every forked child closes it at once:
+otherwise a data worker that outlives a killed run would keep the folder locked. The file is never
+removed, because a lock on a file that has lost its name excludes nobody.
+
+The package filelock does not serve here. Its newest version for Python 3.10 (4.1) empties the file
+when it takes the lock, and the file holds the identity of the run.
 """
+
+from __future__ import annotations
 
 import fcntl
 import json
@@ -19,26 +24,27 @@ from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
 
 LOCK_NAME = ".lock"
-# What a run opens, or makes files in; by all other names it replaces what is there, a link itself.
+# Kinds of the files that a run opens, and of the folders in which it makes files. Every other name
+# in the run folder is replaced as it is, a link itself.
 _KINDS = {
     LOCK_NAME: Path.is_file, "train.log": Path.is_file,
     ".hydra": Path.is_dir, ".beats": Path.is_dir,
 }  # fmt: skip
-# One write of a fixed length below a disk's sector: it is never torn, and covers what was there.
+# A single write of this fixed length, below a disk's sector, is never torn and replaces the record.
 _RECORD_BYTES = 512
-NAMED_AFTER_S = 1.0  # a new holder writes its name within milliseconds; a dying one has left
+NAMED_AFTER_S = 1.0  # a new holder writes its record within milliseconds; a dying one has left
 LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in Linux 90 s
 
 
 class RunLock:
-    """The right to write into a run folder; hold it as long as anything of the run lives.
+    """The right to write into a run folder. Hold it as long as any process of the run lives.
 
     Args:
-        wait_s: for how long a start waits for another process that holds the folder.
+        wait_s: Time that a start waits for another process that holds the folder, in seconds.
 
     Attributes:
-        run_id: identity of the run in this folder: drawn by its first holder, kept by all later
-            ones. Checkpoints carry it, so one that was copied in from elsewhere is recognised.
+        run_id: Identity of the run in this folder, drawn by its first holder and kept by all later
+            ones. Each checkpoint has it, so that a checkpoint of another run is recognized.
     """
 
     def __init__(self, run_dir: str | Path, wait_s: float = NAMED_AFTER_S) -> None:
@@ -46,13 +52,14 @@ class RunLock:
         self.run_id = ""
         self._descriptor = -1
 
-    def acquire(self) -> "RunLock":
-        """Takes the folder, which is made if need be.
+    def acquire(self) -> RunLock:
+        """Take the folder, which is made if it does not exist.
 
         Call it before the first file of the run is opened, its log included.
 
-        Raises: ConfigError where another live process has it, where a name of ours in it is a link
-            or none that a run makes, or if it cannot be made or written.
+        Raises:
+            ConfigError: If another live process holds the folder, if a link or a file of another
+                kind has a name that the run opens, or if the folder cannot be made or written.
         """
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -62,7 +69,7 @@ class RunLock:
             self._descriptor = os.open(self.run_dir / LOCK_NAME, flags, 0o644)
             self._lock()
             self.adopt(read_holder(self.run_dir).get("run_id") or uuid.uuid4().hex)
-        except BaseException as error:  # of Ctrl-C while it waits, too
+        except BaseException as error:  # Ctrl-C during the wait, too
             self.release()
             if not isinstance(error, OSError):
                 raise
@@ -71,7 +78,7 @@ class RunLock:
         return self
 
     def adopt(self, run_id: str) -> None:
-        """Makes this the folder of another run, all of which is elsewhere; or of its first."""
+        """Record this process as the holder, and make this the folder of the run `run_id`."""
         self.run_id = run_id
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
         holder = {"run_id": run_id, "pid": os.getpid(), "host": socket.gethostname()}
@@ -81,27 +88,34 @@ class RunLock:
         os.fsync(self._descriptor)
 
     def release(self) -> None:
-        """Gives the folder back, once; in a forked child the parent keeps it."""
+        """Give the folder back. Does nothing the second time.
+
+        In a forked child this closes the child's copy, and the parent keeps the folder.
+        """
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> "RunLock":
+    def __enter__(self) -> RunLock:
         return self.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def _check_names(self) -> None:
-        """In a stranger's folder links lead elsewhere; `checkpoints` may be one to another disk."""
+        """Refuse links and files of another kind, as an untrusted run folder may have them.
+
+        `checkpoints` may be a link to another disk.
+        """
         for name, is_ours in _KINDS.items():
             path = self.run_dir / name
-            # In this order: another start may be making it between the two questions.
+            # In this order: another start may make the file between the two questions.
             if path.is_symlink() or (path.exists() and not is_ours(path)):
                 what = "a link" if path.is_symlink() else "none that a run makes"
                 raise _refused(path, f"{what}; remove it")
 
     def _lock(self) -> None:
+        """Take the lock, or refuse the start when its time to wait is over."""
         end_s = time.monotonic() + self.wait_s
         while True:
             try:
@@ -116,9 +130,12 @@ class RunLock:
 
 
 def read_holder(run_dir: str | Path) -> dict:
-    """What the last holder wrote: run_id, pid, host, started; {} where that is none of ours.
+    """Return the record of the last holder: run_id, pid, host, started. {} if there is none.
 
-    The entry of a past holder stays: whether anybody holds the folder the lock alone knows.
+    The record of a past holder stays: only the lock tells whether any process holds the folder.
+
+    Raises:
+        OSError: If the file cannot be read.
     """
     try:
         holder = read_json(Path(run_dir) / LOCK_NAME)
@@ -129,9 +146,9 @@ def read_holder(run_dir: str | Path) -> dict:
 
 
 def is_held(run_dir: str | Path) -> bool:
-    """Whether a live process has the run folder; nothing is written. A probe holds it for no time.
+    """Return whether a live process holds the run folder. Nothing is written.
 
-    A run that starts in this very moment asks twice.
+    A start at the same moment may find the folder held by this probe, and asks once more.
     """
     try:
         with open_regular(Path(run_dir) / LOCK_NAME) as file:
