@@ -23,6 +23,7 @@ from gptrain.lit.module import LanguageModel
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # the last is for a test
 INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"
+STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = "a pair (tokens (T,), targets (T,)) of int64, or a dict of input_ids and labels"
 
 
@@ -74,17 +75,28 @@ def check_samples(
     """
     train, val, test = datasets
     test = val if test is None else test
-    read = {"train": (cfg.task == "fit", train, "training_step")}
-    read["val"] = cfg.task in ("fit", "validate"), val, "validation_step"
-    read["test"] = tests(cfg), test, "test_step"
-    for name, (is_read, dataset, step) in read.items():
+    read = {
+        "train": (cfg.task == "fit", train),
+        "val": (cfg.task in ("fit", "validate"), val),
+        "test": (tests(cfg), test),
+    }
+    for name, (is_read, dataset) in read.items():
         if not is_read or getattr(cfg.trainer, f"limit_{name}_batches") == 0:
             continue
-        is_own = getattr(module, step, None) is not getattr(LanguageModel, step)
+        is_own = name not in read_as_pairs(module)
         if name != "train":
             check_evaluation(f"data.{name}", dataset, world_size, is_own)
         if not is_own and len_of(dataset):
             check_pair(f"data.{name}", dataset)
+
+
+def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
+    """Return which of "train", "val" and "test" are read by a step of LanguageModel itself."""
+    return {
+        name
+        for name, step in STEPS.items()
+        if getattr(module, step, None) is getattr(LanguageModel, step)
+    }
 
 
 def check_pair(key: str, dataset: Dataset) -> None:

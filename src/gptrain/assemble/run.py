@@ -25,6 +25,7 @@ from gptrain.assemble.datasets import (
     check_sample,
     check_samples,
     first_batches,
+    read_as_pairs,
     tokens_to_compare,
 )
 from gptrain.assemble.load import build_net
@@ -180,7 +181,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         rank=process.rank // dims.tensor % dims.data,
         world_size=dims.data,
         ranks_per_sample=dims.tensor,
-        is_tokens=lengths.unit == "tokens" and issubclass(made, LanguageModel),
+        equal_lengths=read_as_pairs(made) if lengths.unit == "tokens" else (),
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )

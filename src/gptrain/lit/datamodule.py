@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -35,7 +35,8 @@ class TextDataModule(pl.LightningDataModule):
         lengths: of the run.
         rank, world_size: place among the ranks that see different samples.
         ranks_per_sample: neighbouring ranks that see the same ones, of a tensor group.
-        is_tokens: Samples are pairs of token sequences, which all must have one length.
+        equal_lengths: Which of "train", "val" and "test" hold pairs of token sequences that all
+            must have one length, because LanguageModel's own step reads them.
         num_workers: processes that load batches; 0 loads in the training process.
         pin_memory: page-locked batches, for faster copies to a GPU.
     """
@@ -51,7 +52,7 @@ class TextDataModule(pl.LightningDataModule):
         rank: int = 0,
         world_size: int = 1,
         ranks_per_sample: int = 1,
-        is_tokens: bool = False,
+        equal_lengths: Collection[str] = (),
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
@@ -59,7 +60,7 @@ class TextDataModule(pl.LightningDataModule):
         self.train, self.val, self.test = train, val, test if test is not None else val
         self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
         self.epoch_steps, self.validate_every = lengths.epoch_steps, lengths.validate_every
-        self.ranks_per_sample, self.is_tokens = ranks_per_sample, is_tokens
+        self.ranks_per_sample, self.equal_lengths = ranks_per_sample, equal_lengths
         self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
         self.accumulate = accumulate = lengths.batch.accumulate
         is_mixture = isinstance(train, Mixture)
@@ -134,7 +135,8 @@ class TextDataModule(pl.LightningDataModule):
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
         forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not
-        n_positions = len(dataset[0][0]) if self.is_tokens else None
+        is_checked = name.removeprefix("data.") in self.equal_lengths
+        n_positions = len(dataset[0][0]) if is_checked else None
         return Loader(
             BatchReader(dataset, name, n_positions),
             batch_sampler=batches,
