@@ -157,6 +157,12 @@ def test_samples_of_uneven_length_are_refused_one_by_one_too(fit):
     assert "but sample 0 has 3 positions; needed: tensors of equal shape" in line
 
 
+def test_a_training_step_of_ones_own_reads_batches_of_different_lengths(fit):
+    words = (f"data.train._target_={DATA}.Odd", "+data.train.kind=uneven", "data.batch_size=1")
+    run = fit(*words, f"{MODULES}.Logs")
+    assert len(run.column("train/loss")) == 6
+
+
 @pytest.mark.parametrize("place", ["train", "val"])
 def test_data_without_an_index_are_one_line(refused, place):
     line = refused(f"data.{place}._target_={DATA}.Endless")
