@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from gptrain.checkpoints.amendment import NAME
 from gptrain.checkpoints.manifest import read_manifest
 from gptrain.checkpoints.writer import CheckpointWriter
+from gptrain.lit.callbacks import checkpoints
 from tests.lit.conftest import OWN, differences, same_rows
 
 CALLBACKS = f"{OWN}.callbacks"
@@ -45,6 +48,20 @@ def test_a_metric_that_fails_at_the_second_validation_loses_no_step(fit, ranks):
         assert not wrong, (step, wrong[:8])
     assert same_rows(full.rows, resumed.rows)
     assert resumed.metrics["val/loss"] == full.metrics["val/loss"]
+
+
+@pytest.mark.parametrize(("ranks", "first"), [((), 1), (TWO, 2)], ids=["one", "two"])
+def test_rank_0_decides_for_all_ranks_when_minutes_have_passed(fit, monkeypatch, ranks, first):
+    """Other ranks' clocks stand still: a rank that asked its own clock would not join the save."""
+    clock = checkpoints.monotonic
+    is_first = partial(os.environ.get, "RANK", "0")
+    monkeypatch.setattr(checkpoints, "monotonic", lambda: clock() if is_first() == "0" else 0.0)
+    words = ("checkpoint.every_minutes=1e-9", "checkpoint.keep=9", "strategy.timeout_s=30", *ranks)
+    run = fit(*words, "data.num_samples=64")
+    # The answer of several ranks is a step old. The last step is saved in any case.
+    assert run.steps() == list(range(first, 7))
+    assert fit(*ranks, "checkpoint.every_minutes=60", name="rarely").steps() == [6]
+    assert fit("checkpoint.every_minutes=0", name="never", code=2).errors
 
 
 def test_the_tensors_of_a_validated_step_are_written_once(fit, monkeypatch):

@@ -255,6 +255,7 @@ class CheckpointConfig(Section):
 
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
+    every_minutes: PositiveNumber | None
     keep: Kept
     monitor: Name  # name of any logged value
     mode: Literal["min", "max"]

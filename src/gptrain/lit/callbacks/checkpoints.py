@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -55,6 +56,8 @@ class Checkpoints(Checkpoint):
 
     Attributes:
         stopping: the ranks have agreed to leave; set by `TrainingMonitor`.
+        time_is_up: The ranks have agreed to save, as `every_minutes` have passed since the last
+            save; set by `TrainingMonitor`.
         saved: the newest step that is saved, and whether what was due after it was done: its
             validation, and the hooks of its epoch's end.
     """
@@ -75,7 +78,7 @@ class Checkpoints(Checkpoint):
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
         self.changed = frozenset(changed)
-        self.stopping = False
+        self.stopping = self.time_is_up = False
         self.saved = 0, True
         self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
         self._only_validates = False
@@ -89,6 +92,7 @@ class Checkpoints(Checkpoint):
         self._is_salvaging = False
         self.meeting_place = meeting_place
         self._needed_bytes = 0  # of a save, estimated
+        self._interval_start_s = 0.0  # of every_minutes; read by rank 0 alone
         self._writing = Vote()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -124,6 +128,7 @@ class Checkpoints(Checkpoint):
             self._loaded = None
         self._rng = trainer.global_step, capture()
         self._completed = trainer.global_step if self.saved[1] else 0
+        self._interval_start_s = monotonic()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -140,8 +145,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         if not ends_step(trainer, batch_idx):
             return
-        if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
-            self.finish(trainer)
+        self._finish_if_written(trainer)
         self._rng = trainer.global_step, capture()
         # Else it is saved before its validation, or after its epoch's hooks.
         if not self._more_follows(trainer):
@@ -164,8 +168,7 @@ class Checkpoints(Checkpoint):
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
         """Makes a checkpoint of a save in the background as soon as it is written."""
-        if self.store.is_unfinished and self._writing.ask(self.store.is_writing) is False:
-            self.finish(trainer)
+        self._finish_if_written(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
@@ -234,6 +237,7 @@ class Checkpoints(Checkpoint):
             SaveFailedError: On all ranks alike, with the earlier checkpoints intact.
         """
         step, strategy, options = trainer.global_step, strategy_of(trainer), self.options
+        self.time_is_up, self._interval_start_s = False, monotonic()
         if self.saved == (step, validated):
             self.finish(trainer)
             return
@@ -305,6 +309,11 @@ class Checkpoints(Checkpoint):
         self.store.finish()
         self._tidy(trainer)
 
+    def _finish_if_written(self, trainer: Trainer) -> None:
+        """Turn a save in the background into a checkpoint once all ranks have written it."""
+        if self.store.is_unfinished and self._writing.ask(self.store.is_writing) == (False,):
+            self.finish(trainer)
+
     def _announce(self, phase: str) -> None:
         """Tells the watchers that the next sign of life may take long."""
         if self.store.progress:
@@ -327,11 +336,34 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 
+    def votes_to_save(self, trainer: Trainer) -> bool:
+        """Return this rank's vote on saving because of `checkpoint.every_minutes`.
+
+        Only rank 0 looks at the clock and ever votes yes. The answer arrives on all ranks with the
+        vote on stopping, one step later on several ranks, and sets `time_is_up`.
+        """
+        every = self.options.every_minutes
+        if every is None or not trainer.is_global_zero or not trainer.training:
+            return False
+        if self._more_follows(trainer) or self._is_due(trainer):  # the step is saved anyway
+            return False
+        now_s = monotonic()
+        if now_s - self._interval_start_s < 60 * every:
+            return False
+        self._interval_start_s = now_s
+        return True
+
     def _is_due(self, trainer: Trainer) -> bool:
-        """Whether a step is saved also where it is not validated."""
+        """Return whether this step is saved although no validation saves it.
+
+        This decides whether ranks call `save`, which is a collective operation: the answer must be
+        the same on all ranks, or those that save wait for the others until `strategy.timeout_s`. A
+        condition may use the step, the config and what ranks have agreed on (see `Vote`). It must
+        not use a rank's own clock, signals, files or metrics.
+        """
         every = self.options.every_n_steps
         is_turn = bool(every) and trainer.global_step % every == 0
-        return is_turn or self.stopping or trainer.should_stop
+        return is_turn or self.time_is_up or self.stopping or trainer.should_stop
 
     def _ends_epoch(self, trainer: Trainer) -> bool:
         return trainer.global_step % data_of(trainer).epoch_steps == 0

@@ -90,7 +90,7 @@ class TrainingMonitor(Callback):
         self.max_skips, self.n_skipped = max_skips, 0  # the latter in a row, up to now
         self.guard, self.checkpoints = guard, checkpoints
         self.first_s, self.typed = COMPILING_S if compiles else 0.0, typed or {}
-        self.stops, self.missing_targets = Vote(), MissingTargets()
+        self.votes, self.missing_targets = Vote(), MissingTargets()
         self.stopping = self._is_paused = False
         self.lr = 0.0
         self.evaluated_step = 0  # of the checkpoint that is evaluated
@@ -178,7 +178,7 @@ class TrainingMonitor(Callback):
         if not ends_step(trainer, batch_idx):
             return
         strategy_of(trainer).is_updating = False
-        self._ask()
+        self._ask(trainer)
         step = trainer.global_step
         if step == self.lengths.n_steps:
             trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
@@ -192,7 +192,7 @@ class TrainingMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._beat(phase="end")
-        self.stops.close()  # nobody leaves a collective behind
+        self.votes.close()  # nobody leaves a collective behind
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.ended = why_ended(trainer, self.lengths, self.first_step)
@@ -226,7 +226,7 @@ class TrainingMonitor(Callback):
             if self.guard is not None:
                 self.guard.leave_if_asked()
         elif not trainer.sanity_checking:
-            self._ask()
+            self._ask(trainer)
             self._leave(trainer)
 
     on_test_batch_end = on_validation_batch_end
@@ -286,11 +286,15 @@ class TrainingMonitor(Callback):
         if self.guard:
             self.guard.heartbeat.beat(*place, **more)
 
-    def _ask(self) -> None:
-        if self.guard is not None and self.stops.ask(bool(self.guard.stop)):
-            self.stopping = True
-            if self.checkpoints is not None:
-                self.checkpoints.stopping = True
+    def _ask(self, trainer: Trainer) -> None:
+        """Vote on leaving and on saving, and act on the answers, which are equal on all ranks."""
+        wants_stop = self.guard is not None and bool(self.guard.stop)
+        wants_save = self.checkpoints is not None and self.checkpoints.votes_to_save(trainer)
+        stops, saves = self.votes.ask(wants_stop, wants_save) or (False, False)
+        self.stopping |= stops
+        if self.checkpoints is not None:
+            self.checkpoints.stopping |= stops
+            self.checkpoints.time_is_up |= saves
 
     def _leave(self, trainer: Trainer) -> None:
         """Raises: PreemptedError, once all ranks know; the step is saved.

@@ -30,9 +30,12 @@ def n_collectives() -> int:
 
 
 class Vote:
-    """A yes-or-no question that all ranks ask at the same steps; answered a step later.
+    """Yes-or-no questions that all ranks ask at the same steps, and that are answered a step later.
 
-    It goes from host to host: a GPU would have to finish all that was queued on it before its
+    All ranks get the same answers: a question is answered with yes if any rank voted yes. Ranks may
+    therefore begin a collective operation because of an answer, but not because of their own vote.
+
+    The votes go from host to host: a GPU would have to finish all that was queued on it before its
     host could read the answer.
     """
 
@@ -40,23 +43,31 @@ class Vote:
         self._group: dist.ProcessGroup | None = None
         self._asked: tuple[torch.Tensor, dist.Work] | None = None
 
-    def ask(self, mine: bool) -> bool | None:
-        """Whether any rank voted yes when it was asked last; None if it was not asked yet."""
+    def ask(self, *votes: bool) -> tuple[bool, ...] | None:
+        """Give this rank's votes, and return the answers to the questions that were asked last.
+
+        Args:
+            votes: One vote for each question. All questions of a step are one collective operation.
+
+        Returns:
+            One answer for each question, or None if nothing was asked before. A single process gets
+            the answers to these very questions.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return mine
+            return votes
         if self._group is None:
             of_hosts = dist.get_backend() == "gloo"
             self._group = dist.group.WORLD if of_hosts else dist.new_group(backend="gloo")
         previous = self.close()
-        any_yes = torch.tensor([mine], dtype=torch.uint8)
+        any_yes = torch.tensor(votes, dtype=torch.uint8)
         work = dist.all_reduce(any_yes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._asked = any_yes, work
         return previous
 
-    def close(self) -> bool | None:
-        """The answer that is still out, None if nothing is asked."""
+    def close(self) -> tuple[bool, ...] | None:
+        """Wait for the answers that are still out and return them, or None if there are none."""
         if self._asked is None:
             return None
         (any_yes, work), self._asked = self._asked, None
         work.wait()
-        return bool(any_yes.item())
+        return tuple(map(bool, any_yes.tolist()))
