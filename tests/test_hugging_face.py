@@ -98,7 +98,7 @@ def test_a_file_of_a_model_without_its_head_and_with_masks_is_read(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_config_that_cannot_be_read_is_one_line_with_its_name(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config.json: no JSON of keys") as error:
+    with pytest.raises(ValueError, match=r"config.json: not a JSON object") as error:
         HuggingFace(61, path=str(tmp_path))
     assert "\n" not in str(error.value)
 
@@ -120,8 +120,8 @@ def test_a_folder_is_read_as_data(tmp_path):
     [
         ({}, "model_type=None: no causal language model"),
         ({"config": {"model_type": "vit"}}, "model_type=vit: no causal"),
-        ({"path": "/nowhere"}, "path=/nowhere: no config.json there"),
-        ({"config": {**CONFIGS["llama"], "vocab_size": 5}}, "vocab_size=61: .* says 5"),
+        ({"path": "/nowhere"}, "path=/nowhere: no config.json in this folder"),
+        ({"config": {**CONFIGS["llama"], "vocab_size": 5}}, "vocab_size=61: .*vocab_size=5"),
         ({"config": {**CONFIGS["llama"], "hidden_size": 33}}, "this llama: .*33.* not a multiple"),
         ({"config": {**CONFIGS["llama"], "num_key_value_heads": 3}}, "this llama: .*of tensor"),
         ({"config": {**CONFIGS["gpt2"], "n_layer": "x"}}, "this gpt2: .*n_layer.*expected int"),

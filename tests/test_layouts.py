@@ -105,23 +105,29 @@ def test_names_and_buffers_of_older_files_are_read(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "name, there, here, said",
+    "name, config_keys, net_keys, message",
     [
-        ("gpt2", {"n_head": 6}, {}, "n_head=6 there, 3 here"),
-        ("gpt2", {"activation_function": "relu"}, {}, "function=relu there, gelu_new here"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, {}, "inverse_layer_idx=True there"),
-        ("gpt2", {"n_inner": 100}, {}, "n_inner=100 there"),
-        ("gpt2", {"model_type": "gpt_neo"}, {}, "model_type=gpt_neo there, gpt2 here"),
+        ("gpt2", {"n_head": 6}, {}, "n_head=6 in the config, 3 in the net"),
+        ("gpt2", {"activation_function": "relu"}, {},
+         "function=relu in the config, gelu_new in the net"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, {},
+         "inverse_layer_idx=True in the config"),
+        ("gpt2", {"n_inner": 100}, {}, "n_inner=100 in the config"),
+        ("gpt2", {"model_type": "gpt_neo"}, {},
+         "model_type=gpt_neo in the config, gpt2 in the net"),
         ("grouped", {}, {"n_kv_heads": 3, "norm_eps": 1e-6},
-         r"heads=2 there, 3 here; rms.*=1e-05 there, 1e-06 here$"),
-        ("grouped", {}, {"rope_base": 1e4}, r"rope_param.*=.*500000.* there, .*10000.* here$"),
-        ("grouped", {}, {"qk_norm": True}, r"model_type=llama there, qwen3 here$"),
-        ("grouped", {"model_type": None}, {}, "model_type=None there, llama here"),
+         r"heads=2 in the config, 3 in the net; rms.*=1e-05 in the config, 1e-06 in the net$"),
+        ("grouped", {}, {"rope_base": 1e4},
+         r"rope_param.*=.*500000.* in the config, .*10000.* in the net$"),
+        ("grouped", {}, {"qk_norm": True}, r"model_type=llama in the config, qwen3 in the net$"),
+        ("grouped", {"model_type": None}, {}, "model_type=None in the config, llama in the net"),
     ],
 )  # fmt: skip
-def test_what_shapes_do_not_show_is_one_line_with_both_sides(tmp_path, name, there, here, said):
+def test_config_differences_that_shapes_do_not_show_are_one_line(
+    tmp_path, name, config_keys, net_keys, message
+):
     write_net(make(name), tmp_path, "hf", "fp32")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | there))
-    with pytest.raises(ValueError, match=said):
-        load_weights(make(name, **here), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | config_keys))
+    with pytest.raises(ValueError, match=message):
+        load_weights(make(name, **net_keys), tmp_path)

@@ -205,7 +205,7 @@ def test_a_net_takes_one_random_number_and_on_the_meta_device_gets_the_same_weig
 def test_attention_depends_on_distances_and_not_on_positions():
     attention = small_llama(qk_norm=False).blocks[0].attention
     q, k = torch.randn(2, 1, 1, 1, 8).expand(2, 1, 40, 1, 8)  # (B, T, H, K)
-    turned_q, turned_k = (part[0, :, 0] for part in attention.place(q, k, 0))
+    turned_q, turned_k = (part[0, :, 0] for part in attention.apply_positions(q, k, 0))
     products = turned_q @ turned_k.mT  # (T, T)
     for distance in (0, 1, 7):
         along = products.diagonal(distance)
@@ -217,10 +217,10 @@ def test_positions_are_exact_also_where_torchs_default_type_has_16_bit():
     """As under trainer.precision=bf16-true: bf16 counts no further than 256."""
     attention = small_llama(qk_norm=False).blocks[0].attention
     q, k = torch.randn(2, 1, 600, 1, 8)  # (B, T, H, K)
-    expected = attention.place(q, k, 0)
+    expected = attention.apply_positions(q, k, 0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        turned = attention.place(q, k, 0)
+        turned = attention.apply_positions(q, k, 0)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(turned, expected, rtol=0, atol=0)

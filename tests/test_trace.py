@@ -135,7 +135,7 @@ def test_what_cannot_be_traced_is_one_line(plan, tmp_path):
     for content in ("{", "[1]"):
         (tmp_path / "config.json").write_text(content)
         code, out, err = plan(*words)
-        said = f"error: model.path={tmp_path}: {tmp_path}/config.json: no JSON of keys"
+        said = f"error: model.path={tmp_path}: {tmp_path}/config.json: not a JSON object"
         assert code == 2 and not out and err.startswith(said) and err.count("\n") == 1
     (tmp_path / "config.json").write_text("{}")
     assert "error: model._target_=gptrain.models.HuggingFace: model_type=None" in plan(*words)[2]

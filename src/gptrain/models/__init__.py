@@ -1,44 +1,54 @@
-"""What is learned. Plain torch: no lightning, no hydra, no torch.distributed.
+"""Nets that gptrain trains, and the contract between a net and the rest of the library.
 
-A net is any `nn.Module` with
+The modules of this package use PyTorch only: no Lightning, no Hydra and no torch.distributed.
+
+A net is any `nn.Module` with the method
 
     forward(tokens: (B, T) int64) -> logits (B, T, V)
 
-and nothing else is required: it trains on one device and under DDP. Each optional attribute opens
-more, and what a net lacks is named in the error of the strategy that needs it:
+Nothing else is required: such a net trains on one device and under DDP. Each of the following
+attributes is optional and enables a feature. If a feature needs an attribute that the net lacks,
+an error names the attribute before training begins.
 
-`hidden(tokens) -> (B, T, D)`, and `head: nn.Linear(D, V, bias=False)`, `forward == head(hidden)`
-    the chunked loss, which never holds the logits whole
+`hidden(tokens) -> (B, T, D)`, `head: nn.Linear(D, V, bias=False)`, with `forward == head(hidden)`
+    The chunked loss, which never holds the logits of the full batch in memory.
 `blocks: nn.ModuleList`
-    FSDP2 by block, activation checkpointing, compiling by block, Muon
+    FSDP2, activation checkpointing and torch.compile for each block, and the Muon optimizer.
 `embed(tokens) -> (B, T, D)` and `norm`, with `forward == head(norm(blocks(embed)))`
-    pipeline parallelism
-`tensor_plan: ClassVar[dict[str, str]]`, pattern of a submodule's name -> role, and `n_heads`
-    tensor parallelism. q, k and v are layers of their own, and attention reads the number of heads
-    off their width: `q(x).unflatten(-1, (-1, d_head))`. A rank has only some of the heads.
+    Pipeline parallelism.
+`tensor_plan: ClassVar[dict[str, str]]`, from a pattern of submodule names to a role, and `n_heads`
+    Tensor parallelism. The projections of q, k and v must be separate layers, and attention must
+    compute the number of heads from their output, `q(x).unflatten(-1, (-1, d_head))`, because each
+    rank has only some of the heads.
 `init_parameter(name, tensor)`
-    construction on the meta device, one parameter at a time
+    Construction on the meta device and initialization of one parameter at a time.
 `to_hugging_face() -> (config, tensors)` and `from_hugging_face(config, tensors) -> state dict`
-    export to, and a start from, folders of transformers
+    Export to folders of Hugging Face transformers, and training that starts from such a folder.
 `forward(tokens, cache=None)` and `new_cache() -> KVCache` (see cache.py)
-    generation that computes each position once; with a cache, tokens are the new positions only
-`vocab_size`, `max_seq_len`
-    a check against the data before anything starts
+    Generation that computes each position once. With a cache, `tokens` are the new positions only.
+`vocab_size` and `max_seq_len`
+    A check that the data fits the net, before training begins.
 
-A net of another class than those below, a subclass of one included, is compared at the start of a
-run with the same net on one device: logits and gradients of a small batch (parallel/comparison.py).
-A difference ends the run with one line that names the module that differs first.
+Nets of other classes than those of this package, and subclasses of them, are compared with the
+unmodified net before the first step if the strategy partitions the net, if the loss is chunked or
+if activation checkpointing is on (see gptrain/parallel/comparison.py). If the logits or gradients
+of a small batch differ, the run ends with an error that names the first module that differs.
 
-Roles of `tensor_plan` (names match by `fnmatch`):
-`colwise` splits a linear layer's outputs, `rowwise` its inputs and sums the partial results,
-`vocab_embedding` splits the rows of the token table, `vocab_head` the outputs of the head,
-`sequence` (a norm before a split layer) works on each position alone, so that it may be given a
-slice of the sequence; `position_embedding` likewise looks up a slice of the positions; `per_head`
-(a norm of q or k, after a layer split by heads) works on each head alone.
+Roles of `tensor_plan`, whose patterns are matched by `fnmatch`:
 
-`init_parameter` fills one whole parameter in place, a pure function of its name and of the seed
-that the net drew when it was made: the same seed gives the same weights whatever device or shard
-they are made on, in whatever order.
+`colwise`: a linear layer whose outputs are split over the ranks.
+`rowwise`: a linear layer whose inputs are split over the ranks; the partial results are summed.
+`vocab_embedding`: a token embedding whose rows are split over the ranks.
+`vocab_head`: a head whose outputs are split over the ranks.
+`sequence`: a layer that computes each position separately, such as the norm before a split layer.
+    It may get a part of the sequence.
+`position_embedding`: a position embedding, which also may get a part of the positions.
+`per_head`: a layer that computes each head separately, such as a norm of q or k. It gets the heads
+    of one rank.
+
+`init_parameter` fills one full (unsharded) parameter in place. The values must depend only on the
+name of the parameter, its shape and the seed that the net drew in its constructor. Then the same
+seed gives the same weights on every device, under every sharding and in every order of the calls.
 """
 
 from gptrain.models.hugging_face import HuggingFace

@@ -1,20 +1,21 @@
-"""Keys and values of the positions that a net has seen: a new token then costs one position."""
+"""The key-value cache of attention, with which a new token costs one position."""
 
-# B batch, T new positions, S positions so far with the new ones, H heads of k and v, K d_head
+# B batch, T new positions, S old and new positions, H heads of k and v, K d_head
 
 import torch
 from torch import Tensor
 
 
 class KVCache:
-    """The keys and values of all layers, for sequences that grow by as many tokens each.
+    """Keys and values of all layers for a batch of sequences of equal length.
 
         cache = net.new_cache()
-        net(tokens, cache)  # logits (1, T, V)
-        net(next_token, cache)  # logits (1, 1, V): those of the whole sequence's last position
+        net(tokens, cache)  # logits (1, T, V) of the prompt
+        net(next_token, cache)  # logits (1, 1, V) of the new position only
 
-    They equal the logits without a cache but for the order of sums, within max_seq_len positions.
-    Beyond them a window slides over the tokens, all positions change, and none can be used again.
+    The logits equal those without a cache up to the order of floating-point sums. A cache works for
+    the first `max_seq_len` positions. A window that slides over a longer sequence changes the
+    position of every token, so that no cached key or value stays valid.
     """
 
     def __init__(self, n_layers: int):
@@ -22,22 +23,30 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Positions that are held."""
+        """Number of cached positions."""
         return self.layers[-1].length
 
 
 class LayerCache:
-    """Of one layer."""
+    """Keys and values of one layer."""
 
     length = 0
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Adds k and v (B, H, T, K), and returns those of all positions, (B, H, S, K).
+        """Append the keys and values of new positions and return those of all positions.
 
-        Returns: also the mask (T, S) of what each new position attends to; None where that is the
-            causal order of a whole sequence.
+        Args:
+            k: Keys of the new positions, (B, H, T, K).
+            v: Values of the new positions, (B, H, T, K).
+
+        Returns:
+            Keys (B, H, S, K), values (B, H, S, K), and a boolean mask (T, S) of the positions to
+            which each new position attends. The mask is None if the cache was empty, because the
+            usual causal mask applies then.
         """
-        start, n_new, mask = self.length, k.shape[2], None
+        start = self.length
+        n_new = k.shape[2]
+        mask = None
         self.length += n_new
         if start:
             k, v = torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)

@@ -1,4 +1,4 @@
-"""What the nets that ship share: the order of their parts, attention, and initial weights."""
+"""Base class of gptrain's decoder-only transformers, their block, attention and initialization."""
 
 # B batch, T time, D d_model, H heads, G heads of k and v, K d_head, V vocab
 
@@ -12,18 +12,30 @@ from torch import Tensor, nn
 
 from gptrain.models.cache import KVCache, LayerCache
 
-INIT_STD = 0.02  # GPT-2's, for every matrix and all embeddings
+INIT_STD = 0.02  # standard deviation of initial matrices and embeddings, as in GPT-2
 
 
 class Decoder(nn.Module):
-    """Token embedding, blocks, a final norm and a head, with the whole contract of gptrain.models.
+    """Token embedding, blocks, final norm and head, with the full contract of gptrain.models.
 
-    A class of it makes `token_embedding`, `blocks`, `norm` and `head` on the meta device (their own
-    initial weights would only be overwritten), then calls `fill`. In a block what writes into the
-    residual stream is called `attention.out_proj` and `mlp.down_proj`, and a norm `norm…`.
+    The constructor of a subclass creates `token_embedding`, `blocks`, `norm` and `head` on the meta
+    device and then calls `initialize`. On the meta device PyTorch's own initialization, which would
+    be overwritten, costs nothing. `init_parameter` and `tensor_plan` recognize layers by name: the
+    two projections of a block that write into the residual stream must be called
+    `attention.out_proj` and `mlp.down_proj`, and names of norms must begin with `norm`.
+
+    Args:
+        vocab_size: Number of token ids V.
+        d_model: Width D of the residual stream.
+        n_heads: Number of attention heads of q.
+        n_layers: Number of blocks.
+        max_seq_len: Largest number of positions of a sequence.
+        tie_head: True if head and token embedding share one parameter.
     """
 
-    tensor_plan: ClassVar[dict[str, str]] = {  # of the parts that every such net has
+    tensor_plan: ClassVar[
+        dict[str, str]
+    ] = {  # layers that every subclass has; roles: see gptrain.models
         "token_embedding": "vocab_embedding",
         "blocks.*.norm_[12]": "sequence",
         "blocks.*.attention.[qkv]_proj": "colwise",
@@ -33,7 +45,8 @@ class Decoder(nn.Module):
         "norm": "sequence",
         "head": "vocab_head",
     }
-    token_embedding: nn.Embedding  # like norm and head None on a pipeline's stage without it
+    # On a pipeline stage, token_embedding, norm and head are None if another stage holds them.
+    token_embedding: nn.Embedding
     blocks: nn.ModuleList
     norm: nn.Module
     head: nn.Linear
@@ -48,7 +61,7 @@ class Decoder(nn.Module):
         tie_head: bool,
     ):
         super().__init__()
-        # The one random number drawn from the caller's generator, on the CPU on any device.
+        # Draw only one number from the global generator, on the CPU whatever the default device is.
         self.init_seed = int(torch.randint(2**62, (), device="cpu"))
         self.vocab_size = vocab_size
         self.d_model = d_model
@@ -58,17 +71,19 @@ class Decoder(nn.Module):
         self.tie_head = tie_head
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits (B, T, V) of the token that follows each of tokens (B, T).
+        """Compute the logits (B, T, V) of the token that follows each of the tokens.
 
         Args:
-            cache: of `new_cache`, of the positions before these, which are added to it.
+            tokens: Token ids, (B, T).
+            cache: Cache of the preceding positions, made by `new_cache`. The positions of `tokens`
+                are appended to the cache.
         """
         return self.head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Hidden states (B, T, D) after the final norm: forward without the head."""
+        """Compute the hidden states (B, T, D) after the final norm: `forward` without the head."""
         x = self.embed(tokens, 0 if cache is None else cache.length)
-        blocks = self.blocks.children()  # of a list, or of a dict that one stage holds
+        blocks = self.blocks.children()  # an nn.ModuleList, or an nn.ModuleDict on a pipeline stage
         if cache is None:
             for block in blocks:
                 x = block(x)
@@ -78,7 +93,15 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Token embeddings (B, T, D), from position start on.   Raises: ValueError: too long."""
+        """Compute the embeddings (B, T, D) of tokens (B, T), the input of the first block.
+
+        Args:
+            tokens: Token ids, (B, T).
+            start: Position of the first token.
+
+        Raises:
+            ValueError: If the last position is not below `max_seq_len`.
+        """
         n_tokens = start + tokens.shape[-1]
         if n_tokens > self.max_seq_len:
             message = f"longer than max_seq_len={self.max_seq_len}"
@@ -87,10 +110,14 @@ class Decoder(nn.Module):
         return self.token_embedding(tokens)
 
     def new_cache(self) -> KVCache:
+        """Return an empty key-value cache for `forward`."""
         return KVCache(self.n_layers)
 
-    def fill(self) -> None:
-        """Initial weights on the default device; none if that is the meta device."""
+    def initialize(self) -> None:
+        """Allocate all parameters on the default device and initialize them.
+
+        Does nothing if the default device is the meta device.
+        """
         device = torch.get_default_device()
         if device.type != "meta":
             self.to_empty(device=device)
@@ -99,11 +126,17 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor) -> None:
-        """Fill one whole parameter in place: a pure function of (init_seed, name, its shape).
+        """Fill one full (unsharded) parameter in place with its initial values.
 
-        Normal(0, 0.02); biases 0, norms 1; the two projections that write into the residual stream
-        are scaled by 1 / sqrt(2 * n_layers), the number of such writes. Numbers are drawn on the
-        CPU in fp32 whatever the tensor's device and type, so that every device gets the same.
+        The values depend only on `init_seed`, the name and the shape. Biases are 0 and scales of
+        norms are 1. All other parameters are drawn from Normal(0, 0.02). The standard deviation of
+        the two projections of a block that write into the residual stream is divided by
+        sqrt(2 * n_layers), because the stream is a sum of 2 * n_layers such writes. Values are
+        drawn on the CPU in fp32, so that they are identical for every device and dtype.
+
+        Args:
+            name: Name of the parameter in the full net, such as `blocks.0.mlp.up_proj.weight`.
+            tensor: Tensor to fill.
         """
         module, _, kind = name.rpartition(".")
         if kind == "bias":
@@ -111,7 +144,9 @@ class Decoder(nn.Module):
         elif module.rpartition(".")[2].startswith("norm"):
             tensor.fill_(1.0)
         else:
-            if module == "head" and self.tie_head:  # one storage: either name, the same numbers
+            if (
+                module == "head" and self.tie_head
+            ):  # both names of the shared parameter give one seed
                 name = "token_embedding.weight"
             writes_residual = module.endswith(("attention.out_proj", "mlp.down_proj"))
             std = INIT_STD / math.sqrt(2 * self.n_layers) if writes_residual else INIT_STD
@@ -120,7 +155,7 @@ class Decoder(nn.Module):
             tensor.copy_(normal.normal_(0.0, std, generator=generator))
 
     def _apply(self, fn, recurse=True):
-        # to_empty() makes a new parameter under each name, which would untie the head.
+        # Tie the head again: to_empty() creates a separate parameter for each of the two names.
         tied = self.head is not None and self.token_embedding is not None
         tied = tied and self.head.weight is self.token_embedding.weight
         super()._apply(fn, recurse)
@@ -130,7 +165,15 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, T, D) -> (B, T, D), alone or after what a cache holds."""
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D).
+
+    Args:
+        norm_1: Norm before attention.
+        attention: Attention, called with x and a `LayerCache` or None.
+        norm_2: Norm before the MLP.
+        mlp: MLP, (B, T, D) -> (B, T, D).
+        dropout: Dropout probability of the outputs of attention and MLP.
+    """
 
     def __init__(
         self, norm_1: nn.Module, attention: nn.Module, norm_2: nn.Module, mlp: nn.Module,
@@ -141,47 +184,68 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """Compute the block; with a cache, `x` holds the new positions only."""
         x = x + self.dropout(self.attention(self.norm_1(x), cache))
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
 class CausalSelfAttention(nn.Module):
-    """Each position attends to itself and to those before it; q's heads share those of k and v."""
+    """Causal self-attention, (B, T, D) -> (B, T, D), with grouped heads of k and v.
+
+    Args:
+        d_model: Width D of the input and the output.
+        n_heads: Number of heads of q, a divisor of `d_model`.
+        n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
+        bias: True if the four projections have a bias.
+        dropout: Dropout probability of the attention weights.
+    """
 
     def __init__(
         self, d_model: int, n_heads: int, n_kv_heads: int, bias: bool, dropout: float = 0.0
     ):
         super().__init__()
-        self.d_head, self.dropout = d_model // n_heads, dropout
+        self.d_head = d_model // n_heads
+        self.dropout = dropout
         self.q_proj = nn.Linear(d_model, d_model, bias)
         self.k_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
         self.v_proj = nn.Linear(d_model, n_kv_heads * self.d_head, bias)
         self.out_proj = nn.Linear(d_model, d_model, bias)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        # H, G are read off the width: this rank's heads where they are split over ranks
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (one(x).unflatten(-1, (-1, self.d_head)) for one in projections)  # (B, T, H, K)
-        q, k = self.place(q, k, 0 if cache is None else cache.length)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H or G, T, K)
-        k, v, mask = (k, v, None) if cache is None else cache.extend(k, v)
+        """Compute attention; with a cache, `x` holds the new positions only."""
+        # H and G follow from the width: under tensor parallelism a rank has only some heads.
+        q = self.q_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, H, K)
+        k = self.k_proj(x).unflatten(-1, (-1, self.d_head))  # (B, T, D) -> (B, T, G, K)
+        v = self.v_proj(x).unflatten(-1, (-1, self.d_head))
+        q, k = self.apply_positions(q, k, 0 if cache is None else cache.length)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or G, T, K)
+        mask = None
+        if cache is not None:
+            k, v, mask = cache.extend(k, v)
         y = F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None,
             enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return self.out_proj(y.transpose(1, 2).flatten(2))  # (B, H, T, K) -> (B, T, D)
 
-    def place(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Where a net's positions are in its heads: q and k (B, T, H or G, K), from start on."""
+    def apply_positions(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Apply position information to q and k; return both unchanged unless overridden.
+
+        Args:
+            q: Queries, (B, T, H, K).
+            k: Keys, (B, T, G, K).
+            start: Position of the first of the T tokens.
+        """
         return q, k
 
 
 def make_embedding(n: int, d_model: int) -> nn.Embedding:
-    # nn.Embedding() would draw on the meta device: torch imports its compiler for that, 2 s.
+    """Return a trainable embedding of n vectors without initial values."""
+    # nn.Embedding() draws random values, which imports torch's compiler (2 s) on the meta device.
     return nn.Embedding.from_pretrained(torch.empty(n, d_model), freeze=False)
 
 
 def stable_hash(seed: int, name: str) -> int:
-    # hash() is not the same in every process.
+    """Return a signed 64-bit hash; unlike `hash()` it is identical in every process."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)

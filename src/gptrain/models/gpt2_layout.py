@@ -1,7 +1,8 @@
-"""SimpleGPT's weights in the layout of Hugging Face's GPT-2, and back.
+"""Conversion of SimpleGPT's weights to the layout of Hugging Face's GPT-2 and back.
 
-There q, k and v are one `c_attn`, and a projection's matrix is (inputs, outputs), the transpose of
-nn.Linear's. All else differs by name only. Source: GPT2LMHeadModel of huggingface/transformers.
+In GPT-2's layout q, k and v are one layer `c_attn`, and the weight of a projection has the shape
+(inputs, outputs), the transpose of nn.Linear's. All other parameters differ by name only.
+Source: GPT2LMHeadModel of huggingface/transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from gptrain.models.decoder import Decoder
 
-_OUTSIDE = {  # theirs -> ours
+_NAMES_OUTSIDE_BLOCKS = {  # Hugging Face's name -> gptrain's name
     "wte.weight": "token_embedding.weight",
     "wpe.weight": "position_embedding.weight",
     "ln_f.weight": "norm.weight",
     "ln_f.bias": "norm.bias",
 }
-_INSIDE = {  # of a block; several of ours are the parts of one of theirs
+_LAYERS_OF_BLOCK = {  # Hugging Face's layer -> gptrain's layers, concatenated along the outputs
     "ln_1": ("norm_1",),
     "ln_2": ("norm_2",),
     "attn.c_attn": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
@@ -30,8 +31,8 @@ _INSIDE = {  # of a block; several of ours are the parts of one of theirs
     "mlp.c_proj": ("mlp.down_proj",),
 }
 _TRANSPOSED = re.compile(r".*\.c_\w+\.weight")
-_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers in old files; not learned
-_FIXED = {  # theirs by default
+_MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # constants that old files contain
+_FIXED_CONFIG = {  # defaults of GPT2Config to which SimpleGPT has no alternative
     "layer_norm_epsilon": 1e-5,
     "n_inner": None,
     "scale_attn_weights": True,
@@ -42,68 +43,94 @@ _FIXED = {  # theirs by default
 
 
 def to_gpt2(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of the GPT2LMHeadModel that computes what net computes.
+    """Return the config and the tensors of the GPT2LMHeadModel that computes the same as `net`.
 
-    The head is tied and therefore left out.
+    The tensors do not contain the head, which is tied to the token embedding.
+
+    Args:
+        net: A SimpleGPT.
     """
     dropout = net.get_submodule("dropout").p
     config = {
         **_config(net),
         "architectures": ["GPT2LMHeadModel"],
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
+        # GPT2Config's default ids belong to GPT-2's tokenizer.
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
     }
-    state, tensors = net.state_dict(), {}
-    for theirs, ours in _names(net.n_layers).items():
-        whole = torch.cat([state[name] for name in ours])
-        tensors[f"transformer.{theirs}"] = whole.t() if _TRANSPOSED.fullmatch(theirs) else whole
+    state = net.state_dict()
+    tensors = {}
+    for gpt2_name, names in _names(net.n_layers).items():
+        tensor = torch.cat([state[name] for name in names])
+        is_transposed = _TRANSPOSED.fullmatch(gpt2_name)
+        tensors[f"transformer.{gpt2_name}"] = tensor.t() if is_transposed else tensor
     return config, tensors
 
 
 def from_gpt2(
     net: Decoder, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A state dict for net from the config and tensors of a GPT2LMHeadModel, as views.
+    """Return a state dict for `net` from the config and the tensors of a GPT2LMHeadModel.
+
+    The tensors of the state dict are views of `tensors`. A tensor with an unknown name keeps its
+    name, so that `load_state_dict` reports it.
 
     Args:
-        config: of config.json, the only place of the number of heads and the activation.
+        net: A SimpleGPT.
+        config: Content of config.json. The tensors do not show the number of heads and the
+            activation.
+        tensors: Tensors by name, with or without the prefix `transformer.`.
 
-    Raises: ValueError, one line that names both sides of all that does not fit.
+    Raises:
+        ValueError: If `config` describes another net. One line lists all differences.
     """
-    there = {**_FIXED, "activation_function": "gelu_new", **config}
-    if there["n_inner"] == 4 * net.d_model:
-        there["n_inner"] = None
-    if there["activation_function"] == "gelu_pytorch_tanh":
-        there["activation_function"] = "gelu_new"
-    here = _config(net)
-    del here["n_positions"]  # the shape of the table says it, and init_from can resize it
-    check_same(there, here)
-    theirs = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    theirs.pop("lm_head.weight", None)  # of old files: tied there too, as the config says
+    config = {**_FIXED_CONFIG, "activation_function": "gelu_new", **config}
+    if config["n_inner"] == 4 * net.d_model:
+        config["n_inner"] = None
+    if config["activation_function"] == "gelu_pytorch_tanh":
+        config["activation_function"] = "gelu_new"
+    expected = _config(net)
+    # The shape of the position table shows n_positions, and init_from can resize the table.
+    del expected["n_positions"]
+    check_same(config, expected)
+    remaining = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    # Old files contain the head. The config was checked: the head is the token embedding.
+    remaining.pop("lm_head.weight", None)
     state = {}
-    for name, ours in _names(net.n_layers).items():
-        if name in theirs:
-            tensor = theirs.pop(name)
-            whole = tensor.t() if _TRANSPOSED.fullmatch(name) else tensor
-            state |= zip(ours, whole.chunk(len(ours)), strict=True)
+    for gpt2_name, names in _names(net.n_layers).items():
+        if gpt2_name in remaining:
+            tensor = remaining.pop(gpt2_name)
+            if _TRANSPOSED.fullmatch(gpt2_name):
+                tensor = tensor.t()
+            state |= zip(names, tensor.chunk(len(names)), strict=True)
     if "token_embedding.weight" in state:
         state["head.weight"] = state["token_embedding.weight"]
-    return state | {name: theirs[name] for name in theirs if not _MASK.fullmatch(name)}
+    unknown = {name: remaining[name] for name in remaining if not _MASK_BUFFER.fullmatch(name)}
+    return state | unknown
 
 
-def check_same(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raises: ValueError that names both sides of all that is here and not the same there."""
-    message = [
-        f"{key}={there.get(key)} there, {value} here"
-        for key, value in here.items()
-        if there.get(key) != value
+def check_same(config: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check that a folder's config describes the net.
+
+    Args:
+        config: Content of the folder's config.json. Only the keys of `expected` are compared; a
+            missing key counts as None.
+        expected: Config of the net.
+
+    Raises:
+        ValueError: If a value differs. The message lists both values of every such key.
+    """
+    differences = [
+        f"{key}={config.get(key)} in the config, {value} in the net"
+        for key, value in expected.items()
+        if config.get(key) != value
     ]
-    if message:
-        raise ValueError("; ".join(message))
+    if differences:
+        raise ValueError("; ".join(differences))
 
 
 def _config(net: Decoder) -> dict[str, Any]:
-    """What decides what a net computes, in their words."""
+    """Return the keys of GPT2Config that determine what the net computes."""
     return {
         "model_type": "gpt2",
         "vocab_size": net.vocab_size,
@@ -112,15 +139,16 @@ def _config(net: Decoder) -> dict[str, Any]:
         "n_layer": net.n_layers,
         "n_head": net.n_heads,
         "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[str(net.activation)],
-        **_FIXED,
+        **_FIXED_CONFIG,
     }
 
 
 def _names(n_layers: int) -> dict[str, tuple[str, ...]]:
-    """Theirs -> ours."""
-    return {theirs: (ours,) for theirs, ours in _OUTSIDE.items()} | {
-        f"h.{block}.{theirs}.{kind}": tuple(f"blocks.{block}.{name}.{kind}" for name in ours)
+    """Map each name of Hugging Face's parameters to gptrain's names of the parts."""
+    names = {gpt2_name: (name,) for gpt2_name, name in _NAMES_OUTSIDE_BLOCKS.items()}
+    return names | {
+        f"h.{block}.{gpt2_layer}.{kind}": tuple(f"blocks.{block}.{name}.{kind}" for name in layers)
         for block in range(n_layers)
-        for theirs, ours in _INSIDE.items()
+        for gpt2_layer, layers in _LAYERS_OF_BLOCK.items()
         for kind in ("weight", "bias")
     }

@@ -1,7 +1,8 @@
-"""Any causal language model of transformers as a net. Needs the extra `export`.
+"""Causal language models of Hugging Face transformers as nets. Needs the extra `export`.
 
-Only a config is read, by its keys or from a local folder: no code but transformers' own is run, and
-nothing is fetched. The weights of a folder: init_from=<folder>, as for every net.
+Only a config is read, from keys or from a local folder. No code except that of the installed
+transformers runs, and nothing is downloaded. To start from the weights of a folder, set
+`init_from=<folder>`, as for every net.
 """
 
 from __future__ import annotations
@@ -15,22 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Keys of a config that name code to be fetched, and the type of the weights, which is the run's.
-_LEFT_OUT = {"auto_map", "quantization_config", "dtype", "torch_dtype"}
+# Keys that name code to download, and the dtype of the weights, which trainer.precision determines.
+_IGNORED_KEYS = {"auto_map", "quantization_config", "dtype", "torch_dtype"}
 
 
 class HuggingFace(nn.Module):
-    """A model of transformers, and what of the contract of gptrain.models it offers.
+    """A causal language model of transformers, with as much of gptrain's contract as it allows.
 
     Args:
-        config: keys of its config, `model_type` among them; they win over the folder's.
-        path: a folder with a config.json.
+        vocab_size: Number of token ids, which must be that of the config.
+        config: Keys of the model's config, with `model_type`. They override those of `path`.
+        path: Folder with a config.json.
 
     Attributes:
-        blocks: its longest list of layers of one class.
-        head, hidden: where the logits are the head of the hidden states and nothing more.
+        blocks: Longest nn.ModuleList of the model whose layers have one class. Missing if there is
+            no such list.
+        head: Output embedding of the model. Missing if the logits are not `head(hidden(tokens))`.
+        hidden: Function that computes the input of the head. Missing if `head` is missing.
 
-    Raises: ValueError where transformers knows no such model, or sizes contradict.
+    Raises:
+        ValueError: If transformers does not know the `model_type`, or if sizes contradict.
     """
 
     def __init__(
@@ -38,104 +43,138 @@ class HuggingFace(nn.Module):
     ):
         super().__init__()
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.models.auto import modeling_auto as known
+        from transformers.models.auto import modeling_auto
 
         keys: dict[str, Any] = {"vocab_size": vocab_size, **config_keys(config, path)}
-        kind = str(keys.get("model_type"))
-        if kind not in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            raise ValueError(f"model_type={kind}: no causal language model of this transformers")
+        model_type = str(keys.get("model_type"))
+        if model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            message = "no causal language model of the installed transformers has this type"
+            raise ValueError(f"model_type={model_type}: {message}")
         if keys["vocab_size"] != vocab_size:
-            raise ValueError(f"vocab_size={vocab_size}: config or path says {keys['vocab_size']}")
+            message = f"differs from vocab_size={keys['vocab_size']} of config or path"
+            raise ValueError(f"vocab_size={vocab_size}: {message}")
         try:
-            made = AutoConfig.for_model(**keys)
-            self.model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
+            model_config = AutoConfig.for_model(**keys)
+            self.model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
             head = self.model.get_output_embeddings()
-            has_head = isinstance(head, nn.Linear) and self._is_last(head)
-        except Exception as error:  # a contradiction is answered by any type
+            has_head = isinstance(head, nn.Linear) and self._computes_logits(head)
+        except Exception as error:  # transformers raises any type for contradicting keys
             is_meta = torch.get_default_device().type == "meta"
             if is_meta and isinstance(error, (RuntimeError, TypeError)):
-                raise  # it may need real numbers
-            said = " ".join(str(error).split())
-            raise ValueError(f"transformers cannot make this {kind}: {said}") from error
-        sizes = made.get_text_config()
+                raise  # the constructor may read values, which tensors on the meta device lack
+            reason = " ".join(str(error).split())
+            raise ValueError(f"transformers cannot build this {model_type}: {reason}") from error
+        text_config = model_config.get_text_config()
         self.vocab_size = vocab_size
-        self.d_model, self.n_layers = sizes.hidden_size, sizes.num_hidden_layers
+        self.d_model = text_config.hidden_size
+        self.n_layers = text_config.num_hidden_layers
         lists = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
         lists = [part for part in lists if len({type(block) for block in part}) == 1]
-        # Second names, not registered: what is saved has the names that it has in the model.
+        # `blocks` and `head` are aliases. As submodules they would add names to the state dict.
         if lists:
             self.__dict__["blocks"] = max(lists, key=len)
         if has_head:
             self.__dict__.update(head=head, hidden=self._hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token that follows each of tokens (B, T)."""
+        """Compute the logits (B, T, V) of the token that follows each of the tokens (B, T)."""
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def _hidden(self, tokens: Tensor) -> Tensor:
         return self.model.get_decoder()(input_ids=tokens, use_cache=False)[0]  # (B, T, D)
 
     @torch.no_grad()
-    def _is_last(self, head: nn.Linear) -> bool:
-        """Whether the head makes the logits of the hidden states, and nothing comes between.
+    def _computes_logits(self, head: nn.Linear) -> bool:
+        """Return whether the logits are exactly the head of the decoder's hidden states.
 
-        Looked at, since it is written nowhere: some scale their logits, or bound them. Told by
-        which tensors pass, not by their numbers, so that a net on the meta device can be asked.
+        Some models scale or bound their logits, and no config key shows that. The check runs the
+        model on one token and compares the identity of tensors and of their storage, not values,
+        so that it works on the meta device.
         """
-        base, inputs, outputs = self.model.get_decoder(), {}, {}
+        decoder = self.model.get_decoder()
+        inputs: dict[nn.Module, Any] = {}
+        outputs: dict[nn.Module, Any] = {}
 
-        def note(part: nn.Module, given: Any, made: Any) -> None:
-            inputs[part], outputs[part] = given, made
+        def record(module: nn.Module, module_inputs: Any, module_output: Any) -> None:
+            inputs[module] = module_inputs
+            outputs[module] = module_output
 
-        hooks = [part.register_forward_hook(note) for part in (base, head)]
+        hooks = [module.register_forward_hook(record) for module in (decoder, head)]
         self.eval()
-        # With a cache: without one transformers looks whether positions begin anew.
+        # Without a cache, transformers searches the position ids for packed sequences. The search
+        # reads values, which tensors on the meta device lack.
         logits = self.model(torch.zeros(1, 1, dtype=torch.int64), use_cache=True).logits
         self.train()
         for hook in hooks:
             hook.remove()
-        if base not in outputs or outputs.get(head) is not logits:
+        if decoder not in outputs or outputs.get(head) is not logits:
             return False
-        given, hidden = inputs[head][0].untyped_storage(), outputs[base][0].untyped_storage()
-        return given._cdata == hidden._cdata  # one memory, also where a view of it is given
+        head_input = inputs[head][0].untyped_storage()
+        hidden = outputs[decoder][0].untyped_storage()
+        return (
+            head_input._cdata == hidden._cdata
+        )  # a view of the hidden states shares their storage
 
     def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Its config, and its tensors under the first of their names."""
+        """Return the model's config and its tensors; a tied tensor has the first of its names."""
         config = self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
         state = self.model.state_dict(keep_vars=True)
-        first = {tensor: name for name, tensor in reversed(state.items())}
-        return config, {name: tensor for tensor, name in first.items()}
+        first_names = {tensor: name for name, tensor in reversed(state.items())}
+        return config, {name: tensor for tensor, name in first_names.items()}
 
     def from_hugging_face(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """A state dict from those of a model of the same type.   Raises: ValueError for another."""
-        ours, theirs = self.model.config.model_type, config.get("model_type")
-        if ours != theirs:
-            raise ValueError(f"model_type={theirs} there, {ours} here")
-        state, prefix = self.model.state_dict(keep_vars=True), f"{self.model.base_model_prefix}."
-        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
-        given = {}  # GPT-2's own file was saved without its head, and with masks
+        """Return a state dict for this net from the tensors of a model of the same type.
+
+        The state dict holds the given tensors, not copies.
+
+        Args:
+            config: Content of the folder's config.json. Only `model_type` is compared.
+            tensors: Tensors by name. The prefix of the base model may be missing, and a tied tensor
+                may be missing under all but one of its names.
+
+        Raises:
+            ValueError: If the folder holds a model of another type.
+        """
+        expected = self.model.config.model_type
+        model_type = config.get("model_type")
+        if model_type != expected:
+            raise ValueError(f"model_type={model_type} in the config, {expected} in the net")
+        state = self.model.state_dict(keep_vars=True)
+        prefix = f"{self.model.base_model_prefix}."
+        ignored_patterns = self.model._keys_to_ignore_on_load_unexpected or ()
+        # GPT-2's original file has no head and no prefix, and contains attention masks.
+        loaded = {}
         for name, tensor in tensors.items():
-            full = prefix + name if prefix + name in state else name
-            if full in state or not any(re.search(old, name) for old in ignored):
-                given[full] = tensor
-        found = {tensor: given[name] for name, tensor in state.items() if name in given}
-        tied = {name: found[tensor] for name, tensor in state.items() if tensor in found}
-        return {f"model.{name}": tensor for name, tensor in {**given, **tied}.items()}
+            full_name = prefix + name if prefix + name in state else name
+            is_ignored = any(re.search(pattern, name) for pattern in ignored_patterns)
+            if full_name in state or not is_ignored:
+                loaded[full_name] = tensor
+        loaded_of = {tensor: loaded[name] for name, tensor in state.items() if name in loaded}
+        tied = {name: loaded_of[tensor] for name, tensor in state.items() if tensor in loaded_of}
+        return {f"model.{name}": tensor for name, tensor in {**loaded, **tied}.items()}
 
 
 def config_keys(config: Mapping[str, Any] | None, path: str | None) -> dict[str, Any]:
-    """Keys of a folder's config and those given, which win; of code none.   Raises: ValueError."""
+    """Return the keys of a model's config, without those that name code.
+
+    Args:
+        config: Keys that override those of `path`.
+        path: Folder with a config.json.
+
+    Raises:
+        ValueError: If `path` has no config.json, or the file is not a JSON object.
+    """
     content = {}
     if path is not None:
         file = Path(path).expanduser() / "config.json"
         if not file.is_file():
-            raise ValueError(f"path={path}: no config.json there, which makes a folder a model")
+            raise ValueError(f"path={path}: no config.json in this folder")
         try:
             content = dict(json.loads(file.read_text()))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{file}: no JSON of keys ({error})") from error
+            raise ValueError(f"{file}: not a JSON object ({error})") from error
     return _without_code({**content, **(config or {})})
 
 
@@ -143,5 +182,6 @@ def _without_code(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _without_code(value) if isinstance(value, Mapping) else value
         for key, value in keys.items()
-        if key not in _LEFT_OUT and "implementation" not in key  # of attention: may be fetched
+        # A key such as attn_implementation may name a kernel, which transformers would download.
+        if key not in _IGNORED_KEYS and "implementation" not in key
     }

@@ -1,8 +1,10 @@
-"""Llama: the decoder-only transformer that most open nets are today.
+"""Llama, the architecture of most open language models, also with the options of Qwen3.
 
-Pre-RMSNorm, causal self-attention with rotary positions and grouped key-value heads, SwiGLU MLP, no
-biases. Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024 (Llama 3),
-arXiv:2407.21783; normalised q and k: Dehghani et al. 2023, arXiv:2302.05442, as in Qwen3.
+A block has RMSNorm before each part, causal self-attention with rotary position embeddings and
+grouped key-value heads, and a SwiGLU MLP. No layer has a bias.
+
+Sources: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024 (Llama 3), arXiv:2407.21783;
+normalization of q and k: Dehghani et al. 2023, arXiv:2302.05442, as in Qwen3.
 """
 
 # B batch, T time, D d_model, H heads, G heads of k and v, K d_head
@@ -23,15 +25,25 @@ class Llama(Decoder):
     """Llama's architecture.
 
     Args:
-        n_kv_heads: heads of k and v, each shared by n_heads / n_kv_heads heads of q.
-        d_ff: width inside the MLP, of which there are three matrices.
-        max_seq_len: longest sequence that is taken; nothing is allocated for it.
-        rope_base: the slowest rotation takes about 2 pi rope_base positions a turn.
-        rope_scaling: Llama 3.1's (8) and 3.2's (32) factor for slow rotations; 1: none.
-        qk_norm: RMSNorm of each head's q and k, with one scale for all heads.
-        tie_head: head and token embedding are one parameter.
+        vocab_size: Number of token ids V.
+        d_model: Width D of the residual stream.
+        n_heads: Number of heads of q.
+        n_kv_heads: Number of heads of k and v. `n_heads / n_kv_heads` heads of q share each.
+        n_layers: Number of blocks.
+        d_ff: Width inside the MLP, which has three matrices.
+        max_seq_len: Largest number of positions of a sequence. No memory is allocated for it.
+        rope_base: Base of the rotary embedding. The slowest rotation takes about 2 pi rope_base
+            positions for a full turn.
+        rope_scaling: Factor by which slow rotations are slowed down further: 8 in Llama 3.1, 32 in
+            Llama 3.2. 1 switches the scaling off.
+        norm_eps: Epsilon of all norms.
+        qk_norm: True if q and k of each head are normalized by RMSNorm. All heads of a layer share
+            one scale for q and one for k.
+        tie_head: True if head and token embedding share one parameter.
 
-    Raises: ValueError for heads that do not divide, or that cannot be rotated.
+    Raises:
+        ValueError: If `n_kv_heads` does not divide `n_heads`, or `2 * n_heads` does not divide
+            `d_model`.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -57,10 +69,14 @@ class Llama(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head)
         if n_heads % n_kv_heads:
-            message = f"does not divide n_heads={n_heads}, each is shared by equally many"
+            message = (
+                f"does not divide n_heads={n_heads}, so that heads of k and v are not shared evenly"
+            )
             raise ValueError(f"n_kv_heads={n_kv_heads}: {message}")
         if d_model % (2 * n_heads):
-            message = f"d_model={d_model} is no multiple of 2 * n_heads, a head is rotated in pairs"
+            message = (
+                f"d_model={d_model} is not a multiple of 2 * n_heads, as RoPE needs even heads"
+            )
             raise ValueError(f"n_heads={n_heads}: {message}")
         self.n_kv_heads = n_kv_heads
         self.d_ff = d_ff
@@ -85,53 +101,79 @@ class Llama(Decoder):
             if tie_head:
                 self.head.weight = self.token_embedding.weight
 
-        self.fill()
+        self.initialize()
 
-    to_hugging_face, from_hugging_face = llama_layout.to_llama, llama_layout.from_llama
+    to_hugging_face = llama_layout.to_llama
+    from_hugging_face = llama_layout.from_llama
 
 
 class RotaryAttention(CausalSelfAttention):
-    """Causal self-attention whose positions are rotations of q and k."""
+    """Causal self-attention with rotary position embeddings (RoPE) of q and k.
 
-    def __init__(self, sizes: Llama):
-        super().__init__(sizes.d_model, sizes.n_heads, sizes.n_kv_heads, bias=False)
-        self.rope_base, self.rope_scaling = sizes.rope_base, sizes.rope_scaling
-        self.norm_q = self.norm_k = None
-        if sizes.qk_norm:
-            self.norm_q, self.norm_k = (RMSNorm(self.d_head, sizes.norm_eps) for _ in range(2))
+    Args:
+        net: Net whose sizes and RoPE options are used; the net itself is not kept.
+    """
 
-    def place(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Normalised, then each pair of a head's numbers turned by an angle, in fp32 or above.
+    def __init__(self, net: Llama):
+        super().__init__(net.d_model, net.n_heads, net.n_kv_heads, bias=False)
+        self.rope_base = net.rope_base
+        self.rope_scaling = net.rope_scaling
+        self.norm_q = RMSNorm(self.d_head, net.norm_eps) if net.qk_norm else None
+        self.norm_k = RMSNorm(self.d_head, net.norm_eps) if net.qk_norm else None
 
-        The angle grows with the position, from start on, so that q times k depends on the distance
-        alone. Autograd saves the angles only. Source: Su et al. 2021, arXiv:2104.09864.
+    def apply_positions(self, q: Tensor, k: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Normalize q and k if `qk_norm` is set, then rotate each pair of values in fp32 or above.
+
+        The angle of a pair is proportional to the position, so that the product of q and k depends
+        only on the distance of their positions. Autograd saves the cosines and sines only.
+        Source: Su et al. 2021, arXiv:2104.09864.
+
+        Args:
+            q: Queries, (B, T, H, K).
+            k: Keys, (B, T, G, K).
+            start: Position of the first of the T tokens.
         """
-        norm_q, norm_k = self.norm_q, self.norm_k
-        parts = (q, k) if norm_q is None or norm_k is None else (norm_q(q), norm_k(k))
-        # The type is named: under trainer.precision=bf16-true torch's default would be bf16.
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        input_dtype = q.dtype
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
+        # Positions need fp32: under trainer.precision=bf16-true, torch's default dtype is bf16.
+        dtype = torch.promote_types(input_dtype, torch.float32)
         positions = torch.arange(start, start + q.shape[1], dtype=dtype, device=q.device)
         cos, sin = self.angles(positions)
         half = self.d_head // 2
-        q, k = [torch.addcmul(x * cos, x.roll(half, -1), sin).to(q.dtype) for x in parts]
+        q, k = (torch.addcmul(x * cos, x.roll(half, -1), sin).to(input_dtype) for x in (q, k))
         return q, k
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine (T, 1, K): of a pair a cos - b sin, and b cos + a sin."""
+        """Return the cosines and the signed sines of the rotations, each (T, 1, K).
+
+        Value i of a head's first half, a, and value i of its second half, b, form a pair. The pair
+        becomes a cos - b sin and b cos + a sin: the sines of the first half have a minus sign.
+
+        Args:
+            positions: Positions of the tokens, (T,), in the dtype of the result.
+        """
         half = self.d_head // 2
         fractions = torch.arange(half, dtype=positions.dtype, device=positions.device) / half
-        speeds = self.rope_base**-fractions  # radians a position
-        if self.rope_scaling != 1:  # whole for 4 turns in Llama 3's context and more, none for one
+        speeds = self.rope_base**-fractions  # radians per position, (K/2,)
+        if self.rope_scaling != 1:
+            # Keep the speed of pairs that turn 4 times or more within Llama 3's context, divide the
+            # speed of pairs that turn once or less, and interpolate in between.
             turns = speeds * llama_layout.LLAMA3_CONTEXT / (2 * math.pi)
-            whole = ((turns - 1) / (4 - 1)).clamp(0, 1)
-            speeds = speeds * (whole + (1 - whole) / self.rope_scaling)
-        angles = torch.outer(positions, speeds)[:, None]  # (T, 1, K/2), radians
-        cos, sin = angles.cos(), angles.sin()  # of a pair: a number of each half of the head
+            unscaled = ((turns - 1) / (4 - 1)).clamp(0, 1)
+            speeds = speeds * (unscaled + (1 - unscaled) / self.rope_scaling)
+        angles = torch.outer(positions, speeds)[:, None]  # radians, (T, 1, K/2)
+        cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), d_ff wide inside. Source: Shazeer 2020, arXiv:2002.05202."""
+    """MLP with a gate: down(silu(gate(x)) * up(x)). Source: Shazeer 2020, arXiv:2002.05202.
+
+    Args:
+        d_model: Width of the input and the output.
+        d_ff: Width of gate(x) and up(x).
+    """
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
@@ -140,4 +182,5 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the MLP, (B, T, D) -> (B, T, D)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

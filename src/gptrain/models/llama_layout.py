@@ -1,6 +1,7 @@
-"""Llama's weights in the layout of Hugging Face's Llama, or Qwen3 where q and k are normalised.
+"""Conversion of Llama's weights to the layout of Hugging Face's Llama or Qwen3 and back.
 
-All differs by name only. Source: LlamaForCausalLM and Qwen3ForCausalLM of huggingface/transformers.
+The layout is Qwen3's if q and k are normalized, and Llama's otherwise. All parameters differ by
+name only. Source: LlamaForCausalLM and Qwen3ForCausalLM of huggingface/transformers.
 """
 
 from __future__ import annotations
@@ -14,33 +15,53 @@ from torch import Tensor
 from gptrain.models.decoder import Decoder
 from gptrain.models.gpt2_layout import check_same
 
-LLAMA3_CONTEXT = 8192  # positions of Llama 3, which 3.1 and 3.2 stretch
-_OUTSIDE = {"token_embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_INSIDE = {
+LLAMA3_CONTEXT = 8192  # context length of Llama 3, which the RoPE scaling of 3.1 and 3.2 extends
+# gptrain's layer -> Hugging Face's layer
+_LAYERS_OUTSIDE_BLOCKS = {
+    "token_embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+_LAYERS_OF_BLOCK = {
     "norm_1": "input_layernorm",
     "norm_2": "post_attention_layernorm",
-    **{f"attention.{one}_proj": f"self_attn.{one}_proj" for one in "qkv"},
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
     "attention.out_proj": "self_attn.o_proj",
-    **{f"attention.norm_{one}": f"self_attn.{one}_norm" for one in "qk"},
-    **{f"mlp.{one}_proj": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+    "attention.norm_q": "self_attn.q_norm",
+    "attention.norm_k": "self_attn.k_norm",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
 }
-_TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers in old files; not learned
-_NOT_HERE = ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings")
-# Theirs where a config says nothing.
-_ABSENT = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **dict.fromkeys(_NOT_HERE, False)}
+_ROPE_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # constants that old files contain
+_UNSUPPORTED = ("attention_bias", "mlp_bias", "use_sliding_window")
+_CONFIG_DEFAULTS = {  # values of keys that a config.json lacks
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    **dict.fromkeys(_UNSUPPORTED, False),
+}
 
 
 def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of the LlamaForCausalLM or Qwen3ForCausalLM that computes what net does.
+    """Return the config and the tensors of the transformers model that computes the same as `net`.
 
-    The tensors are views where the layout allows; a tied head is left out.
+    The model is a LlamaForCausalLM, or a Qwen3ForCausalLM if q and k are normalized. The tensors
+    are those of `net.state_dict()`, not copies. A tied head is left out.
+
+    Args:
+        net: A Llama.
     """
     config: dict[str, Any] = _config(net) | {
         "architectures": ["Qwen3ForCausalLM" if net.qk_norm else "LlamaForCausalLM"],
         "max_position_embeddings": net.max_seq_len,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # theirs are those of one tokenizer
+        # LlamaConfig's default ids belong to one tokenizer.
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
     }
-    rope = config.pop("rope_parameters")  # transformers 5 reads the names of 4, too
+    # transformers 4 has rope_theta and rope_scaling, which transformers 5 also reads.
+    rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     config["rope_scaling"] = rope if net.rope_scaling != 1 else None
     state = net.state_dict()
@@ -53,26 +74,39 @@ def to_llama(net: Decoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def from_llama(
     net: Decoder, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """A state dict for net from the config and tensors of one of the two, as views.
+    """Return a state dict for `net` from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
-    Raises: ValueError, one line that names both sides of all sizes that do not fit.
+    The state dict holds the given tensors, not copies. A tensor with an unknown name keeps its
+    name, so that `load_state_dict` reports it.
+
+    Args:
+        net: A Llama.
+        config: Content of config.json.
+        tensors: Tensors by name.
+
+    Raises:
+        ValueError: If `config` describes another net. One line lists all differences.
     """
-    theirs = {**_ABSENT, **config}
-    theirs["head_dim"] = theirs.get("head_dim") or net.d_model // net.n_heads
-    theirs["num_key_value_heads"] = theirs.get("num_key_value_heads") or net.n_heads
+    completed = {**_CONFIG_DEFAULTS, **config}
+    completed["head_dim"] = completed.get("head_dim") or net.d_model // net.n_heads
+    completed["num_key_value_heads"] = completed.get("num_key_value_heads") or net.n_heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **rope}
-    theirs["rope_parameters"] = {key: rope[key] for key in rope if key != "type"}
-    check_same(theirs, _config(net))
-    names = {name: ours for ours, name in _names(net.n_layers).items()}
-    state = {names.get(k, k): tensor for k, tensor in tensors.items() if not _TABLE.fullmatch(k)}
+    completed["rope_parameters"] = {key: rope[key] for key in rope if key != "type"}
+    check_same(completed, _config(net))
+    names = {hf_name: name for name, hf_name in _names(net.n_layers).items()}
+    state = {
+        names.get(hf_name, hf_name): tensor
+        for hf_name, tensor in tensors.items()
+        if not _ROPE_BUFFER.fullmatch(hf_name)
+    }
     if net.tie_head and "token_embedding.weight" in state:
         state["head.weight"] = state["token_embedding.weight"]
     return state
 
 
 def _config(net: Decoder) -> dict[str, Any]:
-    """What decides what a net computes, in their words."""
+    """Return the keys of LlamaConfig or Qwen3Config that determine what the net computes."""
     rope: dict[str, Any] = {"rope_theta": net.rope_base, "rope_type": "default"}
     if net.rope_scaling != 1:
         rope |= {"rope_type": "llama3", "factor": net.rope_scaling}
@@ -91,15 +125,15 @@ def _config(net: Decoder) -> dict[str, Any]:
         "tie_word_embeddings": net.tie_head,
         "rope_parameters": rope,
         "hidden_act": "silu",
-        **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
+        **dict.fromkeys(_UNSUPPORTED, False),
     }
 
 
 def _names(n_layers: int) -> dict[str, str]:
-    """Ours -> theirs."""
-    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _OUTSIDE.items()}
-    return names | {
-        f"blocks.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+    """Map gptrain's name of each parameter to Hugging Face's name."""
+    layers = _LAYERS_OUTSIDE_BLOCKS | {
+        f"blocks.{i}.{layer}": f"model.layers.{i}.{hf_layer}"
         for i in range(n_layers)
-        for ours, theirs in _INSIDE.items()
+        for layer, hf_layer in _LAYERS_OF_BLOCK.items()
     }
+    return {f"{layer}.weight": f"{hf_layer}.weight" for layer, hf_layer in layers.items()}

@@ -1,7 +1,9 @@
-"""SimpleGPT: a decoder-only transformer with GPT-2's architecture and initialisation.
+"""SimpleGPT, a decoder-only transformer with GPT-2's architecture and initialization.
 
-Pre-LayerNorm, causal self-attention, GELU MLP of 4 * d_model, learned positions, head tied to the
-token embedding. Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+A block has LayerNorm before each part, causal self-attention, and a GELU MLP of width 4 * d_model.
+Positions are learned, and the head is tied to the token embedding.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 """
 
 # B batch, T time, D d_model
@@ -14,17 +16,28 @@ from torch import Tensor, nn
 from gptrain.models import gpt2_layout
 from gptrain.models.decoder import Block, CausalSelfAttention, Decoder, make_embedding
 
-GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # the second is GPT-2's own
+GELU_APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}  # GPT-2 was trained with gelu_tanh
 
 
 class SimpleGPT(Decoder):
-    """GPT-2's architecture with q, k and v as projections of their own, so that heads can be split.
+    """GPT-2's architecture.
+
+    Unlike GPT-2, the projections of q, k and v are separate layers, so that tensor parallelism can
+    split them by heads.
 
     Args:
-        dropout: on the embedding, the attention weights, and both residual branches.
-        activation: "gelu" (exact), or "gelu_tanh" (the approximation GPT-2 was trained with).
+        vocab_size: Number of token ids V.
+        d_model: Width D of the residual stream.
+        n_heads: Number of attention heads.
+        n_layers: Number of blocks.
+        max_seq_len: Largest number of positions of a sequence: the size of the position table.
+        dropout: Dropout probability of the embedding, of the attention weights and of the outputs
+            of attention and MLP.
+        activation: Activation of the MLP: "gelu" (exact) or "gelu_tanh" (the approximation with
+            which GPT-2 was trained).
 
-    Raises: ValueError if n_heads does not divide d_model, or the activation is not known.
+    Raises:
+        ValueError: If `n_heads` does not divide `d_model`, or `activation` is unknown.
     """
 
     tensor_plan: ClassVar[dict[str, str]] = {
@@ -44,7 +57,7 @@ class SimpleGPT(Decoder):
     ):
         super().__init__(vocab_size, d_model, n_heads, n_layers, max_seq_len, tie_head=True)
         if d_model % n_heads:
-            message = f"does not divide d_model={d_model}, all heads are of one size"
+            message = f"does not divide d_model={d_model}, all heads must have the same size"
             raise ValueError(f"n_heads={n_heads}: {message}")
         self.activation = activation
 
@@ -66,26 +79,46 @@ class SimpleGPT(Decoder):
             self.head = nn.Linear(d_model, vocab_size, bias=False)
             self.head.weight = self.token_embedding.weight
 
-        self.fill()
+        self.initialize()
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Sum of token and position embeddings (B, T, D); the rest as in Decoder."""
+        """Compute the sum of token and position embeddings (B, T, D), with dropout.
+
+        Args:
+            tokens: Token ids, (B, T).
+            start: Position of the first token.
+
+        Raises:
+            ValueError: If the last position is not below `max_seq_len`.
+        """
         x = super().embed(tokens, start)
         positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
         return self.dropout(x + self.position_embedding(positions))
 
-    to_hugging_face, from_hugging_face = gpt2_layout.to_gpt2, gpt2_layout.from_gpt2
+    to_hugging_face = gpt2_layout.to_gpt2
+    from_hugging_face = gpt2_layout.from_gpt2
 
 
 class MLP(nn.Module):
+    """MLP of a block, 4 * d_model wide.
+
+    Args:
+        d_model: Width of the input and the output.
+        activation: Key of `GELU_APPROXIMATION`.
+
+    Raises:
+        ValueError: If `activation` is unknown.
+    """
+
     def __init__(self, d_model: int, activation: str):
         super().__init__()
         if activation not in GELU_APPROXIMATION:
             allowed = ", ".join(GELU_APPROXIMATION)
-            raise ValueError(f"activation={activation!r}: not known; allowed: {allowed}")
+            raise ValueError(f"activation={activation!r}: unknown; allowed: {allowed}")
         self.up_proj = nn.Linear(d_model, 4 * d_model)
         self.activation = nn.GELU(approximate=GELU_APPROXIMATION[activation])
         self.down_proj = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Compute the MLP, (B, T, D) -> (B, T, D)."""
         return self.down_proj(self.activation(self.up_proj(x)))
