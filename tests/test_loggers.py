@@ -75,7 +75,7 @@ def test_a_table_cut_short_by_a_crash_is_mended(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_bytes(file.read_bytes() + b"4,0.")
     again = CSVLogger(str(tmp_path))
-    again.go_on_from(3)
+    again.discard_after(3)
     again.log_metrics({"train/loss": 0.25, "perf/step_s": 1.0}, 3)
     told = [(row["step"], row["train/loss"], row["val/loss"]) for row in rows(tmp_path)]
     assert told == [("1", "1.0", ""), ("2", "0.5", ""), ("3", "0.25", "0.5")]

@@ -83,7 +83,7 @@ def test_a_sweep_shows_what_varies_and_what_runs_are_compared_by(window, outputs
 
 def test_a_run_that_goes_on_shows_its_new_points_after_a_reload(window, tmp_path):
     logger = TensorBoardLogger(str(tmp_path))
-    logger.go_on_from(0)
+    logger.discard_after(0)
 
     def steps(*numbers: int) -> None:
         for step in numbers:

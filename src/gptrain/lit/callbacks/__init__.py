@@ -1,4 +1,4 @@
-"""What happens around the steps: logging, progress, checkpoints, the end of the run."""
+"""Lightning callbacks of every run: step metrics, progress bar, checkpoints, sampled text."""
 
 from gptrain.lit.callbacks.sample import SampleText
 

@@ -114,8 +114,8 @@ class TrainingMonitor(Callback):
             warn_of_ignored(pl_module, self.typed)
         self.first_step = trainer.global_step
         for logger in trainer.loggers:
-            if go_on_from := getattr(logger, "go_on_from", None):
-                go_on_from(self.first_step)
+            if discard_after := getattr(logger, "discard_after", None):
+                discard_after(self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
 

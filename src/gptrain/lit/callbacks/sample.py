@@ -1,4 +1,4 @@
-"""Shows what the net writes."""
+"""A callback that generates text from a prompt, as an example of the model's output."""
 
 import logging
 
@@ -12,50 +12,63 @@ from gptrain.lit.lightning import connected, data_of
 from gptrain.text.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
-SAMPLING = Sampling(temperature=0.7)  # below 1 the likelier tokens are preferred
+SAMPLING = Sampling(temperature=0.7)  # below 1, probable tokens become more probable
 
 
 class SampleText(Callback):
-    """A continuation of `prompt`, where the data has a tokenizer.
+    """Generates a continuation of `prompt` if the dataset has a tokenizer.
 
-    Printed at the end of the run; loggers that take text get one at each validation.
+    The text is printed at the end of training. Loggers with a `log_note` method also get a text at
+    each validation. The callback does nothing under fast_dev_run, with pipeline stages, or if the
+    module has no `net`.
 
     Args:
-        prompt: what is continued, of one token at least.
-        n_tokens: how many are generated.
+        prompt: Text to continue, at least one token long.
+        n_tokens: Number of tokens to generate.
     """
 
     def __init__(self, prompt: str, n_tokens: int = 256):
-        self.prompt, self.n_tokens = prompt, n_tokens
-        self._written: tuple[int, str | None] = -1, None  # at which step, and the text
+        self.prompt = prompt
+        self.n_tokens = n_tokens
+        self._sampled_step = -1  # step of the last sample
+        self._text: str | None = None  # text of the last sample
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        is_kept = any(hasattr(logger, "log_note") for logger in trainer.loggers)
-        if is_kept and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._write(trainer, pl_module)
+        """Generate a text during training, if a logger takes texts."""
+        is_logged = any(hasattr(logger, "log_note") for logger in trainer.loggers)
+        if is_logged and trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._sample(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        text = self._write(trainer, pl_module)
+        """Generate a text and print it on rank 0."""
+        text = self._sample(trainer, pl_module)
         if text is not None and trainer.is_global_zero:
             if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
                 bar.end_line()
             log.info(labels.line("sample", text))
 
-    def _write(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
-        """What the net writes at this step, once; None where it cannot."""
-        if self._written[0] == trainer.global_step:
-            return self._written[1]
+    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
+        """Generate the text of this step and pass it to the loggers, once per step.
+
+        Returns:
+            The text, or None if the run cannot generate one.
+        """
+        if self._sampled_step == trainer.global_step:
+            return self._text
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
-        parallel = getattr(trainer.strategy, "parallel", None)  # none in a Trainer of one's own
-        by_stages, net = getattr(parallel, "by_stages", False), getattr(pl_module, "net", None)
+        # A Trainer that gptrain did not build has a strategy without `parallel`.
+        parallel = getattr(trainer.strategy, "parallel", None)
+        by_stages = getattr(parallel, "by_stages", False)
+        net = getattr(pl_module, "net", None)
         if tokenizer is None or connected(trainer).fast_dev_run or by_stages or net is None:
             return None
-        # On every rank: where the net is partitioned, its forward pass needs them all.
+        # All ranks generate, because the forward pass of a partitioned net needs all ranks.
         device = trainer.strategy.root_device
         tokens = [int(token) for token in tokenizer.encode(self.prompt)]
-        generator = torch.Generator(device).manual_seed(0)  # apart from the run's own numbers
+        generator = torch.Generator(device).manual_seed(0)  # leaves the RNG of training alone
         tokens += generate(net, tokens, self.n_tokens, SAMPLING, generator)
         text = printable(tokenizer.decode(tokens))
-        self._written = trainer.global_step, text
+        self._sampled_step = trainer.global_step
+        self._text = text
         log_note(trainer, "sample", text)
         return text

@@ -1,4 +1,4 @@
-"""A value gathered from each rank at once, or a yes-or-no vote that no rank waits for."""
+"""Communication of plain values among ranks: a blocking gather and a non-blocking vote."""
 
 from typing import Any
 
@@ -7,7 +7,14 @@ import torch.distributed as dist
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """One value of each rank, on all ranks; of all there are, or of a group."""
+    """Gather one picklable value from each rank, and return the list in rank order on all ranks.
+
+    All ranks of the group must call it. Without a process group the list holds `value` only.
+
+    Args:
+        value: Value of this rank.
+        group: Process group. None means all ranks.
+    """
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -16,9 +23,10 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def n_collectives() -> int:
-    """Return how many collectives this rank has begun among all ranks; 0 where nobody counts.
+    """Return the number of collectives that this rank has started in the default process group.
 
-    Ranks that have begun as many can begin the next one together.
+    Ranks with equal numbers can start the next collective together. The number is 0 without a
+    process group, and for a backend that does not count its collectives.
     """
     group: Any = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
@@ -30,44 +38,50 @@ def n_collectives() -> int:
 
 
 class Vote:
-    """Yes-or-no questions that all ranks ask at the same steps, and that are answered a step later.
+    """Yes-or-no votes of all ranks, whose results are known at the next call.
 
-    All ranks get the same answers: a question is answered with yes if any rank voted yes. Ranks may
-    therefore begin a collective operation because of an answer, but not because of their own vote.
+    The result of a vote is yes if any rank voted yes. It is identical on all ranks. Ranks may
+    therefore start a collective operation because of a result, but not because of their own vote.
 
-    The votes go from host to host: a GPU would have to finish all that was queued on it before its
-    host could read the answer.
+    The votes are an asynchronous all-reduce on the CPU with gloo. With NCCL a rank could read the
+    result only after its GPU had finished all queued work.
     """
 
     def __init__(self):
         self._group: dist.ProcessGroup | None = None
-        self._asked: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def ask(self, *votes: bool) -> tuple[bool, ...] | None:
-        """Give this rank's votes, and return the answers to the questions that were asked last.
+        """Start new votes, and return the results of the votes that the previous call started.
+
+        All ranks must call it at the same points of the run.
 
         Args:
-            votes: One vote for each question. All questions of a step are one collective operation.
+            *votes: This rank's vote on each question. One all-reduce carries all of them.
 
         Returns:
-            One answer for each question, or None if nothing was asked before. A single process gets
-            the answers to these very questions.
+            The results of the previous call in the order of its votes, or None at the first call.
+            A single rank gets its new votes back at once.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return votes
         if self._group is None:
-            of_hosts = dist.get_backend() == "gloo"
-            self._group = dist.group.WORLD if of_hosts else dist.new_group(backend="gloo")
+            is_gloo = dist.get_backend() == "gloo"
+            self._group = dist.group.WORLD if is_gloo else dist.new_group(backend="gloo")
         previous = self.close()
         any_yes = torch.tensor(votes, dtype=torch.uint8)
         work = dist.all_reduce(any_yes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._asked = any_yes, work
+        self._pending = any_yes, work
         return previous
 
     def close(self) -> tuple[bool, ...] | None:
-        """Wait for the answers that are still out and return them, or None if there are none."""
-        if self._asked is None:
+        """Wait for the pending votes and return their results, or None if no vote is pending.
+
+        All ranks must call it, so that no collective operation is left unfinished.
+        """
+        if self._pending is None:
             return None
-        (any_yes, work), self._asked = self._asked, None
+        any_yes, work = self._pending
+        self._pending = None
         work.wait()
         return tuple(map(bool, any_yes.tolist()))

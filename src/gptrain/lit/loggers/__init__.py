@@ -1,8 +1,10 @@
-"""Curves of a run, in its own folder; a run that goes on goes on in the same ones.
+"""Loggers that write into the run folder, and continue the same curves when a run resumes.
 
-Any logger of Lightning's works. One that also has `go_on_from(step)` is told, when training
-begins, at which step, and forgets its points after it: they are logged again. One that has
-`log_note(name, text, step)` is told samples of text and why the run ended.
+Every Lightning logger works. gptrain calls two more methods if a logger has them:
+
+- `discard_after(step)`, at the start of training, with the number of optimizer steps done. A
+  resumed run repeats the steps after its checkpoint, so the logger removes their points.
+- `log_note(name, text, step)`, with sampled text and with the reason why the run ended.
 """
 
 from gptrain.lit.loggers.csv import CSVLogger

@@ -1,4 +1,4 @@
-"""One table of all that is logged."""
+"""The logger that writes all logged metrics into one table, metrics.csv."""
 
 import csv
 import io
@@ -15,9 +15,13 @@ from gptrain.core.small_files import open_regular
 
 
 class CSVLogger(Logger):
-    """metrics.csv in `save_dir` itself, a row per step, written at once.
+    """Logger that writes `save_dir`/metrics.csv with one row per optimizer step.
 
-    Lightning's own has a row per call, and begins its file anew whenever a process starts.
+    Each call writes to the file immediately. Lightning's CSVLogger writes one row per call and
+    starts an empty file in every process, so it would lose the rows of a run that is resumed.
+
+    Args:
+        save_dir: Folder of metrics.csv. The folder must exist.
     """
 
     name, version = "", ""
@@ -26,36 +30,45 @@ class CSVLogger(Logger):
         super().__init__()
         self._path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] = []
-        self._last: dict[str, Any] = {}  # the row that a later call of the same step completes
-        self._last_start = 0  # its place in the file, bytes
+        self._last_row: dict[str, Any] = {}  # a later call for the same step adds columns to it
+        self._last_row_bytes = 0  # offset of the last row in the file
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing: they are in .hydra/config.yaml, and in no table of steps."""
+        """Do nothing: .hydra/config.yaml in the run folder holds the hyperparameters."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Adds to the row of this step, or a row; a name that is new adds a column.
+        """Add metrics to the row of a step, and a column for each name that is new.
 
-        What comes with an earlier step belongs to the last row: some of Lightning's monitors call
-        the step whose validation is running by its index, counted from 0.
+        Metrics of a step before the last row are added to the last row, because some Lightning
+        callbacks number the steps from 0 during a validation.
+
+        Args:
+            metrics: Name -> value.
+            step: Number of optimizer steps done. None means 0.
         """
         if not self._columns:
             self._write(*self._read())
         row = {name: float(value) for name, value in metrics.items()}
-        row["step"] = max(int(step or 0), self._last.get("step", 0))
-        if row["step"] == self._last.get("step"):
-            row = self._last | row
-            os.truncate(self._path, self._last_start)
+        row["step"] = max(int(step or 0), self._last_row.get("step", 0))
+        if row["step"] == self._last_row.get("step"):
+            row = self._last_row | row
+            os.truncate(self._path, self._last_row_bytes)
         if row.keys() - set(self._columns):
             columns, rows = self._read()
             self._write([*dict.fromkeys((*columns, *row))], rows)
         with self._path.open("a", newline="") as file:
-            self._last, self._last_start = row, file.tell()
+            self._last_row = row
+            self._last_row_bytes = file.tell()
             csv.DictWriter(file, self._columns).writerow(row)
 
     @rank_zero_only
-    def go_on_from(self, step: int) -> None:
-        """Removes the rows after step, and one that was cut short."""
+    def discard_after(self, step: int) -> None:
+        """Remove the rows of later steps, and a last row that was written only in part.
+
+        Args:
+            step: Number of optimizer steps after which training starts or resumes.
+        """
         if self._path.exists():
             columns, rows = self._read()
             self._write(columns, [row for row in rows if row["step"] <= step])
@@ -68,7 +81,7 @@ class CSVLogger(Logger):
             rows = [
                 {name: cell for name, cell in row.items() if cell} | {"step": int(row["step"])}
                 for row in reader
-                if None not in row.values()  # killed within a row: its last cells are missing
+                if None not in row.values()  # skip a row that a killed process left incomplete
             ]
             return list(reader.fieldnames or ["step"]), rows
 
@@ -79,5 +92,6 @@ class CSVLogger(Logger):
         writer.writerows(rows)
         content = text.getvalue().encode()
         fileops.replace(self._path, content)
-        self._columns, self._last_start = columns, content.rfind(b"\n", 0, -1) + 1
-        self._last = rows[-1] if rows else {}
+        self._columns = columns
+        self._last_row = rows[-1] if rows else {}
+        self._last_row_bytes = content.rfind(b"\n", 0, -1) + 1

@@ -1,4 +1,4 @@
-"""TensorBoard events, in the order in which a person reads them."""
+"""The TensorBoard logger, whose tags put the losses into the first section of the page."""
 
 import textwrap
 from collections.abc import Mapping
@@ -8,8 +8,8 @@ import yaml
 from lightning.pytorch import loggers as pl_loggers
 from lightning.pytorch.utilities import rank_zero_only
 
-# Logged name -> TensorBoard's tag. It sorts its sections by what stands before the slash: so losses
-# come first, then the optimizer, then perf/*. A name that is not here is its own tag.
+# Logged name -> TensorBoard tag. TensorBoard sorts its sections by the word before the slash, so
+# loss/* comes first, then optim/*, then perf/*. A name without an entry is used as the tag.
 TAGS = {
     "train/loss": "loss/train",
     "val/loss": "loss/val",
@@ -18,12 +18,18 @@ TAGS = {
     "grad_norm": "optim/grad_norm",
     "tokens": "perf/tokens",
 }
-COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # in the tab HPARAMS
-FLUSH_S = 5  # as often as TensorBoard looks for new points
+COMPARED = ("val/loss", "train/loss", "perf/tokens_per_s")  # metric columns of the HPARAMS tab
+FLUSH_S = 5  # interval at which TensorBoard reads new points, in seconds
 
 
 class TensorBoardLogger(pl_loggers.TensorBoardLogger):
-    """Events in `save_dir` itself: a resumed run goes on in the same place."""
+    """Logger that writes TensorBoard events into `save_dir` itself, without subfolders.
+
+    A resumed run therefore continues the same curves.
+
+    Args:
+        save_dir: Folder of the event files.
+    """
 
     def __init__(self, save_dir: str):
         super().__init__(
@@ -32,40 +38,77 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
         self._config = ""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write one point per metric. Does nothing if `step` is None, and drops `epoch`.
+
+        Args:
+            metrics: Logged name -> value.
+            step: Number of optimizer steps done, the x value of the points.
+
+        Raises:
+            OSError: If the event file cannot be written.
+        """
         if step is not None:
             tagged = {TAGS.get(name, name): value for name, value in metrics.items()}
-            tagged.pop("epoch", None)  # a staircase over steps
+            tagged.pop("epoch", None)  # the epoch number has no use as a curve over steps
             try:
                 super().log_metrics(tagged, step)
-            except ValueError as error:  # what Lightning makes of all that a write may raise
+            except ValueError as error:  # Lightning turns every error of a write into a ValueError
                 if isinstance(error.__cause__, OSError):
                     raise error.__cause__ from None
                 raise
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Fills HPARAMS with what was typed and what runs are compared by; keeps all for Text."""
+        """Write the overrides of the run and the metric columns into the HPARAMS tab.
+
+        The full configuration is kept until `discard_after` writes it into the TEXT tab.
+
+        Args:
+            params: Configuration of the run as nested dicts. `params["typed"]` holds the
+                overrides that distinguish this run, and `params["objective"]` the logged name by
+                which a sweep compares its jobs.
+            *_: Positional arguments of Lightning's method, ignored.
+            **__: Keyword arguments of Lightning's method, ignored.
+        """
         self._config = yaml.safe_dump(params, sort_keys=False)
         names = (params["objective"], *COMPARED)
-        metrics = {TAGS.get(name, name): 0.0 for name in names}  # columns: without a step no point
+        metrics = {
+            TAGS.get(name, name): 0.0 for name in names
+        }  # columns only: no step, so no point
         super().log_hyperparams(params["typed"], metrics)
 
     @rank_zero_only
     def log_note(self, name: str, text: str, step: int) -> None:
-        """A text as it stands, in the tab Text, which opens its first section alone."""
+        """Write a text into the TEXT tab, without interpreting it as Markdown.
+
+        Args:
+            name: Name of the text, such as `sample`. The tag is `run/<name>`, because TensorBoard
+                opens only the first section of the tab.
+            text: Text of one or more lines.
+            step: Number of optimizer steps done.
+        """
         self.experiment.add_text(f"run/{name}", textwrap.indent(text, "    "), step)
 
     @rank_zero_only
-    def go_on_from(self, step: int) -> None:
-        """Makes readers forget the points after step, by the event meant for that."""
+    def discard_after(self, step: int) -> None:
+        """Tell TensorBoard to ignore earlier points after `step`, and write the configuration.
+
+        The points stay in the event files. A SessionLog START event makes TensorBoard skip them.
+
+        Args:
+            step: Number of optimizer steps after which training starts or resumes.
+        """
         from tensorboard.compat.proto import event_pb2
 
-        proto: Any = event_pb2  # it has no types
+        proto: Any = event_pb2  # the generated protobuf module has no type stubs
         start = proto.SessionLog(status=proto.SessionLog.START)
         self.experiment._get_file_writer().add_event(proto.Event(step=step + 1, session_log=start))
         self.log_note("config", self._config, step)
 
     @rank_zero_only
     def save(self) -> None:
-        """Writes what is still in memory, and no hparams.yaml: the config is in .hydra/."""
+        """Write buffered events to disk.
+
+        Lightning's method also writes hparams.yaml, which .hydra/config.yaml replaces.
+        """
         self.experiment.flush()

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The Weights & Biases logger, whose run id is the id of the run folder."""
 
 from typing import Any
 
@@ -9,23 +9,29 @@ from gptrain.checkpoints.lock import read_holder
 
 
 class WandbLogger(pl_loggers.WandbLogger):
-    """A run of Weights & Biases whose id is that of the run folder.
+    """Logger that gives the Weights & Biases run the id of the run folder.
 
-    So a run that is resumed or requeued goes on in the same one, and each job of a sweep has its
-    own. The service keeps what it was sent: points of an attempt that died after its last
-    checkpoint stay beside those of the next.
+    A resumed or requeued run therefore continues the same Weights & Biases run, and each job of a
+    sweep has its own. The service does not delete points: if a run died after its last checkpoint,
+    the steps that the resumed run repeats are logged twice.
 
     Args:
-        options: any of wandb.init's (project, mode, entity, group, tags …).
+        save_dir: Run folder, which also holds wandb's files.
+        **options: Arguments of Lightning's WandbLogger and of wandb.init, such as project, mode,
+            entity, group and tags.
     """
 
     def __init__(self, save_dir: str, **options: Any):
         super().__init__(save_dir=save_dir, id=read_holder(save_dir).get("run_id"), **options)
-        self._wandb_init.pop("anonymous", None)  # wandb warns of it, whatever its value
+        self._wandb_init.pop("anonymous", None)  # wandb warns about this argument for any value
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Closes the run, so that the next job of a sweep in this process opens its own."""
+        """Finish the Weights & Biases run, so that the next job in this process starts its own.
+
+        Args:
+            status: Lightning's status. Any status but `success` marks the run as failed.
+        """
         super().finalize(status)
         if self._experiment is not None:
             self._experiment.finish(exit_code=0 if status == "success" else 1)
