@@ -1,4 +1,4 @@
-"""Starts a job: in this process where it has one device, else in ranks that the parent watches.
+"""Start a job: in this process if it has one device, else in ranks that this process watches.
 
 process     which process this is, and where ranks meet
 devices     what it runs on
@@ -27,18 +27,18 @@ __all__ = ["run"]
 
 
 def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str, float]:
-    """Runs one job to its end, alone in its folder, and returns its metrics.
+    """Run one job to its end, as the only run in its folder, and return its metrics.
 
     Args:
-        train: (cfg, guard) -> metrics; runs in every rank, with plain values.
-        find_checkpoint: (cfg, lock, world_size) -> folder of the verified checkpoint to go on
-            from, or None; called by the one process that holds the run folder, before any rank
+        train: Function (cfg, guard) -> metrics, which runs in every rank.
+        find_checkpoint: Function (cfg, lock, world_size) -> folder of the verified checkpoint to
+            resume from, or None. The process that holds the run folder calls it before any rank
             starts, and again before a restart.
 
     Raises:
-        JobFailedError: with the exit code, after the reason has been printed.
-        ConfigError: it does not fit what is in its folder, or another run holds that; nothing was
-            started or changed.
+        JobFailedError: If the job fails, after the reason has been printed. It has the exit code.
+        ConfigError: If the config does not fit the content of its folder, or if another run holds
+            the folder. Nothing was started or changed.
     """
     process = this_process()
     with StopFlag() as stop:
@@ -47,10 +47,10 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
         from gptrain.runtime.supervisor import is_restart, prepare_start, supervise
 
         machine, again = find_machine(cfg), is_restart()
-        if process.rank > 0:  # rank 0 holds the folder, and says where to start
+        if process.rank > 0:  # rank 0 holds the folder, and sends the checkpoint's path
             tell_folder(cfg.run_dir)
             return run_rank(train, cfg, stop)
-        # Free again when the process ends, however that ends.
+        # The lock is free again when this process ends, however it ends.
         with RunLock(cfg.run_dir, LOST_HOST_S if again else NAMED_AFTER_S) as lock:
             start_log()
             cfg = prepare_start(cfg, find_checkpoint, lock, machine.world_size, again)

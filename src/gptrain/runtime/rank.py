@@ -38,12 +38,17 @@ PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its con
 def run_rank(
     train: Callable, cfg: RunConfig, stop: StopFlag, parent_pid: int | None = None
 ) -> dict[str, float]:
-    """Runs `train` in this process, guarded; the first rank that fails says how and why.
+    """Run `train` in this process under a guard, and report how and why the first rank failed.
 
     Args:
-        parent_pid: the supervisor that must live.
+        parent_pid: Process number of the supervisor, without which this rank ends.
 
-    Raises: JobFailedError, with the exit code; but a process that a launcher started ends here.
+    Returns:
+        The metrics of the run.
+
+    Raises:
+        JobFailedError: If the rank fails. It has the exit code. A process that a launcher started
+            ends with this code instead.
     """
     rank = this_process().rank
     guard = None
@@ -66,7 +71,7 @@ def run_rank(
         ending = ending_of(error, guard.doing if guard else "")
         if ending.cause == "memory":
             ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
-        if ending.cause == "peer":  # it, or the supervisor, says more than its absence does
+        if ending.cause == "peer":  # wait: the failed rank or the supervisor will report the cause
             time.sleep(PEERS_REPORT_S)
         report_ending(cfg, ending, rank, guard.heartbeat.step if guard else None)
         if this_process().is_rank:
@@ -80,11 +85,14 @@ def run_rank(
 def rank_process(
     script: str, name: str, cfg: RunConfig, hydra: DictConfig, environment: dict, parent_pid: int
 ) -> NoReturn:
-    """Entry of a rank that the supervisor starts.
+    """Run a rank that the supervisor has started, and end its process.
 
     Args:
-        script, name: of the training function: of a job of submitit `__main__` is not the script.
-        hydra: of the parent's HydraConfig.
+        script: File of the training function. In a job of submitit, `__main__` is not this file.
+        name: Name of the training function.
+        hydra: Content of the parent's HydraConfig.
+        environment: Variables that a launcher would set: RANK, WORLD_SIZE and so on.
+        parent_pid: Process number of the supervisor, without which this rank ends.
     """
     die_with_parent(parent_pid)
     prepare_streams(is_run=True)
@@ -105,15 +113,15 @@ def rank_process(
 
 
 def start_log() -> None:
-    """Lets the log into the run folder, now that it is held: what was said before comes first."""
+    """Start to write the log file, now that the run holds its folder. Held records come first."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
-            handler.capacity = 0  # from now on it passes each record on at once
+            handler.capacity = 0  # from now on each record is written at once
             handler.flush()
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a rank, but not by sys.exit: destructors of a process group wait for lost ranks."""
+    """End a rank by os._exit. After sys.exit a process group's destructor waits for lost ranks."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

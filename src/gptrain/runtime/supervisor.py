@@ -1,8 +1,8 @@
-"""The parent of a run on several local devices: starts the ranks, watches them, ends them all.
+"""The parent of a run on several local devices: it starts the ranks, watches and ends them.
 
-A lost rank is worth a restart of all from the newest good checkpoint, launcher.max_restarts times,
-as long as they get anywhere: that is counted in the run folder, so that it outlives any process and
-holds for the restarts of torchrun and SLURM, too.
+When a rank is lost, all ranks are restarted from the newest good checkpoint, at most
+launcher.max_restarts times, and only while restarts make progress. The run folder has the record of
+the starts, so that it covers the restarts of torchrun and SLURM, too.
 """
 
 from __future__ import annotations
@@ -66,12 +66,16 @@ StartAgain = Callable[[], RunConfig]
 def supervise(
     train: Callable, cfg: RunConfig, n_ranks: int, start_again: StartAgain, stop: StopFlag
 ) -> dict[str, float]:
-    """Runs one job in a process per device of this machine and returns its metrics.
+    """Run one job in one process per device of this machine, and return its metrics.
 
-    Each rank gets the environment that torchrun would give it, so it cannot tell the difference;
-    but the ranks meet at a file, not at a port.
+    Each rank gets the environment that torchrun would give it. The ranks synchronize through a
+    file instead of a port.
 
-    Raises: JobFailedError, with the exit code.
+    Args:
+        start_again: Function that prepares a restart and returns its config.
+
+    Raises:
+        JobFailedError: If the job fails. It has the exit code.
     """
     left = cfg.launcher.max_restarts
     code = run_once(train, cfg, n_ranks, stop)
@@ -108,15 +112,16 @@ def prepare_start(
 
 
 def is_restart() -> bool:
-    """True where torchrun or SLURM started this job again by itself."""
+    """Return whether torchrun or SLURM has restarted this job."""
     return any(int(os.environ.get(name) or 0) > 0 for name in RESTART_COUNTS)
 
 
 def note_start(run_dir: str | Path, step: int, again: bool) -> int:
-    """Notes a start from `step` and returns how many in a row got no further than the one before.
+    """Record a start and return how many starts in a row got no further than the start before.
 
     Args:
-        again: the launcher starts by itself; a person's start counts from anew.
+        step: Step of the checkpoint from which the run starts.
+        again: Whether a launcher restarts the run. A start by a person counts from zero.
     """
     path = Path(run_dir) / RESTARTS_NAME
     last = (read_status(run_dir) or {}).get("cause")
@@ -135,7 +140,7 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
 
 
 def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> int:
-    """One attempt; the exit code of the job."""
+    """Start all ranks once, wait until they have ended, and return the job's exit code."""
     context = multiprocessing.get_context(START_METHOD)
     function: Any = train
     job = (function.__code__.co_filename, function.__name__, cfg, plain_hydra())
@@ -168,9 +173,10 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
 
 
 def plain_hydra() -> DictConfig:
-    """Hydra's node for a rank: without classes of plugins, which cannot be pickled.
+    """Return Hydra's node for a rank, without classes of plugins, which cannot be pickled.
 
-    The log and the typed words are resolved here, where all keys and resolvers are known.
+    References in the log's config and in the overrides are resolved here, where all keys and
+    resolvers are known.
     """
     node: Any = HydraConfig.get()
     plain = cast(dict, OmegaConf.to_container(node))
@@ -225,9 +231,9 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
 
 
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
-    """The exit code of a job whose ranks have all ended: that of the first that failed."""
+    """Return the exit code of a job whose ranks have all ended: that of the first that failed."""
     codes = [code for rank in ranks if (code := rank.exitcode)]
     if not codes:
         return DONE
-    told: Any = (read_status(cfg.run_dir) or {}).get("exit_code")
-    return told or next((code for code in codes if code > 1), FAILED)  # 1 is Python's own
+    reported: Any = (read_status(cfg.run_dir) or {}).get("exit_code")
+    return reported or next((code for code in codes if code > 1), FAILED)  # 1 is Python's own
