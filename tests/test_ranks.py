@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from gptrain.checkpoints.status import read_status, write_status
 from gptrain.core.errors import ending_of
-from gptrain.parallel.meeting import MissingRanksError, meet
+from gptrain.parallel.rendezvous import MissingRanksError, open_store
 from gptrain.runtime.supervisor import job_code
 from tests.conftest import ROOT, TINY
 
@@ -97,7 +97,7 @@ def test_ranks_that_do_not_come_together_are_one_line_and_one_code(case, monkeyp
         for name, value in {"WORLD_SIZE": "3", **variables}.items():
             monkeypatch.setenv(name, ports.get(value, value))
         with pytest.raises(MissingRanksError) as caught:
-            meet(int(variables["RANK"]), 3, 0.2, variables=("RANK", "WORLD_SIZE"))
+            open_store(int(variables["RANK"]), 3, 0.2, variables=("RANK", "WORLD_SIZE"))
     ending = ending_of(caught.value)
     for name, port in ports.items():
         said = said.replace(name, port)

@@ -19,13 +19,13 @@ from gptrain.models import SimpleGPT
 from gptrain.parallel.placement import full_tensor, local_shard
 from gptrain.parallel.state import (
     NO_STAGES,
+    full_net_state,
+    full_optimizer_state,
     load_net_state,
     load_optimizer_state,
     named_parameters,
-    whole_net_state,
-    whole_optimizer_state,
 )
-from gptrain.parallel.step_mean import StepMean
+from gptrain.parallel.strategy import StepMean
 
 CPU, CONF = torch.device("cpu"), Path(gptrain.__file__).parent / "conf" / "strategy"
 V, D, T, BATCH, ACCUMULATE, MAX_NORM = 61, 32, 15, 8, 2, 0.5
@@ -111,7 +111,7 @@ class OneProcess:
         return named_parameters(self.net, self.stages) | self.beside
 
     def states(self):
-        return whole_net_state(self.net, self.stages), whole_optimizer_state(
+        return full_net_state(self.net, self.stages), full_optimizer_state(
             self.parameters(), self.optimizer, self.stages
         )
 
@@ -159,15 +159,17 @@ class Parallel(OneProcess):
             self.parallel.without_gradient_sync,
         )
         self.parallel.prepare(self.module, self.optimizer)
-        if self.parallel.ddp is not None:
-            self.module = nn.parallel.DistributedDataParallel(self.module, **self.parallel.ddp)
+        if self.parallel.ddp_arguments is not None:
+            self.module = nn.parallel.DistributedDataParallel(
+                self.module, **self.parallel.ddp_arguments
+            )
             self.without_gradient_sync = self.module.no_sync
 
     def step(self, step):
         data, mean = self.parallel.data_group, self.parallel.step_mean
         total, batches = torch.zeros(()), micro_batches(step, data.rank(), data.size())
-        mean.announce(count(batches), ACCUMULATE)
-        mean.begin()
+        mean.compute_divisor(count(batches), ACCUMULATE)
+        mean.reset_counts()
         for micro_step, batch in enumerate(batches):
             is_last = micro_step == ACCUMULATE - 1
             with nullcontext() if is_last else self.without_gradient_sync():

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from kinds import close, make_batch, make_net
 from ranks import on_ranks
 
-from gptrain.parallel.ddp import comm_hook
+from gptrain.parallel.ddp import build_comm_hook
 from gptrain.plan.counters import Sent
 
 
@@ -16,7 +16,7 @@ def test_comm_hooks_round_gradients_and_halve_the_bytes():
     for name in ("none", "bf16", "fp16", "powersgd"):
         torch.manual_seed(0)
         net = torch.nn.parallel.DistributedDataParallel(make_net())
-        if (hook := comm_hook(name)) is not None:
+        if (hook := build_comm_hook(name)) is not None:
             net.register_comm_hook(*hook)
         tokens, targets = make_batch(0, dist.get_rank())
         loss = F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten())

@@ -156,7 +156,7 @@ def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
             assert left_out.missing == ["blocks.1.mlp.up_proj.bias"]
             assert left_out.unexpected == ["blocks.0.adapter"]
             assert left_out.mismatched == {"blocks.2.norm_1.weight": ((5,), (32,))}
-            mine = states.whole_net_state(kind.net, kind.stages)
+            mine = states.full_net_state(kind.net, kind.stages)
             if dist.get_rank() == 0:
                 expected = OneProcess(seed=0).net.state_dict() | {"head.weight": of_tied}
                 left = {*left_out.unexpected, *left_out.mismatched}
@@ -182,7 +182,7 @@ def test_any_strategy_takes_fewer_learned_positions_and_keeps_the_rest_of_its_ow
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left = states.load_net_state(kind.net, source, resizes=True, stages=kind.stages)
             assert left.positions == {table: (9, 16)} and not left.describe()
-            mine = states.whole_net_state(kind.net, kind.stages)
+            mine = states.full_net_state(kind.net, kind.stages)
             if dist.get_rank() == 0:
                 assert torch.equal(mine[table], expected)
                 assert torch.equal(mine["norm.weight"], given["norm.weight"])
@@ -194,9 +194,9 @@ def test_a_parameter_that_is_nobodys_and_an_option_that_is_no_value_are_named():
     optimizer = torch.optim.SGD([{"params": list(net.parameters())}, {"params": [stray]}], 0.1)
     parameters = states.named_parameters(net)
     with pytest.raises(ValueError, match=r"group 1 of SGD has a parameter of shape \(3, 4\)"):
-        states.whole_optimizer_state(parameters, optimizer)
+        states.full_optimizer_state(parameters, optimizer)
     parameters["module.stray"] = stray
-    state = states.whole_optimizer_state(parameters, optimizer)
+    state = states.full_optimizer_state(parameters, optimizer)
     optimizer.param_groups[0]["momentum"] = abs
     with pytest.raises(ValueError, match="option momentum of the optimizer is a builtin"):
         states.named_groups(parameters, optimizer)

@@ -9,7 +9,7 @@ import torch
 from ranks import on_ranks
 
 from gptrain.parallel.gradients import clip_grad_norm
-from gptrain.parallel.step_mean import StepMean
+from gptrain.parallel.strategy import StepMean
 
 LAYOUTS = {
     "16 x 1": ("strategy=single", "data.batch_size=16"),
@@ -35,33 +35,33 @@ def test_a_module_of_ones_own_trains_alike_in_every_layout(module, runs):
 
 def begun(n_targets, n_micro_batches, group=None):
     mean = StepMean(group, torch.device("cpu"))
-    mean.announce(n_targets, n_micro_batches)
-    mean.begin()
+    mean.compute_divisor(n_targets, n_micro_batches)
+    mean.reset_counts()
     return mean
 
 
 def test_where_no_target_is_missing_it_is_a_micro_batchs_own_mean_to_the_bit():
     mean, targets = begun(3 * 77, 3), torch.ones(7, 11, dtype=torch.long)
-    assert [mean.divisor_of(targets).item() for _ in range(3)] == 3 * [77.0]
+    assert [mean.divisor_for(targets).item() for _ in range(3)] == 3 * [77.0]
     assert mean.correction() == 1.0
 
 
 def test_each_step_is_corrected_by_its_own_targets_alone():
     mean = begun(8, 2)
     for _ in range(2):
-        mean.divisor_of(torch.tensor([1, -100, -100, -100]))
+        mean.divisor_for(torch.tensor([1, -100, -100, -100]))
     assert mean.correction() == 8 / 2
-    mean.announce(12, 2)
-    mean.begin()
+    mean.compute_divisor(12, 2)
+    mean.reset_counts()
     for _ in range(2):
-        mean.divisor_of(torch.tensor([1, 2, 3, -100]))
+        mean.divisor_for(torch.tensor([1, 2, 3, -100]))
     assert mean.correction() == 12 / 6
 
 
 def test_a_step_without_targets_has_a_loss_of_zero_and_no_correction():
     mean = begun(0, 2)
     for _ in range(2):
-        loss = torch.zeros(()) / mean.divisor_of(torch.full((2, 3), -100))
+        loss = torch.zeros(()) / mean.divisor_for(torch.full((2, 3), -100))
         assert loss == 0.0
     assert mean.correction() == 1.0
 
@@ -102,6 +102,6 @@ def test_targets_that_were_not_announced_are_counted_at_the_steps_end():
     rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
     mean = begun(6, 2, world)
     for n in (1 + rank, 2):  # seven targets, where twelve were announced
-        mean.divisor_of(torch.tensor(n * [5] + 3 * [-100]))
+        mean.divisor_for(torch.tensor(n * [5] + 3 * [-100]))
     assert mean.divisor == 3.0
     assert mean.correction() * 7 == 12.0

@@ -26,7 +26,7 @@ from gptrain.core import labels
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import CheckpointConfig, RunConfig
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
-from gptrain.parallel.state import BESIDE, NO_STAGES, Stages, load_net_state
+from gptrain.parallel.state import EXTRA_PREFIX, NO_STAGES, Stages, load_net_state
 from gptrain.parallel.unmatched import Unmatched
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     fronts = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
     front = min(fronts, key=len, default="")
     held = {name.removeprefix(front): t for name, t in state.items() if name.startswith(front)}
-    return {name: t for name, t in held.items() if not name.startswith(BESIDE)}
+    return {name: t for name, t in held.items() if not name.startswith(EXTRA_PREFIX)}
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

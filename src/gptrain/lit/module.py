@@ -177,7 +177,7 @@ class LanguageModel(pl.LightningModule):
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Drops what training_step formed for itself; of a pipeline that is the gradients."""
-        if not self._parallel().by_stages:
+        if not self._parallel().is_pipeline:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def clip_gradients(

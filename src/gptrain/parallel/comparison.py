@@ -48,9 +48,9 @@ from gptrain.parallel.differences import (
     recording,
 )
 from gptrain.parallel.mesh import from_rank_0
-from gptrain.parallel.placement import like_parameter, local_shard, make_net_on
+from gptrain.parallel.placement import local_shard, make_net_on, shard_like
 from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_names
-from gptrain.parallel.strategy import ParallelStrategy, has_chunks
+from gptrain.parallel.strategy import ParallelStrategy, supports_chunked_loss
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ def needs_comparison(
     of ours included, is compared if it is partitioned, if its loss is taken from `hidden` and
     `head` in place of `forward`, or if its blocks run twice.
     """
-    changes = parallel.partitions or has_chunks(net) or activation_checkpointing != "none"
+    changes = (
+        parallel.is_partitioned or supports_chunked_loss(net) or activation_checkpointing != "none"
+    )
     return changes and not is_of_library(net)
 
 
@@ -143,7 +145,7 @@ class Comparison:
                 if plain is not None and not reason:
                     self.check_partitioned(plain, dtype, *batch)
                     return
-        if self.parallel.partitions:
+        if self.parallel.is_partitioned:
             log.warning(
                 "warning: the partitioned net is not compared with the plain one: %s", reason
             )
@@ -204,7 +206,7 @@ class Comparison:
             add_noise(net, plain.second_names, self.parallel.device)
             with recording(net, record):
                 chunks = [logits for logits, _ in twin.logits(net, tokens, targets)]
-            message = gather(compare_forward(plain, record, chunks, twin.slice_group))
+            message = gather(compare_forward(plain, record, chunks, twin.activation_group))
             if not any(message) and plain.gradients:
                 twin.mean_loss(net, tokens, targets, PLAIN).backward()
                 twin.finish_gradients()
@@ -274,7 +276,7 @@ def add_noise(net: nn.Module, second_names: Mapping[str, str], device: torch.dev
         generator = torch.Generator(device).manual_seed(seed)
         whole = torch.randn(parameter.shape, generator=generator, device=device)
         whole *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
-        noise = like_parameter(whole.to(parameter.device, parameter.dtype), parameter)
+        noise = shard_like(whole.to(parameter.device, parameter.dtype), parameter)
         local_shard(parameter).add_(local_shard(noise))
 
 

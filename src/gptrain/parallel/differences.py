@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gptrain.parallel.placement import like_parameter, local_shard
+from gptrain.parallel.placement import local_shard, shard_like
 
 INPUT, OUTPUT = "input", "output"
 Event = tuple[str, str]  # name of a module, and INPUT or OUTPUT
@@ -212,7 +212,7 @@ def gradient_pairs(plain: Plain, net: nn.Module) -> Iterator[tuple[str, Tensor, 
         first = plain.second_names.get(name, name)
         if (gradient := plain.gradients.get(first)) is None:
             continue
-        expected = local_shard(like_parameter(gradient.to(parameter.device), parameter))
+        expected = local_shard(shard_like(gradient.to(parameter.device), parameter))
         mine = torch.zeros_like(expected) if parameter.grad is None else local_shard(parameter.grad)
         yield first, mine.to(expected.device), expected
 

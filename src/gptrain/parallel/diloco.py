@@ -42,12 +42,12 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         n = count_replicas(self.options.replicas, self.n_nodes, world_size)
         sizes, names = (n, world_size // n), ("replicas", "ranks")
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        self.meeting, self.replica = (mesh.get_group(name) for name in names)
-        self.data_group = self.step_group = self.replica
+        self.sync_group, self.replica_group = (mesh.get_group(name) for name in names)
+        self.data_group = self.step_group = self.replica_group
         if sizes[1] > 1:
             self.replicas = mesh["ranks"]
-            self.ddp = {SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
-            self.ddp |= {"process_group": self.replica}
+            self.ddp_arguments = {SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
+            self.ddp_arguments |= {"process_group": self.replica_group}
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Takes the parameters, which are alike on all replicas, for those of a meeting."""
@@ -69,13 +69,13 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         self.synced_step = step
         for name, anchor in self.anchors.items():
             anchor.grad = anchor - self.parameters[name]
-        anchors, n_parts = list(self.anchors.values()), self.replica.size()
-        mine = anchors[self.replica.rank() :: n_parts]
+        anchors, n_parts = list(self.anchors.values()), self.replica_group.size()
+        mine = anchors[self.replica_group.rank() :: n_parts]
         dtype = DTYPES[self.options.outer_dtype]
-        sum_gradients(mine, self.meeting, divisor=self.meeting.size(), dtype=dtype)
+        sum_gradients(mine, self.sync_group, divisor=self.sync_group.size(), dtype=dtype)
         for number, anchor in enumerate(anchors if n_parts > 1 else ()):
             assert anchor.grad is not None  # of above
-            dist.broadcast(anchor.grad, group=self.replica, group_src=number % n_parts)
+            dist.broadcast(anchor.grad, group=self.replica_group, group_src=number % n_parts)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for name, anchor in self.anchors.items():
@@ -97,7 +97,7 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
             if (state := self.optimizer.state.get(anchor, {})).get("momentum_buffer") is not None
         }
         anchors = {name: anchor.detach() for name, anchor in self.anchors.items()}
-        counts = {"step": self.synced_step, "number": self.meeting.size()}
+        counts = {"step": self.synced_step, "number": self.sync_group.size()}
         return counts | {"anchors": anchors, "momentum": momentum}
 
     @torch.no_grad()

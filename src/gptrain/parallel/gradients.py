@@ -1,4 +1,4 @@
-"""Sums of gradients over groups of ranks, and their global norm with clipping."""
+"""Sums of gradients over groups of ranks, the global gradient norm, and clipping."""
 
 import math
 from collections.abc import Iterable, Sequence, Set
@@ -18,21 +18,27 @@ def sum_gradients(
     divisor: int = 1,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Replace each gradient by the group's sum, divided by divisor; all vectors in one message.
+    """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
 
-    Called once per optimizer step. All ranks of the group pass the same parameters in one order.
+    All ranks of the group must call this function once per optimizer step, with the same parameters
+    in the same order. Each matrix is one all-reduce; all vectors together are one. Does nothing if
+    the group has one rank. A DTensor's gradient is summed shard by shard.
 
     Args:
-        dtype: in which they are sent; None: their own.
+        parameters: Parameters whose gradients are summed. Those without a gradient are skipped.
+        group: Ranks over which the gradients are summed.
+        divisor: Number by which the sums are divided.
+        dtype: Type in which gradients are sent. None for their own type.
     """
     if group.size() == 1:
         return
-    given = [p.grad for p in parameters if p.grad is not None]
-    vectors = [local_shard(gradient) for gradient in given if gradient.ndim < 2]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    vectors = [local_shard(gradient) for gradient in gradients if gradient.ndim < 2]
     messages = [vectors] if vectors else []
-    messages += [[local_shard(gradient)] for gradient in given if gradient.ndim >= 2]
+    messages += [[local_shard(gradient)] for gradient in gradients if gradient.ndim >= 2]
     for message in messages:
-        flat = torch.cat([part.flatten() for part in message]).to(_wire(given), dtype)
+        flat = torch.cat([part.flatten() for part in message])
+        flat = flat.to(_communication_device(gradients), dtype)
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor
@@ -47,32 +53,41 @@ def clip_grad_norm(
     *,
     scale: Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
-    elsewhere: Set[nn.Parameter] = frozenset(),
+    counted_on_other_stage: Set[nn.Parameter] = frozenset(),
 ) -> Tensor:
-    """Norm of all gradients of the whole net, alike on all ranks; scaled down to max_norm in place.
+    """Multiply gradients by `scale`, clip them in place to `max_norm`, and return the global norm.
 
-    norm^2 = sum over ranks of |local gradient|^2, where of several ranks that hold the same values
-    the first one counts them; so a mesh costs one number per axis. Nothing is read on the host.
-    Gradients are measured in fp32, of fp64 in theirs.
+    norm^2 = sum over ranks of |local gradient|^2. If several ranks hold the same values, only the
+    first of these ranks counts them. The norm costs one all-reduce of one number per mesh axis and
+    per group, and no synchronization with the host. It is computed in fp32, for fp64 gradients in
+    fp64. All ranks of the mesh and of `groups` must call this function.
 
     Args:
-        max_norm: None or 0 measures only.
-        scale: what the gradients are multiplied by before all else; None: by nothing.
-        groups: further groups over which the net is split (the stages of a pipeline).
-        elsewhere: parameters that another rank of these groups counts (tied weights).
+        parameters: Parameters that this rank trains.
+        max_norm: Largest norm after clipping. None or 0 does not clip.
+        scale: Factor by which the gradients are multiplied before they are clipped. None for 1.
+        groups: Groups over which the net is split in addition to the DTensors' mesh: the stages of
+            a pipeline.
+        counted_on_other_stage: Parameters that another rank of `groups` counts, for example tied
+            weights.
+
+    Returns:
+        Norm of the gradients of the entire net, after scaling and before clipping. The value is
+        identical on all ranks of the mesh and of `groups`.
     """
-    given = [(p, p.grad) for p in parameters if p.grad is not None]
-    gradients = [local_shard(gradient) for _, gradient in given]
-    mesh = next((grad.device_mesh for _, grad in given if isinstance(grad, DTensor)), None)
+    pairs = [(p, p.grad) for p in parameters if p.grad is not None]
+    shards = [local_shard(gradient) for _, gradient in pairs]
+    mesh = next((grad.device_mesh for _, grad in pairs if isinstance(grad, DTensor)), None)
     axes = mesh.get_all_groups() if mesh is not None else []
     counted = [
-        local
-        for (p, gradient), local in zip(given, gradients, strict=True)
-        if p not in elsewhere and _counts_here(gradient, axes)
+        shard
+        for (p, gradient), shard in zip(pairs, shards, strict=True)
+        if p not in counted_on_other_stage and _is_counted_on_this_rank(gradient, axes)
     ]
-    squares = torch.zeros((), device=_wire([gradient for _, gradient in given]))
+    device = _communication_device([gradient for _, gradient in pairs])
+    squares = torch.zeros((), device=device)
     if counted:
-        is_double = any(gradient.dtype == torch.float64 for gradient in counted)
+        is_double = any(shard.dtype == torch.float64 for shard in counted)
         dtype = torch.float64 if is_double else torch.float32
         norms = torch.stack(torch._foreach_norm(counted, 2, dtype=dtype))
         squares += norms.square().sum().to(squares.device)
@@ -80,30 +95,33 @@ def clip_grad_norm(
         if group.size() > 1:
             dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
-    if not gradients:
+    if not shards:
         return norm
-    norm, factors = norm.to(gradients[0].device), []
+    norm = norm.to(shards[0].device)
+    factors = []
     if scale is not None:
         factors.append(scale.to(norm))
         norm = norm * factors[0]
     if max_norm:
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that both give the same bits.
+        # torch.nn.utils.clip_grad_norm_ adds 1e-6, too: the results are bitwise equal.
         factors.append((max_norm / (norm + 1e-6)).clamp(max=1.0))
     if factors:
-        torch._foreach_mul_(gradients, math.prod(factors))
+        torch._foreach_mul_(shards, math.prod(factors))
     return norm
 
 
-def _wire(gradients: Sequence[Tensor]) -> torch.device | str | None:
-    # Offloaded gradients lie on the CPU, which the collectives of their mesh of GPUs do not read.
+def _communication_device(gradients: Sequence[Tensor]) -> torch.device | str | None:
+    # FSDP's CPU offload keeps gradients on the CPU. The collectives of a GPU mesh need GPU tensors.
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             return gradient.device_mesh.device_type
     return gradients[0].device if gradients else None
 
 
-def _counts_here(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
+def _is_counted_on_this_rank(gradient: Tensor, axes: Sequence[dist.ProcessGroup]) -> bool:
+    # A plain tensor is identical on all ranks of the mesh, a DTensor along its replicated axes.
     if not isinstance(gradient, DTensor):
         return all(axis.rank() == 0 for axis in axes)
-    places = zip(gradient.device_mesh.get_coordinate() or (), gradient.placements, strict=True)
+    coordinates = gradient.device_mesh.get_coordinate() or ()
+    places = zip(coordinates, gradient.placements, strict=True)
     return all(index == 0 for index, placement in places if placement.is_replicate())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gptrain.core.strategies import DATA, PIPELINE, TENSOR, ParallelDims
-from gptrain.parallel.meeting import meet
+from gptrain.parallel.rendezvous import open_store
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def start_group(
     if world_size == 1:  # a strategy tried on one device
         store: dist.Store = dist.HashStore()
     else:
-        store = meet(rank, world_size, timeout_s, store_path, variables)
+        store = open_store(rank, world_size, timeout_s, store_path, variables)
     dist.init_process_group(
         backend,
         store=store,

@@ -53,7 +53,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         last: rank in the pipeline's group that holds the last stage.
     """
 
-    partitions = by_stages = True
+    is_partitioned = is_pipeline = True
 
     def __post_init__(self):
         self.mesh = mesh = build_mesh(self.device.type, self.dims)
@@ -82,7 +82,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         """Of what several stages hold the first counts in the norm."""
         super().prepare(module, optimizer)
         if self.rank:
-            self.elsewhere = {*self.tied_parameters, *self.beside}
+            self.counted_on_other_stage = {*self.tied_parameters, *self.extra_parameters}
 
     @cached_property
     def tied_parameters(self) -> list[nn.Parameter]:
@@ -95,7 +95,7 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
         if not torch.is_grad_enabled():
             return super().mean_loss(net, tokens, targets, options)
         scale = 1 / self.accumulate
-        factor = scale / self.divisor(targets)
+        factor = scale / self.loss_divisor(targets)
 
         def loss(hidden: Tensor, targets: Tensor) -> Tensor:
             total = self.head_loss(net, hidden, targets, options)

@@ -40,7 +40,7 @@ def make_net_on(
     """
     before = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)
-    if not fills_itself(net):
+    if not can_init_by_parameter(net):
         if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
             torch.random.set_rng_state(before)
             net = make_net()
@@ -52,11 +52,11 @@ def make_net_on(
     for name, parameter in net.named_parameters():
         whole = torch.empty(parameter.shape, dtype=parameter.dtype)
         cast(Any, net).init_parameter(first_name.get(name, name), whole)
-        copy_slice(parameter, whole)
+        copy_from_full(parameter, whole)
     return net
 
 
-def fills_itself(net: nn.Module) -> bool:
+def can_init_by_parameter(net: nn.Module) -> bool:
     """Whether its weights can be drawn one by one, after it was made on the meta device."""
     return hasattr(net, "init_parameter") and not any(True for _ in net.buffers())
 
@@ -71,7 +71,7 @@ def allocate(net: nn.Module, device: torch.device | str) -> None:
 
 
 @torch.no_grad()
-def copy_slice(target: Tensor, whole: Tensor) -> None:
+def copy_from_full(target: Tensor, whole: Tensor) -> None:
     """Copy whole into a plain tensor, or this rank's slice of it into a DTensor; no communication.
 
     Raises: ValueError if the shapes differ.
@@ -84,12 +84,12 @@ def copy_slice(target: Tensor, whole: Tensor) -> None:
     local_shard(target).copy_(local_shard(whole))
 
 
-def like_parameter(value: Any, parameter: Tensor) -> Any:
+def shard_like(value: Any, parameter: Tensor) -> Any:
     """This rank's slice of a whole tensor of the parameter's shape; anything else as it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     mine = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    copy_slice(mine, value)
+    copy_from_full(mine, value)
     return mine
 
 

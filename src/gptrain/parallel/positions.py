@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor, nn
 
-from gptrain.parallel.placement import copy_slice, full_tensor
+from gptrain.parallel.placement import copy_from_full, full_tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 TABLE = "position_embedding"  # a role of tensor_plan
@@ -64,4 +64,4 @@ def fill_positions(target: Tensor, source: Tensor, dim: int) -> None:
     full = full_tensor(target).clone()
     n_positions = min(full.shape[dim], source.shape[dim])
     full.narrow(dim, 0, n_positions).copy_(source.narrow(dim, 0, n_positions))
-    copy_slice(target, full)
+    copy_from_full(target, full)

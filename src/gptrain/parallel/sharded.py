@@ -1,8 +1,9 @@
-"""A net whose tensors are sharded: by FSDP2, by tensor parallelism, or by both.
+"""Sharded parameters: FSDP2, tensor parallelism, or both together.
 
-Fully sharded, a rank holds 1/N of every parameter, gradient and moment: a block's parameters are
-gathered before it runs, forward and backward, and its gradients are reduce-scattered after. Source:
-Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao et al. 2023, arXiv:2304.11277.
+Under FSDP a rank stores 1/N of every parameter, gradient and optimizer moment. The parameters of a
+block are gathered before its forward and its backward pass, and its gradients are reduce-scattered
+after the backward pass. Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054 (stage 3); Zhao
+et al. 2023, arXiv:2304.11277.
 """
 
 from collections.abc import Generator
@@ -38,89 +39,119 @@ from gptrain.parallel.tensor import (
 
 
 class Sharded(ParallelStrategy[StrategyOptions]):
-    """Shards of each tensor over the data axis, where the strategy has FSDP2."""
+    """Shard every parameter over the data axis with FSDP2, if the strategy includes FSDP.
 
-    partitions = True
+    Attributes:
+        mesh: Device mesh with the axes "pipeline", "data" and "tensor".
+        net: Net that `shard` was called with.
+    """
+
+    is_partitioned = True
 
     def __post_init__(self):
         self.mesh = build_mesh(self.device.type, self.dims)
         self.data_group = self.mesh["data"].get_group()
 
     def shard(self, net: Net) -> None:
-        """By FSDP2 each of net.blocks, then what is left."""
+        """Apply FSDP2 in place: to each of `net.blocks`, then to the rest of the net.
+
+        Does nothing under `strategy=tensor_parallel`, which has no FSDP.
+        """
         self.net = net
         if not isinstance(self.options, ShardedOptions):
             return
         mesh = build_shard_mesh(self.mesh, self.dims)
-        # Weights gathered and multiplied in bf16, gradients reduced in fp32; or all in their own.
+        # Under bf16-mixed, weights are gathered and multiplied in bf16, and gradients are reduced
+        # in fp32. Under any other precision both keep the type of the parameters.
         is_mixed = self.precision == "bf16-mixed"
-        dtypes = (torch.bfloat16, torch.float32) if is_mixed else (None, None)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if is_mixed else None,
+            reduce_dtype=torch.float32 if is_mixed else None,
+            cast_forward_inputs=False,
+        )
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        shared: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(*dtypes, cast_forward_inputs=False),
+            "mp_policy": policy,
             "offload_policy": offload if self.options.cpu_offload else OffloadPolicy(),
-            "shard_placement_fn": lambda parameter: _axis_free_of_tensor(parameter, mesh),
+            "shard_placement_fn": lambda parameter: _shard_placement(parameter, mesh),
         }
+        reshard = self.options.reshard_after_forward
         for block in net.blocks.children():
-            # False keeps parameters from forward to backward (ZeRO-2): one all-gather less a step.
-            fully_shard(block, reshard_after_forward=self.options.reshard_after_forward, **shared)
-        # Backward begins where forward ends.
-        fully_shard(net, reshard_after_forward=False, **shared)
-        if hasattr(net, "hidden"):  # the chunked loss calls it in place of forward
+            # False keeps the gathered parameters until the backward pass (ZeRO-2), which saves one
+            # all-gather per block.
+            fully_shard(block, reshard_after_forward=reshard, **arguments)
+        # The backward pass begins with the parameters that the forward pass used last.
+        fully_shard(net, reshard_after_forward=False, **arguments)
+        if hasattr(net, "hidden"):  # the chunked loss calls net.hidden instead of net.forward
             register_fsdp_forward_method(net, "hidden")
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """One kernel over a whole group takes DTensors or tensors, not both, and of Adam alone."""
+        """Disable `foreach` and `fused` in parameter groups that mix DTensors and plain tensors.
+
+        The multi-tensor kernels accept DTensors or plain tensors, but not both. SGD and Adagrad
+        have no fused kernel for DTensors, so torch chooses their implementation.
+        """
         super().prepare(module, optimizer)
-        beside, has_no_kernel = set(self.beside), isinstance(optimizer, SGD | Adagrad)
+        plain_parameters = set(self.extra_parameters)
+        has_no_fused_kernel = isinstance(optimizer, SGD | Adagrad)
         for group in optimizer.param_groups:
-            if has_no_kernel and group["fused"]:
-                group["fused"] = None  # torch's choice
-            if 0 < sum(parameter in beside for parameter in group["params"]) < len(group["params"]):
+            if has_no_fused_kernel and group["fused"]:
+                group["fused"] = None  # torch chooses
+            n_plain = sum(parameter in plain_parameters for parameter in group["params"])
+            if 0 < n_plain < len(group["params"]):
                 group |= {key: False for key in ("foreach", "fused") if key in group}
 
     @contextmanager
     def without_gradient_sync(self) -> Generator[None, None, None]:
-        """Until a step's last micro-step a rank adds up gradients of the whole net.
+        """Accumulate unsharded gradients of the entire net until the last micro-step of a step.
 
-        With `accumulate_shards` it keeps its shard of them alone: 1/N of the memory, for as many
-        times the traffic as a step has micro-steps.
+        With `strategy.accumulate_shards` the gradients are reduce-scattered in every micro-step,
+        and a rank accumulates only its shard: 1/N of the memory, but as many reduce-scatters as the
+        step has micro-steps.
         """
         sums_shards = isinstance(self.options, ShardedOptions) and self.options.accumulate_shards
-        waits = isinstance(self.net, FSDPModule) and not sums_shards
-        if waits:
+        defers_sync = isinstance(self.net, FSDPModule) and not sums_shards
+        if defers_sync:
             self.net.set_requires_gradient_sync(False)
         yield
-        if waits:
+        if defers_sync:
             self.net.set_requires_gradient_sync(True)
 
 
 class TensorParallel(Sharded):
-    """Layers split over the tensor axis, inside of FSDP2 where the strategy has both."""
+    """Split layers over the tensor axis, and shard them with FSDP2 if the strategy includes FSDP.
 
-    chunked_loss = staticmethod(vocab_parallel_loss)  # alike on the ranks of a tensor group
+    See `gptrain.parallel.tensor`.
+    """
+
+    # The loss is identical on all ranks of a tensor group.
+    chunked_loss = staticmethod(vocab_parallel_loss)
 
     @property
-    def slice_group(self) -> dist.ProcessGroup:
+    def activation_group(self) -> dist.ProcessGroup:
+        """Ranks that each hold a shard of a module's output: the tensor axis."""
         return self.mesh["tensor"].get_group()
 
     def split(self, net: Net) -> None:
+        """Split the layers in place as `net.tensor_plan` says, before FSDP."""
         apply_tensor_parallel(net, self.mesh)
 
     @cached_property
-    def partial(self) -> list[nn.Parameter]:
-        """Parameters whose gradients are sums over this rank's slices; a walk, taken once."""
+    def partial_parameters(self) -> list[nn.Parameter]:
+        """Parameters whose gradients on this rank are sums over its shard of the activations."""
         return partial_parameters(self.net)
 
     def finish_gradients(self) -> None:
+        """Sum the gradients of `partial_parameters` over the tensor axis, once per step."""
         super().finish_gradients()
-        sum_gradients(self.partial, self.slice_group)
+        sum_gradients(self.partial_parameters, self.activation_group)
 
 
-def _axis_free_of_tensor(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
-    # Where the tensor axis shards the rows, FSDP shards the columns if it can do so evenly: two
-    # shardings of one dimension interleave, and DTensor cannot express that for an odd vocabulary.
+def _shard_placement(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
+    # If tensor parallelism shards the rows, FSDP shards the columns, provided that they divide
+    # evenly. Two shardings of one dimension would interleave, which DTensor cannot represent for a
+    # vocabulary of odd size. None is FSDP's default: rows.
     if not isinstance(parameter, DTensor) or parameter.ndim == 1:
         return None
     rows_are_sharded = parameter.placements[0].is_shard(0)

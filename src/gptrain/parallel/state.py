@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from gptrain.parallel.placement import copy_slice, full_tensor, like_parameter
+from gptrain.parallel.placement import copy_from_full, full_tensor, shard_like
 from gptrain.parallel.positions import fill_positions, find_tables
 from gptrain.parallel.requirements import tied_names
 from gptrain.parallel.unmatched import Unmatched
@@ -31,7 +31,7 @@ State = dict[str, Any]
 Parameters = Mapping[str, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
 _PLAIN = (bool, int, float, str, type(None))
-BESIDE = "module."  # in a file, in front of what a module holds beside its net
+EXTRA_PREFIX = "module."  # in a file, in front of what a module holds beside its net
 
 
 class Stages(NamedTuple):
@@ -66,17 +66,19 @@ def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str,
     """Name in a checkpoint -> parameter of the module, each once."""
     net = getattr(module, "net", None)
     of_net = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
-    return of_net | {f"{BESIDE}{name}": p for name, p in named_extra_parameters(module).items()}
+    return of_net | {
+        f"{EXTRA_PREFIX}{name}": p for name, p in named_extra_parameters(module).items()
+    }
 
 
-def whole_net_state(net: nn.Module, stages: Stages = NO_STAGES) -> State:
+def full_net_state(net: nn.Module, stages: Stages = NO_STAGES) -> State:
     """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
     state = _whole(_saved_tensors(net, stages), stages)
     second = {**tied_names(net), **stages.aliases}
     return state | {name: state[first] for name, first in second.items() if state}
 
 
-def whole_optimizer_state(
+def full_optimizer_state(
     parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> State:
     """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
@@ -134,7 +136,7 @@ def load_net_state(
     else:
         full = source
         for name, tensor in fitting.items():
-            copy_slice(tensor, source[name])
+            copy_from_full(tensor, source[name])
     for name, (tensor, dim) in tables.items():
         fill_positions(tensor, full[name], dim)
     return unmatched
@@ -159,7 +161,7 @@ def load_optimizer_state(
         values = _read_optimizer_state(parameters, source)
     else:
         values = {
-            name: {kind: like_parameter(v, parameter) for kind, v in source.get(name, {}).items()}
+            name: {kind: shard_like(v, parameter) for kind, v in source.get(name, {}).items()}
             for name, parameter in parameters.items()
         }
     names = _names(parameters, optimizer)

@@ -1,7 +1,16 @@
-"""How a rank trains the net that it holds: here a whole one, alone. The others are made of it.
+"""The base class of the parallelism strategies, and the training loss of all of them.
 
-One object for each rank, made before the net: it partitions the net where its strategy does, and
-then computes losses, logits and the norm of the gradients. It knows nothing of Lightning.
+`ParallelStrategy` trains the full net on one rank (`strategy=single`). Its subclasses are
+`ddp.Replicated`, `sharded.Sharded`, `sharded.TensorParallel`, `pipeline.Pipeline` and
+`diloco.DiLoCo`. Every rank has one such object, which is built before the net. It partitions the
+net, then computes losses, logits and the gradient norm. It does not depend on Lightning.
+
+The loss of a training step is computed in four functions of this file and one of `gptrain.loss`:
+
+    StepMean.compute_divisor    count the targets of all micro-batches, before the step
+    ParallelStrategy.mean_loss  divide the sum of the losses of one micro-batch by the divisor
+    ParallelStrategy.loss_sum   run the net and sum the losses, see `loss.next_token_loss`
+    StepMean.correction         correct loss and gradients, if training_step changed its targets
 """
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab
@@ -19,6 +28,7 @@ from torch.optim import Optimizer
 
 from gptrain.core.strategies import ParallelDims, StrategyOptions, default_options
 from gptrain.loss import (
+    IGNORED,
     LossOptions,
     chunked_next_token_loss,
     count_targets,
@@ -28,99 +38,198 @@ from gptrain.loss import (
 from gptrain.parallel import state
 from gptrain.parallel.gradients import clip_grad_norm, sum_gradients
 from gptrain.parallel.requirements import Net
-from gptrain.parallel.step_mean import StepMean
 
-ALONE, CPU = ParallelDims(), torch.device("cpu")
-
+SINGLE_RANK = ParallelDims()
+CPU = torch.device("cpu")
 
 OptionsT = TypeVar("OptionsT", bound=StrategyOptions)
 
 
+class StepMean:
+    """The divisor that makes the loss of an optimizer step a mean over all targets of the step.
+
+    Losses and gradients are averaged over micro-steps and data ranks. If each micro-batch divided
+    by its own number of targets, the result would be a mean of means: with unevenly distributed
+    targets it would depend on how the global batch is divided. Every micro-batch therefore divides
+    its sum of losses by the same number:
+
+        divisor = targets of the step on all data ranks / (data ranks * micro-steps)
+
+    The targets are counted in the batches as they were loaded. If training_step passes other
+    targets to the loss, the true number is known only after the last micro-step; `correction`
+    returns the remaining factor, which otherwise is exactly 1.
+
+    Args:
+        group: Data ranks. None if there is only one.
+        device: Device of the counts.
+
+    Attributes:
+        divisor: Divisor of the current step, a scalar tensor.
+        n_targets: Number of targets, over all data ranks, that the losses of the last step have
+            counted. None before the first step, or if training_step does not call `self.loss`.
+    """
+
+    n_targets: Tensor | None = None
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        self.group = group if group is not None and group.size() > 1 else None
+        # MPS has no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.divisor = torch.ones((), dtype=dtype, device=device)
+        # Sums over the micro-steps so far: of the divisors, and of the numbers of targets.
+        self._sums = torch.zeros(2, dtype=dtype, device=device)
+        self._has_loss = False  # True once a loss of this step was computed, even of 0 targets
+
+    def compute_divisor(self, n_targets: int, n_micro_batches: int) -> None:
+        """Compute the divisor of the next step. All data ranks must call this before the step.
+
+        Args:
+            n_targets: Number of targets in this rank's micro-batches of the step.
+            n_micro_batches: Number of micro-batches in which `n_targets` were counted.
+        """
+        n_ranks = 1 if self.group is None else self.group.size()
+        total = self._all_reduce(torch.full_like(self.divisor, n_targets))
+        self.divisor = total.clamp(min=1) / (n_ranks * n_micro_batches)
+
+    def reset_counts(self) -> None:
+        """Reset the counts of targets and divisors, before the first micro-step of a step."""
+        self._sums = torch.zeros_like(self._sums)
+        self._has_loss = False
+
+    def divisor_for(self, targets: Tensor) -> Tensor:
+        """Count the targets of a micro-batch for `correction`, and return the divisor."""
+        self._has_loss = True
+        n_targets = (targets != IGNORED).sum()
+        self._sums = self._sums + torch.stack((self.divisor, n_targets))
+        return self.divisor
+
+    def correction(self) -> Tensor:
+        """Return the factor for loss and gradients that corrects targets changed in training_step.
+
+        The factor is sum of the divisors used / number of targets counted, over all micro-steps
+        and data ranks; 1 if no target was counted. Also sets `n_targets`. All data ranks must call
+        this method after the last micro-step.
+        """
+        divisors, n_targets = self._all_reduce(self._sums)
+        self.n_targets = n_targets if self._has_loss else None
+        return (divisors / n_targets).where(n_targets > 0, 1.0)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
 @runtime_checkable
 class DividesUpdates(Protocol):
-    """An optimizer whose updates are divided among the ranks that hold the same weights."""
+    """An optimizer that divides its updates among the ranks that hold the same weights.
+
+    Attributes:
+        replicas: Mesh of the ranks that hold the same weights. None if no other rank does.
+    """
 
     replicas: DeviceMesh | None
 
 
 @dataclass(eq=False)
 class ParallelStrategy(Generic[OptionsT]):
-    """A whole net, trained by this rank alone.
+    """Train the full net on this rank, without other ranks.
+
+    Subclasses override the partitioning (`split`, `shard`), parts of the loss, and what completes
+    the gradients of a step.
 
     Attributes:
-        options: the `strategy` group.
-        dims: ranks along each axis; but for `single` their process group exists.
-        device: of this rank.   precision: Lightning's name.
-        ddp: options of DistributedDataParallel; None: it is not used.
-        comm: state and hook by which it sends gradients; None: its own.
-        replicas: ranks that hold the same weights and gradients, and divide Muon's work.
-        data_group: ranks that see different samples and take a step together; None: there is one.
-        step_group: ranks that take a step together; None: all.
-        accumulate: micro-steps of a step.
-        step_mean: of the training step that is going on; None: there is none.
-        beside: parameters of the module beside its net, where this object averages their gradients.
-        elsewhere: parameters that another stage of the pipeline counts in the norm.
-        partitions: ranks hold different parts of the net, so that its saves may be sharded.
-        by_stages: a schedule runs the stages of a pipeline: no rank can run the net, not even with
-            the others' help, and `mean_loss` forms the gradients too.
-        n_stages: Number of stages of a pipeline.
-        microbatches: Number of equal parts into which a training batch is divided.
-        stages: what a state must know of a pipeline.
+        options: Options of the `strategy` group.
+        dims: Number of ranks along each axis. The process group must exist before a subclass is
+            built.
+        device: Device of this rank.
+        precision: Precision as Lightning names it, for example `bf16-mixed`.
+        n_nodes: Number of nodes of the job.
+        ddp_arguments: Keyword arguments of DistributedDataParallel. None if it is not used.
+        comm_hook: State and hook for DistributedDataParallel.register_comm_hook. None for its
+            default all-reduce.
+        replicas: Ranks that hold the same weights and gradients, and so can divide the work of
+            Muon. None if no other rank does.
+        data_group: Ranks that read different samples of the same step. None if there is only one.
+        step_group: Ranks that take an optimizer step together. None for all ranks.
+        accumulate: Number of micro-steps of a step.
+        step_mean: Divisor of the losses. Set inside of training_step only, otherwise None.
+        extra_parameters: Parameters of the LightningModule outside `net` whose gradients this
+            object averages.
+        counted_on_other_stage: Parameters that another pipeline stage counts in the gradient norm.
+        is_partitioned: True if ranks hold different parts of the net. Saves can then be sharded.
+        is_pipeline: True if a schedule runs the stages of a pipeline. No rank can then call the
+            net, and `mean_loss` also computes the gradients.
+        n_stages: Number of pipeline stages.
+        microbatches: Number of equal parts into which a pipeline divides a training batch.
+        stages: Ranks that hold the pipeline stages, and the parameter names of a checkpoint.
+        chunked_loss: Function that computes the loss of hidden states (B, T, D) under a head
+            weight (V, D).
     """
 
     options: OptionsT = field(default_factory=lambda: cast(OptionsT, default_options("single")))
-    dims: ParallelDims = ALONE
+    dims: ParallelDims = SINGLE_RANK
     device: torch.device = CPU
     precision: str = "32-true"
     n_nodes: int = 1
-    ddp: dict[str, Any] | None = None
-    comm: tuple[object, Callable] | None = None
+    ddp_arguments: dict[str, Any] | None = None
+    comm_hook: tuple[object, Callable] | None = None
     replicas: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
     step_group: dist.ProcessGroup | None = None
     accumulate: int = 1
     step_mean: StepMean | None = None
-    beside: Sequence[nn.Parameter] = ()
-    elsewhere: Set[nn.Parameter] = frozenset()
+    extra_parameters: Sequence[nn.Parameter] = ()
+    counted_on_other_stage: Set[nn.Parameter] = frozenset()
 
-    partitions = by_stages = False
-    n_stages = microbatches = 1
+    is_partitioned = False
+    is_pipeline = False
+    n_stages = 1
+    microbatches = 1
     stages = state.NO_STAGES
-    # Of hidden states (B, T, D) under a head's weight (V, D).
     chunked_loss = staticmethod(chunked_next_token_loss)
 
     def __post_init__(self) -> None:
-        """Makes the groups of ranks; here there are none."""
+        """Create the process groups of the strategy. The base class needs none."""
 
     @property
-    def slice_group(self) -> dist.ProcessGroup | None:
-        """Ranks of which each holds a slice of a module's output; None if each has all of it."""
+    def activation_group(self) -> dist.ProcessGroup | None:
+        """Ranks that each hold a shard of a module's output. None if every rank holds all of it."""
         return None
 
-    # Partitioning, while the net is made
+    # Partitioning, while the net is built
 
     def split(self, net: Net) -> None:
-        """Partitions layers or blocks in place, before checkpointing and compile; here nothing."""
+        """Split layers or blocks in place, before activation checkpointing and compile.
+
+        The base class does nothing.
+        """
 
     def shard(self, net: Net) -> None:
-        """Partitions in place what they leave, after them; here nothing."""
+        """Shard the parameters in place, after activation checkpointing and compile.
+
+        The base class does nothing.
+        """
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Prepare the training, once the module and its optimizer are complete.
 
-        An optimizer with an attribute `replicas`, as Muon, divides its work among the ranks that
-        hold the same weights.
+        Sets `optimizer.replicas` if the optimizer has this attribute, as Muon has.
+
+        Args:
+            module: LightningModule, or any module with an attribute `net`.
+            optimizer: Optimizer of the module.
         """
         if isinstance(optimizer, DividesUpdates):
             optimizer.replicas = self.replicas
-        if self.partitions:
-            self.beside = [*state.named_extra_parameters(module).values()]
+        if self.is_partitioned:
+            self.extra_parameters = [*state.named_extra_parameters(module).values()]
 
-    # What the planner asks for when it traces a step
+    # Facts for the planner, which traces a step
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
-        """Type in which DDP sends gradients, or None for their own."""
+        """Type in which DDP sends gradients. None for the type of the gradients."""
         return None
 
     def extra_state(self) -> list[Tensor]:
@@ -128,90 +237,134 @@ class ParallelStrategy(Generic[OptionsT]):
         return []
 
     def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
-        """Return what is done in some steps only, each with the fraction of the steps."""
+        """Return functions that only some steps call, each with the fraction of these steps."""
         return []
 
-    # What a module asks for
+    # Loss and logits
 
     def mean_loss(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Mean loss in nats over the targets that count; in training over those of the whole step.
+        """Return the mean loss in nats per target of this rank's samples.
 
-        There it is the sum over these targets, divided by what a micro-batch of a data rank has of
-        them on average: means of it over micro-steps and data ranks are means over targets.
+        In training the sum of the losses is divided by `StepMean.divisor`, not by this
+        micro-batch's own number of targets. The mean of the returned values over the micro-steps
+        and the data ranks of a step is then the mean over all targets of the step. Under
+        torch.no_grad, and outside of a training_step, the divisor is the number of targets in this
+        batch.
+
+        Args:
+            net: Net as `split` and `shard` have left it.
+            tokens: Token indices (B, T), int64.
+            targets: Next tokens (B, T), int64. The loss ignores -100.
+            options: Label smoothing and z-loss.
         """
-        divisor, total = self.divisor(targets), self.loss_sum(net, tokens, targets, options)
+        divisor = self.loss_divisor(targets)
+        total = self.loss_sum(net, tokens, targets, options)
         return total / divisor.to(total.dtype)
 
-    def divisor(self, targets: Tensor) -> Tensor:
-        """What the sum of the losses of these targets is divided by."""
+    def loss_divisor(self, targets: Tensor) -> Tensor:
+        """Return the number by which the sum of the losses of these targets is divided."""
         if self.step_mean is not None and torch.is_grad_enabled():
-            return self.step_mean.divisor_of(targets)
+            return self.step_mean.divisor_for(targets)
         return count_targets(targets)
 
     def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Sum of the losses of this rank's samples in nats."""
-        if has_chunks(net):
+        """Run the net on this rank's samples and return the sum of the losses in nats.
+
+        The logits (B, T, V) are never stored in full if the net has `hidden` and a `head` without
+        bias.
+        """
+        if supports_chunked_loss(net):
             return self.head_loss(net, net.hidden(tokens), targets, options)
         logits = net_logits(net, tokens, targets)
         return next_token_loss(logits, targets, reduction="sum", **asdict(options))
 
     def head_loss(self, net: Net, hidden: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Sum of the losses of hidden states (..., D); in chunks where the head has no bias."""
+        """Return the sum of the losses of hidden states (..., D), taken after the final norm.
+
+        The logits are computed in chunks, unless the head has a bias.
+        """
         if net.head.bias is not None:
-            return next_token_loss(net.head(hidden), targets, reduction="sum", **asdict(options))
+            logits = net.head(hidden)
+            return next_token_loss(logits, targets, reduction="sum", **asdict(options))
         weight = net.head.weight
         return self.chunked_loss(hidden, weight, targets, reduction="sum", **asdict(options))
 
     @torch.no_grad()
     def logits(self, net: Net, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits (C, V) and targets (C,) of this rank's samples, chunk by chunk, for metrics."""
-        if has_chunks(net):
+        """Yield logits (C, V) and targets (C,) of this rank's samples in chunks, for metrics.
+
+        Positions whose target is -100 are left out.
+        """
+        if supports_chunked_loss(net):
             return logits_in_chunks(net.hidden(tokens), net.head, targets)
         return logits_in_chunks(net_logits(net, tokens, targets), nn.Identity(), targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Return what is computed where the logits were, the same on all ranks of a net."""
+        """Compute a metric on a rank that has logits, and return the value on all ranks of the net.
+
+        Args:
+            compute: Function without arguments that returns the metric's value.
+        """
         return compute()
 
-    # A step's gradients
+    # Gradients of a step
 
     def without_gradient_sync(self) -> AbstractContextManager[None]:
-        """Inside the block a backward pass adds gradients up locally; here that is all it does."""
+        """Return a context in which backward passes accumulate gradients without communication."""
         return nullcontext()
 
     def finish_gradients(self) -> None:
-        """What is left to do once a step after the last backward pass.
+        """Complete the gradients once per step, after the last backward pass.
 
-        Whoever partitions a net averages over the data axis what the module has beside it.
+        Averages the gradients of `extra_parameters` over the data ranks. A net on one rank, or
+        under DDP, needs nothing else.
         """
-        self.average(self.beside)
+        self.average(self.extra_parameters)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Averages gradients over the data axis, if there is one."""
+        """Average the gradients of parameters over the data ranks, if there are several."""
         if self.data_group is not None:
             sum_gradients(parameters, self.data_group, divisor=self.data_group.size())
 
     def measure_and_clip(
         self, parameters: list[nn.Parameter], max_norm: float | None, scale: Tensor | None
     ) -> Tensor:
-        """Norm of all gradients times scale, alike on all ranks; scaled down to max_norm."""
-        groups = [self.stages.group] if self.stages.group is not None else []
-        more = {"groups": groups, "elsewhere": self.elsewhere}
-        return clip_grad_norm(parameters, max_norm, scale=scale, **more)
+        """Multiply all gradients by `scale`, clip them to `max_norm`, and return the norm.
+
+        Args:
+            parameters: Parameters that this rank trains.
+            max_norm: Largest norm after clipping. None or 0 does not clip.
+            scale: Factor of all gradients. None for 1.
+
+        Returns:
+            Norm of the gradients of the entire net, after scaling and before clipping. The value is
+            identical on all ranks that take the step together.
+        """
+        return clip_grad_norm(
+            parameters,
+            max_norm,
+            scale=scale,
+            groups=() if self.stages.group is None else (self.stages.group,),
+            counted_on_other_stage=self.counted_on_other_stage,
+        )
 
 
-def has_chunks(net: nn.Module) -> bool:
-    """Whether the net allows the chunked loss: `hidden`, and a `head` without bias."""
+def supports_chunked_loss(net: nn.Module) -> bool:
+    """Return whether the net has `hidden`, and a linear `head` without bias."""
     head = getattr(net, "head", None)
     return hasattr(net, "hidden") and isinstance(head, nn.Linear) and head.bias is None
 
 
 def net_logits(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Logits (B, T, V) of tokens (B, T).   Raises: ValueError for any other shape."""
+    """Run the net on tokens (B, T) and return its logits (B, T, V).
+
+    Raises:
+        ValueError: If the net returns a tensor of another shape.
+    """
     logits = net(tokens)
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
-            f"{type(net).__name__} made {tuple(logits.shape)} of tokens {tuple(tokens.shape)}; "
-            f"a net's forward returns logits (B, T, V)"
+            f"{type(net).__name__}.forward returns shape {tuple(logits.shape)} for tokens of shape "
+            f"{tuple(tokens.shape)}; allowed: logits (B, T, V)"
         )
     return logits

@@ -51,9 +51,14 @@ from gptrain.core.strategies import (
 )
 from gptrain.lit.strategies import build_strategy
 from gptrain.models.hugging_face import config_keys
-from gptrain.parallel.placement import allocate, build_on_meta_device, fills_itself, local_shard
+from gptrain.parallel.placement import (
+    allocate,
+    build_on_meta_device,
+    can_init_by_parameter,
+    local_shard,
+)
 from gptrain.parallel.requirements import check_fit
-from gptrain.parallel.step_mean import StepMean
+from gptrain.parallel.strategy import StepMean
 from gptrain.plan.counters import COLLECTIVES, FLOPS, Sent
 
 # The stages of a pipeline send each other shapes, which fake tensors cannot do.
@@ -172,7 +177,7 @@ class Step:
         self.batch = default_collate([sample] * size)
         self.optimizer = self.attach(lengths.n_steps)
         self.is_last = True  # the micro-step after which gradients are reduced
-        ddp = self.parallel.ddp
+        ddp = self.parallel.ddp_arguments
         self.keeps_gradients = ddp is not None and ddp["gradient_as_bucket_view"]  # between steps
         if ddp is not None:
             self.reduce_as_ddp()
@@ -182,7 +187,7 @@ class Step:
         with unset_fake_temporarily():
             net = build_on_meta_device(partial(build_net, self.cfg.model))
             net.to(WEIGHT_DTYPES.get(self.precision))
-        if fills_itself(net):
+        if can_init_by_parameter(net):
             return net
         allocate(net, CPU)
         net.to = lambda *_, **__: net  # it is there, and tensors without numbers are not swapped
@@ -250,7 +255,7 @@ class Step:
             # torch before 2.13 takes for memory what DTensor computes of shapes while an optimizer
             # steps: there the step's peak is not traced; `total` is then at least what is held.
             is_counted = torch.__version__ >= "2.13"  # TorchVersion compares numbers, not texts
-            if is_counted or not self.parallel.partitions:
+            if is_counted or not self.parallel.is_partitioned:
                 self.update()
         peak: dict[Any, int] = tracker.get_tracker_snapshot("peak")[CPU]
         total = max(peak["Total"], sum(held.values()))

@@ -253,7 +253,7 @@ class Checkpoints(Checkpoint):
         ends = self.stopping or self._is_salvaging or step == trainer.max_steps
         with self.store.writing(
             step,
-            kind="sharded" if strategy.parallel.partitions else "full",
+            kind="sharded" if strategy.parallel.is_partitioned else "full",
             config=self.identity,
             metrics=self._metrics,
             needed_bytes=self._needed_bytes,

@@ -46,7 +46,7 @@ def note_loaded(trainer: Trainer, path: Path) -> None:
     """
     strategy, state, is_fitting = strategy_of(trainer), {}, True
     if trainer.is_global_zero:
-        kind = "sharded" if strategy.parallel.partitions else "full"
+        kind = "sharded" if strategy.parallel.is_partitioned else "full"
         is_fitting = path.is_dir() and read_manifest(path)["kind"] == kind
         if is_fitting:
             state = load_file(path / STATE_NAME, mmap=True)

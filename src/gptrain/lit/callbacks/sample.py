@@ -58,9 +58,9 @@ class SampleText(Callback):
         tokenizer = getattr(data_of(trainer).val, "tokenizer", None)
         # A Trainer that gptrain did not build has a strategy without `parallel`.
         parallel = getattr(trainer.strategy, "parallel", None)
-        by_stages = getattr(parallel, "by_stages", False)
+        is_pipeline = getattr(parallel, "is_pipeline", False)
         net = getattr(pl_module, "net", None)
-        if tokenizer is None or connected(trainer).fast_dev_run or by_stages or net is None:
+        if tokenizer is None or connected(trainer).fast_dev_run or is_pipeline or net is None:
             return None
         # All ranks generate, because the forward pass of a partitioned net needs all ranks.
         device = trainer.strategy.root_device

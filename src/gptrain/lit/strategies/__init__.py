@@ -92,7 +92,7 @@ def build_strategy(
     elif name == "diloco":
         strategy = LightningDiLoCo(parallel)
     else:
-        strategy = (PartitionedRanks if parallel.partitions else Ranks)(parallel)
+        strategy = (PartitionedRanks if parallel.is_partitioned else Ranks)(parallel)
     n_parameters = sum(parameter.numel() for parameter in whole.parameters())
     n_matrix_weights = count_matrix_weights(whole)
     strategy.info = StrategyInfo(name, type(whole).__name__, n_parameters, n_matrix_weights)

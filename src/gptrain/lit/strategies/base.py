@@ -30,8 +30,7 @@ from gptrain.data.samples import count_batch_targets
 from gptrain.lit.strategies.saved_names import NET, from_saved_names, to_saved_names
 from gptrain.parallel import state as states
 from gptrain.parallel.requirements import IncompatibleModelError
-from gptrain.parallel.step_mean import StepMean
-from gptrain.parallel.strategy import ParallelStrategy
+from gptrain.parallel.strategy import ParallelStrategy, StepMean
 
 INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
 ONE_OPTIMIZER = (
@@ -126,9 +125,9 @@ class LightningStrategy(Strategy):
             return
         loader = trainer.train_dataloader
         if ahead := getattr(loader, "step_targets", None):
-            self.step_mean.announce(ahead.pop(0) or 0, getattr(loader, "read_ahead", 1))
+            self.step_mean.compute_divisor(ahead.pop(0) or 0, getattr(loader, "read_ahead", 1))
         else:  # not our loader: as if the other micro-batches had as many
-            self.step_mean.announce(count_batch_targets(batch) or 0, 1)
+            self.step_mean.compute_divisor(count_batch_targets(batch) or 0, 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Drop the last step's gradients before a new step's forward pass.
@@ -139,7 +138,7 @@ class LightningStrategy(Strategy):
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
             self.micro_losses, self.micro_steps = [], []
             self._gradients_finished = False
-            self.step_mean.begin()
+            self.step_mean.reset_counts()
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
         self.parallel.step_mean = self.step_mean
@@ -178,7 +177,7 @@ class LightningStrategy(Strategy):
     @property
     def _writes_shards(self) -> bool:
         """Whether this save leaves the net's tensors to `ShardWriter`."""
-        return self.parallel.partitions and self.saves_to_store
+        return self.parallel.is_partitioned and self.saves_to_store
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
         """Name in a checkpoint -> parameter, each once."""
@@ -187,12 +186,12 @@ class LightningStrategy(Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state on rank 0; in a sharded save what lies beside the net alone."""
         state = super().lightning_module_state_dict()
-        if not self.parallel.partitions:
+        if not self.parallel.is_partitioned:
             return state
         beside = {name: value for name, value in state.items() if not name.startswith(NET)}
         if self._writes_shards:
             return beside
-        net = states.whole_net_state(self.net, self.parallel.stages)
+        net = states.full_net_state(self.net, self.parallel.stages)
         return {f"{NET}{name}": tensor for name, tensor in net.items()} | beside
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -201,7 +200,7 @@ class LightningStrategy(Strategy):
         if self._writes_shards:
             groups = states.named_groups(parameters, optimizer, stages)
             return {"state": {}, "param_groups": groups}
-        return states.whole_optimizer_state(parameters, optimizer, stages)
+        return states.full_optimizer_state(parameters, optimizer, stages)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -232,7 +231,7 @@ class LightningStrategy(Strategy):
 
     def own_state(self) -> Any:
         """Return what this rank writes into files of its own; empty where it shares them all."""
-        if not self.parallel.partitions:
+        if not self.parallel.is_partitioned:
             return {}
         parameters, stages = self.saved_parameters(), self.parallel.stages
         return states.sharded_state(self.net, parameters, self.optimizers[0], stages)
@@ -255,7 +254,7 @@ class LightningStrategy(Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         reader, state = self._reader(), checkpoint["state_dict"]
-        if reader is None and not self.parallel.partitions:
+        if reader is None and not self.parallel.is_partitioned:
             super().load_model_state_dict(checkpoint, strict)
             return
         net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
@@ -297,7 +296,7 @@ class Ranks(LightningStrategy, DDPStrategy):
     """
 
     def __init__(self, parallel: ParallelStrategy):
-        super().__init__(parallel, **(parallel.ddp or {}))
+        super().__init__(parallel, **(parallel.ddp_arguments or {}))
 
     def setup_distributed(self) -> None:
         self.set_world_ranks()
@@ -315,10 +314,10 @@ class Ranks(LightningStrategy, DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def configure_ddp(self) -> None:
-        if self.parallel.ddp is not None:
+        if self.parallel.ddp_arguments is not None:
             super().configure_ddp()
-        if self.parallel.comm is not None:  # Lightning registers hooks on GPUs only
-            cast(DistributedDataParallel, self.model).register_comm_hook(*self.parallel.comm)
+        if self.parallel.comm_hook is not None:  # Lightning registers hooks on GPUs only
+            cast(DistributedDataParallel, self.model).register_comm_hook(*self.parallel.comm_hook)
 
 
 class PartitionedRanks(Ranks):

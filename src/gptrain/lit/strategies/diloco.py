@@ -55,13 +55,13 @@ class LightningDiLoCo(Ranks):
             own = self.own_state()
             if own and not isinstance(storage_options, dict):
                 own["state_dict"] = to_saved_names(checkpoint["state_dict"])
-                with storage_options.open(replica_name(self.parallel.meeting.rank())) as file:
+                with storage_options.open(replica_name(self.parallel.sync_group.rank())) as file:
                     torch.save(own, file)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def own_state(self) -> dict[str, Any]:
         """Return the state of this rank's replica, if that is not the first and this its rank 0."""
-        if not self.parallel.meeting.rank() or self.parallel.replica.rank():
+        if not self.parallel.sync_group.rank() or self.parallel.replica_group.rank():
             return {}
         parameters, state = self.saved_parameters(), self.optimizers[0].state
         return {
@@ -75,10 +75,10 @@ class LightningDiLoCo(Ranks):
         self._shared = checkpoint.pop("replicas", None)
         if self._shared is None or self.module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        if self._shared["number"] != self.parallel.meeting.size():
+        if self._shared["number"] != self.parallel.sync_group.size():
             if self.is_global_zero:
                 log.warning("all replicas go on with the first one's weights and optimizer")
-        elif number := self.parallel.meeting.rank():
+        elif number := self.parallel.sync_group.rank():
             mine = load_file(Path(checkpoint_path) / replica_name(number))
             checkpoint["state_dict"] = from_saved_names(mine["state_dict"])
             checkpoint["optimizer_states"][0]["state"] = mine["optimizer"]

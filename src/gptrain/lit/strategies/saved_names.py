@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gptrain.parallel.state import BESIDE
+from gptrain.parallel.state import EXTRA_PREFIX
 
 NET = "net."
 
@@ -13,9 +13,12 @@ def to_saved_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
     What lies outside the net, `gain` of the module say, is `module.gain`.
     """
-    return {n.removeprefix(NET) if n.startswith(NET) else BESIDE + n: state[n] for n in state}
+    return {n.removeprefix(NET) if n.startswith(NET) else EXTRA_PREFIX + n: state[n] for n in state}
 
 
 def from_saved_names(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's state under the module's own names."""
-    return {n.removeprefix(BESIDE) if n.startswith(BESIDE) else NET + n: state[n] for n in state}
+    return {
+        n.removeprefix(EXTRA_PREFIX) if n.startswith(EXTRA_PREFIX) else NET + n: state[n]
+        for n in state
+    }

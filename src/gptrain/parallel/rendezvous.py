@@ -27,7 +27,7 @@ class MissingRanksError(Exception):
     cause = "hang"
 
 
-def meet(
+def open_store(
     rank: int,
     world_size: int,
     timeout_s: float,
