@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shlex
 import shutil
@@ -19,12 +20,21 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from gptrain.assemble.companion_files import keep_around
 from gptrain.config.cli import run_command
 from gptrain.core import shell
 from gptrain.core.errors import IO_ERROR, ConfigError, code_of
 from gptrain.data import ByteTokenizer, train_bpe
+from gptrain.data.tokenizers import load_tokenizer
 from gptrain.export.__main__ import DEFAULTS, ExportRun, export
-from gptrain.export.files import check_format, write_net, write_tensors, write_tokenizer
+from gptrain.export.files import (
+    check_format,
+    write_around,
+    write_net,
+    write_special_ids,
+    write_tensors,
+    write_tokenizer,
+)
 
 
 @pytest.fixture
@@ -158,7 +168,58 @@ def test_special_tokens_and_how_text_is_made_come_back_out(train, export_run, tm
     assert back("abba")["input_ids"] == tokenizer("abba")["input_ids"]
     made = GPT2LMHeadModel.from_pretrained(folder)
     assert (made.config.bos_token_id, made.config.eos_token_id) == (2, 3)
+    assert made.config.pad_token_id == made.generation_config.pad_token_id == 4  # the tokenizer's
     assert made.generation_config.max_new_tokens == 7
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_exported_net_stops_at_the_end_token_of_its_data(train, export_run, tmp_path, tokenizer):
+    """Documents of one letter: the end token follows each, and transformers stops there."""
+    records = tmp_path / "letters.jsonl"
+    records.write_text('{"text": "a"}\n' * 400)
+    end = "data.end_of_document=" + ("true" if tokenizer == "bytes" else "null")
+    run = train(
+        "data=text", f"data.path={records}", f"data.tokenizer={tokenizer}", end,
+        "data.documents=separate", "model.vocab_size=257", "optimizer.lr=0.01",
+        "scheduler.warmup_steps=5", "trainer.max_steps=40", "logger=none", "callbacks=none",
+    )  # fmt: skip
+    assert run.code == 0, run.err
+    code, folder, said = export_run(f"from_run={run.folder}", "format=hf")
+    assert code == 0, said
+    net, reader = GPT2LMHeadModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    end_id = 255 if tokenizer == "bytes" else 256
+    prompt = [end_id, *reader("a")["input_ids"]]  # as a document begins
+    made = net.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert made[0].tolist() == [*prompt, end_id]
+    assert net.config.eos_token_id == net.generation_config.eos_token_id == end_id
+
+
+def test_the_ids_of_special_tokens_come_from_wherever_the_run_has_them(tmp_path):
+    """Of config.json alone, of a special_tokens_map.json, and not of another vocabulary."""
+    source, run, folder = (tmp_path / name for name in ("source", "run", "folder"))
+    for place in (source, run, folder):
+        place.mkdir()
+    library = Tokenizer(models.BPE({"a": 0, "<s>": 1, "</s>": 2, "<pad>": 3}, []))
+    library.add_special_tokens(["<s>", "</s>", "<pad>"])
+    for place in (source, run):
+        library.save(str(place / "tokenizer.json"))
+    names = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "eos_token": "none such"}
+    (source / "special_tokens_map.json").write_text(json.dumps(names))
+    theirs = {"eos_token_id": [2, 0], "bos_token_id": 50256, "pad_token_id": None}
+    (source / "config.json").write_text(json.dumps(theirs))  # 50256: a default of GPT2Config
+    keep_around([tmp_path / "nothing.json", source], run)
+    (folder / "config.json").write_text('{"vocab_size": 4, "eos_token_id": null}')
+    write_around(run, folder)
+    write_special_ids(folder, load_tokenizer(run), has_end=False)
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 0], "pad_token_id": 3}
+    assert json.loads((folder / "config.json").read_text()) == {"vocab_size": 4, **ids}
+    assert json.loads((folder / "generation_config.json").read_text()) == ids
+
+
+def test_bytes_have_no_end_token_unless_the_data_use_one(speaker, export_run):
+    _, folder, said = export_run(f"from_run={speaker}", "format=hf")
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None, said
+    assert not (folder / "generation_config.json").exists()
 
 
 def test_a_link_in_a_run_leads_nothing_into_an_export(saved_twice, export_run, tmp_path):

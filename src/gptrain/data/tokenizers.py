@@ -1,9 +1,9 @@
 """Text to token ids and back: bytes (built in), a tokenizer.json, or a BPE trained on the corpus.
 
 All have `encode`, `encode_batch`, `decode`, `save`, `vocab_size`, `identity` (what a cache is keyed
-by), `token_bytes`, and `end_token` with `end_id`, which no text is encoded to and which may end a
-document (None: there is none). Nothing is downloaded; the `tokenizers` library is needed for
-everything but bytes, and imported when it is.
+by), `token_bytes`, `special_ids`, and `end_token` with `end_id`, which no text is encoded to and
+which may end a document (None: there is none). Nothing is downloaded; the `tokenizers` library is
+needed for everything but bytes, and imported when it is.
 
 # N tokens, V vocab
 """
@@ -21,6 +21,8 @@ import numpy as np
 from gptrain.core.small_files import DataError, read_bytes, read_facts
 
 FILE_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+MAP_NAME = "special_tokens_map.json"  # where older versions of transformers name them
+SPECIAL = ("bos_token", "eos_token", "pad_token")
 # Of GPT-2, Llama 2, Llama 3, Gemma, BERT-like ones; where no configuration says which it is.
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _BYTES_JSON = b'{"type": "bytes"}\n'
@@ -33,6 +35,10 @@ class ByteTokenizer:
     identity = "bytes"
     end_token, end_id = "the byte 255", 255  # which no UTF-8 has
     token_bytes = np.array([1] * 255 + [0])  # (V,) int64
+
+    def special_ids(self) -> dict[str, int]:
+        """Return no ids: a byte is a special token only where the data use it as one."""
+        return {}
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Token ids of a text, (N,) int64."""
@@ -73,8 +79,13 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.identity = "json:" + hashlib.sha256(self._json).hexdigest()
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.end_token = self._find_end(Path(path).with_name(CONFIG_NAME))
+        self._config = _read_own(Path(path).with_name(CONFIG_NAME))
+        named = _read_own(Path(path).with_name(MAP_NAME)) | self._config
+        self.special_tokens = self._find_special(named)
+        self.end_token = self._find_end()
         self.end_id = self.end_token and self._tokenizer.token_to_id(self.end_token)
+        if self.end_token:
+            self.special_tokens.setdefault("eos_token", self.end_token)
 
     @property
     def token_bytes(self) -> np.ndarray | None:
@@ -121,14 +132,25 @@ class JsonTokenizer:
             _write(folder, json.dumps(self._config).encode(), CONFIG_NAME)
         return _write(folder, self._json)
 
-    def _find_end(self, config: Path) -> str | None:
-        """The special token that a configuration beside it names, or one that is known by name."""
-        self._config = {} if config.is_symlink() else read_facts(config)
-        named = self._config.get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
+    def special_ids(self) -> dict[str, int]:
+        """Return the ids of the special tokens by the names that transformers gives them."""
+        tokens = self.special_tokens.items()
+        return {f"{name}_id": self._tokenizer.token_to_id(token) for name, token in tokens}
+
+    def _find_special(self, named: dict) -> dict[str, str]:
+        """Return those special tokens of a configuration that the vocabulary has."""
+        tokens = {name: named.get(name) for name in SPECIAL}
+        tokens = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
+        texts = {name: token for name, token in tokens.items() if isinstance(token, str)}
+        known = self._tokenizer.token_to_id
+        return {name: token for name, token in texts.items() if known(token) is not None}
+
+    def _find_end(self) -> str | None:
+        """Return the end token that the configuration names, or a special one of a known name."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]
-        return next((name for name in (named, *END_TOKENS) if name in special), None)
+        names = (self.special_tokens.get("eos_token"), *END_TOKENS)
+        return next((name for name in names if name in special), None)
 
 
 def train_bpe(
@@ -173,6 +195,11 @@ def load_tokenizer(spec: str | os.PathLike) -> Tokenizer:
         path = path / FILE_NAME
     is_bytes = read_bytes(path) == _BYTES_JSON
     return ByteTokenizer() if is_bytes else JsonTokenizer(path)
+
+
+def _read_own(file: Path) -> dict:
+    """Return the values of a small file beside a tokenizer; of a link none."""
+    return {} if file.is_symlink() else read_facts(file)
 
 
 def _write(folder: Path, content: bytes, name: str = FILE_NAME) -> Path:

@@ -13,6 +13,7 @@ from gptrain import config
 from gptrain import export as package
 from gptrain.checkpoints import fileops
 from gptrain.config.from_run import typed_again
+from gptrain.config.values import walk
 from gptrain.core import labels, shell
 from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError
 from gptrain.core.schema import RunConfig
@@ -48,7 +49,13 @@ def export(cfg: ExportRun) -> None:
     from gptrain.assemble.load import build_net, find_tokenizer
     from gptrain.assemble.resume import find_trained  # imported here: it needs torch
     from gptrain.assemble.weights import load_weights, named_source
-    from gptrain.export.files import check_format, write_around, write_net, write_tokenizer
+    from gptrain.export.files import (
+        check_format,
+        write_around,
+        write_net,
+        write_special_ids,
+        write_tokenizer,
+    )
 
     folder = Path(cfg.run_dir)
     if (folder / ".hydra" / "overrides.yaml").exists():
@@ -63,6 +70,10 @@ def export(cfg: ExportRun) -> None:
     if tokenizer:
         write_tokenizer(tokenizer, folder, cfg.format)
     write_around(Path(cfg.from_run).expanduser(), folder)
+    if cfg.format == "hf":
+        values = dict(walk(cfg.data.plain()))
+        has_end = any(values[key] is True for key in values if key.endswith("end_of_document"))
+        write_special_ids(folder, tokenizer, has_end)
     (folder / ".hydra").mkdir(exist_ok=True)  # what gptrain.load makes the net from
     record = OmegaConf.to_yaml({"model": cfg.model.plain()})
     fileops.replace(folder / ".hydra" / "config.yaml", record.encode())

@@ -11,12 +11,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from gptrain.assemble.companion_files import TOKENIZER, WITH_IT, copy_around
+from gptrain.assemble.companion_files import (
+    GENERATION,
+    ID_KEYS,
+    TOKENIZER,
+    WITH_IT,
+    copy_around,
+    read_ids,
+)
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import to_json
 from gptrain.core.errors import ConfigError
 from gptrain.core.small_files import read_facts
-from gptrain.data.tokenizers import Tokenizer
+from gptrain.data.tokenizers import ByteTokenizer, Tokenizer
 from gptrain.parallel.requirements import tied_names
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # torch's names
@@ -64,32 +71,51 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, form: str) -> None:
-    """The tokenizer of the run, as transformers reads it where the weights are for it."""
-    if form == "safetensors" or tokenizer.identity != "bytes":
+    """Write the tokenizer of a run; for `format=hf` as transformers reads it."""
+    if form == "safetensors" or not isinstance(tokenizer, ByteTokenizer):
         tokenizer.save(folder)
     else:
         write_byte_level(folder / "tokenizer.json")
     if form == "hf":
         content = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if tokenizer.end_token and tokenizer.identity != "bytes":
-            content["eos_token"] = tokenizer.end_token
+        if not isinstance(tokenizer, ByteTokenizer):
+            content |= tokenizer.special_tokens
         fileops.replace(folder / "tokenizer_config.json", to_json(content))
 
 
 def write_around(run: Path, folder: Path) -> None:
-    """What lies in a run's folder beside its weights, as it came in; the ids in config.json, too.
-
-    A link there is not followed.
-    """
+    """Copy what lies in a run's folder around its weights. A link there is not followed."""
     names = [name for name in (*TOKENIZER, *WITH_IT) if not (run / name).is_symlink()]
     if (folder / TOKENIZER[0]).exists():
         names = [name for name in names if name != TOKENIZER[0]]
-    found = copy_around(run, folder, names)
-    if "generation_config.json" in found and (folder / "config.json").exists():
-        ids = read_facts(folder / "generation_config.json")
-        ids = {key: ids[key] for key in ("bos_token_id", "eos_token_id") if key in ids}
-        content = read_facts(folder / "config.json") | ids
-        fileops.replace(folder / "config.json", to_json(content))
+    copy_around(run, folder, names)
+
+
+def write_special_ids(folder: Path, tokenizer: Tokenizer | None, has_end: bool) -> None:
+    """Write where a text begins and ends into the two files from which transformers knows it.
+
+    The ids in a generation_config.json that came with the weights count before those of the
+    tokenizer. The end token of the data is always one of the end tokens.
+
+    Args:
+        folder: Folder with a config.json, and with a generation_config.json if there is one.
+        has_end: Whether the data have an end token after each document. It matters for `bytes`,
+            of which every token may be text.
+    """
+    content = read_facts(folder / "config.json")
+    generation = read_facts(folder / GENERATION)
+    ids: dict[str, Any] = dict(tokenizer.special_ids()) if tokenizer else {}
+    ids |= read_ids(generation, content.get("vocab_size"))
+    is_used = tokenizer is not None and (has_end or not isinstance(tokenizer, ByteTokenizer))
+    if is_used and tokenizer.end_id is not None:
+        ends = ids.get("eos_token_id", [])
+        ends = ends if isinstance(ends, list) else [ends]
+        if tokenizer.end_id not in ends:
+            ids["eos_token_id"] = [*ends, tokenizer.end_id] if ends else tokenizer.end_id
+    if ids or generation:
+        rest = {key: value for key, value in generation.items() if key not in ID_KEYS}
+        fileops.replace(folder / GENERATION, to_json(rest | ids))
+        fileops.replace(folder / "config.json", to_json(content | ids))
 
 
 def write_byte_level(path: Path) -> None:
