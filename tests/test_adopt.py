@@ -218,7 +218,7 @@ def test_what_an_upgrade_that_was_interrupted_has_left_is_replaced(project, tmp_
 def test_a_library_that_would_lose_changes_or_is_the_same_is_refused(project, run):
     word = f"library={project}"
     code, (line,) = run("--upgrade", word, cwd=project)
-    assert code == 2 and "this is the library that the project has" in line
+    assert code == 2 and "the project uses this copy already" in line
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *words], cwd=project, check=True)
@@ -242,17 +242,17 @@ def test_a_library_from_elsewhere_is_a_requirement(run, tmp_path):
         f'dependencies = ["gptrain @ {ROOT.as_uri()}"]' in (project / "pyproject.toml").read_text()
     )
     code, (line,) = run("--upgrade", cwd=project)
-    assert code == 2 and line.startswith("error: library=vendored: the project has no copy")
+    assert code == 2 and line.startswith("error: library=vendored: the project neither contains")
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["a-b", "--to", "new"], "error: name=a-b: no name that Python imports"),
-        (["torch", "--to", "new"], "error: name=torch: no name that Python imports, or that of a"),
-        (["another", "--to", "."], "error: --to=.: is there already"),
-        (["another", "--to", "new", "library=/no/where"], "error: library=/no/where: no library"),
-        (["another"], "error: --to: says where"),
+        (["a-b", "--to", "new"], "error: name=a-b: not a name that Python can import"),
+        (["torch", "--to", "new"], "error: name=torch: not a name that Python can import, or the"),
+        (["another", "--to", "."], "error: --to=.: already exists"),
+        (["another", "--to", "new", "library=/no/where"], "error: library=/no/where: not a"),
+        (["another"], "error: --to: needed: the folder"),
         ([], "error: name: one name is needed"),
         (["--upgrade"], "error: --to: no project here"),
         (["--upgrade", "--check"], "error: argument --check: not allowed with argument --upgrade"),
@@ -267,7 +267,7 @@ def test_what_cannot_be_made_is_a_line(words, said, run, tmp_path):
 def test_a_project_is_not_made_inside_another(run):
     before = sorted(ROOT.iterdir())
     code, (line,) = run("another", "--to", "src/new", cwd=ROOT)
-    assert code == 2 and line.startswith("error: --to=src/new: lies inside of this project")
+    assert code == 2 and line.startswith("error: --to=src/new: lies inside this project")
     assert sorted(ROOT.iterdir()) == before and not (ROOT / "src" / "new").exists()
 
 

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command `python -m gptrain.adopt`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,28 @@ from gptrain.core.locations import LIBRARY, VARIABLE, enter, find_project
 from gptrain.runtime.streams import prepare_streams
 
 CHECK = ("-m", "gptrain.adopt", "--check")
-MISSING = "???"  # of Hydra: a value that has to be typed
-TO_BE_TYPED = "<to be typed>"  # stands for it, where the rest of a config is judged
-UNCHECKED = {"hydra", "hparams_search", "local"}  # Hydra's own keys, and this machine's
+MISSING = "???"  # Hydra's mark for a value that has to be typed
+TO_BE_TYPED = "<to be typed>"  # placeholder for a missing value while the other values are checked
+UNCHECKED = {"hydra", "hparams_search", "local"}  # groups that --check does not read
 
 
 def main() -> NoReturn:
-    """Makes, upgrades or checks a project."""
+    """Parse the command line, make, upgrade or check a project, and exit."""
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.adopt", allow_abbrev=False, **head)
-    parser.add_argument("words", nargs="*", metavar="name", help="of the package; library=...")
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="the project's, a new one")
+    parser.add_argument("words", nargs="*", metavar="name", help="name of the package; library=...")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the project; a new one unless --upgrade or --check is given",
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--upgrade", action="store_true", help="another library for a project")
-    which.add_argument("--check", action="store_true", help="what in conf/ this library refuses")
+    which.add_argument("--upgrade", action="store_true", help="replace the library of a project")
+    which.add_argument(
+        "--check", action="store_true", help="print what this library refuses in conf/"
+    )
     prepare_streams(is_run=False)
     try:
         code = answer(parser.parse_intermixed_args())
@@ -60,13 +67,19 @@ def main() -> NoReturn:
 
 
 def answer(args: argparse.Namespace) -> int:
-    """Does what was typed; the exit code. Raises: ConfigError, OSError."""
-    named = [word.partition("=")[2] for word in args.words if word.startswith("library=")]
+    """Run the command and return its exit code.
+
+    Raises:
+        ConfigError: If the words do not fit together.
+        OSError: If a file cannot be read or written.
+    """
+    libraries = [word.partition("=")[2] for word in args.words if word.startswith("library=")]
     names = [word for word in args.words if not word.startswith("library=")]
-    library = named[-1] if named else VENDORED
+    library = libraries[-1] if libraries else VENDORED
     is_new = not (args.upgrade or args.check)
-    if len(names) != is_new:
-        given, message = " ".join(names) or None, f"{'one' if is_new else 'no'} name is needed"
+    if len(names) != (1 if is_new else 0):
+        given = " ".join(names) or None
+        message = "one name is needed" if is_new else "no name is needed"
         raise ConfigError.of("name", given, message, hint="python -m gptrain.adopt --help")
     if is_new:
         return adopt(names[0], args.to, library)
@@ -77,9 +90,11 @@ def answer(args: argparse.Namespace) -> int:
 
 
 def adopt(name: str, to: Path | None, library: str) -> int:
-    """A new project."""
+    """Make a new project, print what was copied, and return the exit code."""
     if to is None:
-        raise ConfigError.of("--to", None, "says where the project is made", hint="--to ../mine")
+        raise ConfigError.of(
+            "--to", None, "needed: the folder in which the project is made", hint="--to ../mine"
+        )
     needed = requirement(library)
     source = find_project() or TEMPLATE
     copied = make(source, to, name, needed)
@@ -93,7 +108,11 @@ def adopt(name: str, to: Path | None, library: str) -> int:
 
 
 def upgrade(project: Path, library: str) -> int:
-    """Another library in a project; what in conf/ it refuses is said."""
+    """Replace the library of a project and print what the new library refuses in conf/.
+
+    Returns:
+        The exit code, which is that of `--check` under the new library.
+    """
     restore(project)
     if not (project / IN_PROJECT).is_dir():
         require(project, needed := requirement(library))
@@ -109,34 +128,38 @@ def upgrade(project: Path, library: str) -> int:
 
 
 def enter_folder(folder: Path) -> str:
-    """Return the command that makes this the working folder."""
+    """Return the shell command that changes to a folder."""
     return shell.command("cd", shell.folder_argument(folder))
 
 
 def check(conf: Path) -> int:
-    """Prints what this library refuses of a project's conf/, with the file that brings it."""
+    """Print what this library refuses in a project's conf/, with the name of the yaml file.
+
+    Returns:
+        The exit code: 0 if every choice fits the library.
+    """
     enter(conf)
-    found: dict[str, str] = {}
+    files_of_lines: dict[str, str] = {}
     general: set[str] = set()
     files = [conf / "train.yaml", *sorted(conf.glob("*/*.yaml"))]
     for file in (file for file in files if file.parent.name not in UNCHECKED):
         words = [] if file.parent == conf else [f"{file.parent.name}={file.stem}"]
         problems = find_problems(words, general)
         if not words:
-            general = {problem.line for problem in problems}  # of every choice
+            general = {problem.line for problem in problems}  # every choice would repeat them
         if problems and words and fits_with_another(conf, words, problems, general):
             continue
         for problem in problems:
-            found.setdefault(problem.line, f"conf/{file.relative_to(conf)}")
-    lines = [f"{file}: {line}" for line, file in found.items()]
+            files_of_lines.setdefault(problem.line, f"conf/{file.relative_to(conf)}")
+    lines = [f"{file}: {line}" for line, file in files_of_lines.items()]
     print("\n".join(lines) or "conf/     every choice fits the library")
     return BAD_CONFIG if lines else DONE
 
 
 def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[ConfigIssue]:
-    """Return what the library refuses of the config that these words compose.
+    """Return what the library refuses in the config that these overrides compose.
 
-    A value that conf/ leaves to the command line, `???`, is not judged.
+    A value that conf/ leaves to the command line, `???`, is not checked.
 
     Args:
         general: Lines about train.yaml itself, which are left out.
@@ -146,25 +169,25 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[C
         for key in [place for place, value in walk(plain(cfg)) if value == MISSING]:
             OmegaConf.update(cfg, key, TO_BE_TYPED)
         problems = problems or check_config(cfg).errors
-    except Exception as error:  # of train.yaml itself; whatever it is, it is a line
+    except Exception as error:  # train.yaml itself cannot be composed
         problems = [ConfigIssue("", None, " ".join(str(error).split()))]
-    is_judged = (problem for problem in problems if TO_BE_TYPED not in str(problem))
-    return [problem for problem in is_judged if problem.line not in general]
+    checked = (problem for problem in problems if TO_BE_TYPED not in str(problem))
+    return [problem for problem in checked if problem.line not in general]
 
 
 def fits_with_another(
     conf: Path, words: Sequence[str], problems: Sequence[ConfigIssue], general: Collection[str]
 ) -> bool:
-    """Return whether these words fit together with others of the project's own choices.
+    """Return whether these overrides fit together with other choices of the project.
 
-    A net may be made for one dataset of the project, and not for the default one. What is tried are
-    choices of the groups that the problems name.
+    A net may be made for one dataset of the project, and not for the default one. Only choices of
+    the groups that the problems name are tried.
 
     Args:
-        problems: What is wrong with the words alone.
+        problems: What the library refuses in the overrides alone.
     """
     taken = {word.partition("=")[0] for word in words} | UNCHECKED | {"experiment"}
-    named = {group for one in problems for group in re.findall(r"\b(\w+)\.\w", one.line)}
+    named = {group for issue in problems for group in re.findall(r"\b(\w+)\.\w", issue.line)}
     for group in sorted(named - taken):
         for file in sorted((conf / group).glob("*.yaml")):
             more = [*words, f"{group}={file.stem}"]

@@ -1,4 +1,4 @@
-"""Where a project's library comes from: a copy in it, or a requirement in its pyproject.toml."""
+"""Install the library in a project: as a copy, or as a requirement in its pyproject.toml."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from gptrain.core.locations import LIBRARY
 
 VENDORED = "vendored"
 IN_PROJECT = "src/gptrain"
-NEW, OLD = ".gptrain-new", ".gptrain-old"  # beside it during an upgrade
+# Folders next to the library while an upgrade replaces it.
+NEW = ".gptrain-new"
+OLD = ".gptrain-old"
 ADDRESS = r"(git\+)?https?://\S+|git\+ssh://\S+"
-REQUIRED = r'"gptrain @ [^"]*"'  # in pyproject.toml
+REQUIRED = r'"gptrain @ [^"]*"'  # pattern of the requirement in pyproject.toml
 
 
 def requirement(library: str) -> str | None:
-    """What pip is asked for, of a folder, a wheel or an address; None for a copy in the project.
+    """Return the requirement for pip, or None for a copy of the library in the project.
 
-    Raises: ConfigError.
+    Args:
+        library: "vendored", a folder with a checkout, a wheel, or an address.
+
+    Raises:
+        ConfigError: If `library` is none of these.
     """
     path = Path(library).expanduser()
     if library == VENDORED:
@@ -30,23 +36,28 @@ def requirement(library: str) -> str | None:
     if (path / "pyproject.toml").is_file() or (path.suffix == ".whl" and path.is_file()):
         return f"gptrain @ {path.resolve().as_uri()}"
     allowed = f"{VENDORED}, a folder of gptrain, a wheel of it, git+https://..."
-    raise ConfigError.of("library", library, "no library is there", allowed=allowed)
+    raise ConfigError.of("library", library, "not a library", allowed=allowed)
 
 
 def package_in(library: str, temporary: Path) -> Path:
-    """The folder of the package: of the running one, of a checkout, of a wheel, unpacked there.
+    """Return the folder of the package gptrain that `library` names.
 
-    Raises: ConfigError.
+    Args:
+        library: "vendored" for the running package, a folder with a checkout, or a wheel.
+        temporary: Folder into which a wheel is unpacked.
+
+    Raises:
+        ConfigError: If there is no such package.
     """
     path = Path(library).expanduser()
-    found = LIBRARY if library == VENDORED else path / IN_PROJECT
+    package = LIBRARY if library == VENDORED else path / IN_PROJECT
     if path.suffix == ".whl" and path.is_file():
         shutil.unpack_archive(path, temporary, "zip")
-        found = temporary / "gptrain"
-    if not (found / "conf" / "base.yaml").is_file():
-        message = "no folder of gptrain and no wheel of it; an address is cloned first"
+        package = temporary / "gptrain"
+    if not (package / "conf" / "base.yaml").is_file():
+        message = "neither a checkout nor a wheel of gptrain; clone an address first"
         raise ConfigError.of("library", library, message)
-    return found
+    return package
 
 
 def restore(project: Path) -> None:
@@ -58,15 +69,16 @@ def restore(project: Path) -> None:
 
 
 def put(library: Path, project: Path) -> None:
-    """Copies the package into a project, in place of the one that it has.
+    """Copy the package into a project, in place of the copy that the project has.
 
-    Raises: ConfigError where that one is meant itself, or has changes that git would not bring
-        back; OSError.
+    Raises:
+        ConfigError: If it is the same copy, or if that copy has changes that are not committed.
+        OSError: If a file cannot be read or written.
     """
     target = project / IN_PROJECT
     if target.exists():
         if library.resolve() == target.resolve():
-            message = "this is the library that the project has"
+            message = "the project uses this copy already"
             raise ConfigError.of("library", library, message, hint="library=<a newer checkout>")
         git = ["git", "-C", str(project), "status", "--porcelain", "--untracked-files=no"]
         done = subprocess.run([*git, "--", IN_PROJECT], capture_output=True, text=True)
@@ -75,10 +87,10 @@ def put(library: Path, project: Path) -> None:
             raise ConfigError.of("", None, f"{target} {message}")
     new, old = target.with_name(NEW), target.with_name(OLD)
     for folder in (new, old):
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
-    # Its links to files of a checkout are copied as what they lead to.
-    left = shutil.ignore_patterns("__pycache__", "local", ".*")
-    shutil.copytree(library, new, ignore=left)
+        shutil.rmtree(folder, ignore_errors=True)  # left by an upgrade that was interrupted
+    # Symbolic links to files of a checkout are copied as files.
+    ignored = shutil.ignore_patterns("__pycache__", "local", ".*")
+    shutil.copytree(library, new, ignore=ignored)
     if target.exists():
         target.rename(old)
     new.rename(target)
@@ -86,11 +98,16 @@ def put(library: Path, project: Path) -> None:
 
 
 def require(project: Path, needed: str | None) -> None:
-    """Writes another requirement into a project's pyproject.toml. Raises: ConfigError, OSError."""
+    """Replace the requirement for the library in a project's pyproject.toml.
+
+    Raises:
+        ConfigError: If the project does not require the library by an address.
+        OSError: If the file cannot be read or written.
+    """
     file = project / "pyproject.toml"
     text, n = re.subn(REQUIRED, f'"{needed}"', file.read_text(encoding="utf-8"))
     if needed is None or n != 1:
-        message = "the project has no copy of the library, and requires none by an address"
+        message = "the project neither contains the library nor requires it by an address"
         hint = "library=<a folder, a wheel, git+https://...>"
         raise ConfigError.of("library", needed or VENDORED, message, hint=hint)
     file.write_text(text, encoding="utf-8")
