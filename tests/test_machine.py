@@ -107,7 +107,9 @@ def test_a_rank_is_given_its_threads_and_its_process_group(monkeypatch):
 def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = RunDevices("cuda", 1, 1, (3,))
-    trainer = make_trainer(SingleDevice(ParallelStrategy(), machine.device(0)), machine, rank=0)
+    trainer = make_trainer(
+        SingleDevice(ParallelStrategy(device=machine.device(0))), machine, rank=0
+    )
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 
 

@@ -153,6 +153,7 @@ class Strategy:
         is_exact: True if the strategy trains what one process trains, up to rounding.
         options: Type of the `strategy` group under this strategy.
         contract: What it asks of the code of a net, for the message if a net breaks it.
+        lightning: `module:class` of the Lightning strategy around the object in `made`.
         costs: `module:class` that states what a rank stores and sends (see `costs.strategies`).
         defaults: Folder of `<name>.yaml` with the defaults of the options.
     """
@@ -164,14 +165,17 @@ class Strategy:
     is_exact: bool = True
     options: type[StrategyOptions] = SingleOptions
     contract: str = "forward(tokens) must equal head(hidden(tokens)) where a net has both"
+    lightning: str = "gptrain.lit.strategies.base:Ranks"
     costs: str = "gptrain.costs.strategies:StrategyCosts"
     defaults: Path = DEFAULTS
 
 
 _PARALLEL = "gptrain.parallel"
+_LIGHTNING = "gptrain.lit.strategies"
 _COSTS = "gptrain.costs.strategies"
 _PIPELINE: dict[str, Any] = {
     "made": f"{_PARALLEL}.pipeline:Pipeline",
+    "lightning": f"{_LIGHTNING}.base:PartitionedRanks",
     "costs": f"{_COSTS}:PipelineCosts",
     "check": f"{_PARALLEL}.pipeline:check_pipeline",
     "contract": "a pipeline needs forward(tokens) == head(norm(blocks(embed(tokens)))), each block "
@@ -179,6 +183,7 @@ _PIPELINE: dict[str, Any] = {
 }
 _TENSOR: dict[str, Any] = {
     "made": f"{_PARALLEL}.sharded:TensorParallel",
+    "lightning": f"{_LIGHTNING}.base:PartitionedRanks",
     "check": f"{_PARALLEL}.tensor:check_tensor_parallel",
     "contract": "tensor parallelism needs head counts that are read off the width of q, k and v, "
     "each a layer of its own, in tensor_plan every parameter that works on a slice of the "
@@ -188,7 +193,12 @@ _STAGES = ("embed", "blocks", "norm", "head")
 _HEADS = ("tensor_plan", "n_heads", "head")
 # To remove a strategy, delete its row here, its conf/strategy/*.yaml and its class.
 STRATEGIES: dict[str, Strategy] = {
-    "single": Strategy((), (), f"{_PARALLEL}.strategy:ParallelStrategy"),
+    "single": Strategy(
+        (),
+        (),
+        f"{_PARALLEL}.strategy:ParallelStrategy",
+        lightning=f"{_LIGHTNING}.base:SingleDevice",
+    ),
     "ddp": Strategy(
         (DATA,), (), f"{_PARALLEL}.ddp:Replicated", options=DDPOptions, costs=f"{_COSTS}:DDPCosts"
     ),
@@ -197,6 +207,7 @@ STRATEGIES: dict[str, Strategy] = {
         ("blocks",),
         f"{_PARALLEL}.sharded:Sharded",
         options=FSDPOptions,
+        lightning=f"{_LIGHTNING}.base:PartitionedRanks",
         costs=f"{_COSTS}:ShardedCosts",
     ),
     "tensor_parallel": Strategy(
@@ -221,6 +232,7 @@ STRATEGIES: dict[str, Strategy] = {
         f"{_PARALLEL}.diloco:DiLoCo",
         is_exact=False,
         options=DiLoCoOptions,
+        lightning=f"{_LIGHTNING}.diloco:LightningDiLoCo",
         costs=f"{_COSTS}:DiLoCoCosts",
     ),
 }

@@ -1,6 +1,7 @@
 """Facts about strategies that the planner asks for: what a rank stores and what it sends.
 
-The row of a strategy in `core.strategies.STRATEGIES` names its class here, or a class elsewhere.
+The row of a strategy in `core.strategies.STRATEGIES` names its class here, or a
+class of another package.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class StrategyCosts(Generic[OptionsT]):
 
     @property
     def extra_per_parameter(self) -> float:
-        """Values stored per parameter besides weight, gradient and optimizer state."""
+        """Values stored per parameter in addition to weight, gradient and optimizer state."""
         return 0
 
     def live_microbatches(self, rank: int) -> float:

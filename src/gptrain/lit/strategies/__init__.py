@@ -17,14 +17,7 @@ from gptrain.core.strategies import (
     strategy_name,
 )
 from gptrain.lit.perf import count_matrix_weights
-from gptrain.lit.strategies.base import (
-    LightningStrategy,
-    PartitionedRanks,
-    Ranks,
-    SingleDevice,
-    StrategyInfo,
-)
-from gptrain.lit.strategies.diloco import LightningDiLoCo
+from gptrain.lit.strategies.base import LightningStrategy, StrategyInfo
 from gptrain.parallel.activation import apply_activation_checkpointing, apply_compile
 from gptrain.parallel.comparison import Comparison, needs_comparison
 from gptrain.parallel.placement import build_on_meta_device, make_net_on
@@ -87,12 +80,7 @@ def build_strategy(
         finally:
             rng.restore(before)
     net = make_net_on(place, make_net, partition)
-    if name == "single":
-        strategy: LightningStrategy = SingleDevice(parallel, device)
-    elif name == "diloco":
-        strategy = LightningDiLoCo(parallel)
-    else:
-        strategy = (PartitionedRanks if parallel.is_partitioned else Ranks)(parallel)
+    strategy: LightningStrategy = resolve_name(STRATEGIES[name].lightning)(parallel)
     n_parameters = sum(parameter.numel() for parameter in whole.parameters())
     n_matrix_weights = count_matrix_weights(whole)
     strategy.info = StrategyInfo(name, type(whole).__name__, n_parameters, n_matrix_weights)

@@ -288,6 +288,9 @@ class LightningStrategy(Strategy):
 class SingleDevice(LightningStrategy, SingleDeviceStrategy):
     """One device."""
 
+    def __init__(self, parallel: ParallelStrategy):
+        super().__init__(parallel, parallel.device)
+
 
 class Ranks(LightningStrategy, DDPStrategy):
     """Several ranks, whose process group exists already; DDP wraps the module where it is used.
