@@ -100,7 +100,7 @@ def test_an_evaluation_says_of_which_checkpoint_it_is(train):
     assert ended["reason"] == "test done"
     assert ended["detail"] == f"of {trained.folder}/checkpoints/step-00000002"
     ended = result(train("task=validate", name="initial"))["ended"]
-    assert ended["detail"] == "of the weights that it began with"
+    assert ended["detail"] == "of the initial weights"
 
 
 def test_a_result_says_what_it_was_made_by(train):

@@ -61,7 +61,7 @@ def test_of_a_measured_machine_the_plan_says_how_long_a_step_takes(train, tmp_pa
     (tmp_path / "machine.json").write_text(json.dumps(facts))
     run = train(f"output_dir={tmp_path}")
     said = json.loads((run.folder / "plan.json").read_text())["strategies"]["single"]
-    assert f"ms a step, {said['tokens_per_s']:,.0f} tokens/s" in run.out
+    assert f"ms per step, {said['tokens_per_s']:,.0f} tokens/s" in run.out
     (tmp_path / "machine.json").write_text('{"threads": 0}')
     run = train(f"output_dir={tmp_path}", f"run_dir={tmp_path / 'another'}")
     assert run.code == 0 and f"none: {tmp_path}/machine.json: damaged (KeyError" in run.out

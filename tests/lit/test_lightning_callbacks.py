@@ -139,4 +139,4 @@ def test_a_run_starts_from_no_file_that_it_was_not_told_of(fit, tmp_path, monkey
     assert not differences(run.state(6)["state_dict"], alone.state(6)["state_dict"])
     for task in ("validate", "test"):
         tested = fit(*words, *new, f"task={task}", name=task)
-        assert f"{task} done" in tested.out and "the weights that it began with" in tested.out
+        assert f"{task} done" in tested.out and "the initial weights" in tested.out

@@ -107,7 +107,7 @@ def test_figures_of_speed_follow_from_the_time_of_a_step(name, n_ranks, runs):
     assert run.column("perf/mfu") == pytest.approx(expected, rel=1e-4)
     waited = run.column("perf/data_wait_s")
     assert all(0 <= wait < whole for wait, whole in zip(waited, step_s, strict=True))
-    assert ("GiB a rank" in run.said) == (n_ranks > 1)  # the peak memory of the last line
+    assert ("GiB per rank" in run.said) == (n_ranks > 1)  # the peak memory of the last line
     assert waited.count(0.0) <= 1  # a step after a validation begins with its batches loaded
 
 

@@ -51,7 +51,7 @@ from gptrain.data.samples import len_of
 from gptrain.data.tokenizers import Tokenizer
 from gptrain.lit import LanguageModel, TextDataModule
 from gptrain.lit.callbacks.vote import gather
-from gptrain.lit.lightning import quiet, refusals_in_one_line, use_checkpoint
+from gptrain.lit.lightning import misconfiguration_as_config_error, quiet_lightning, use_checkpoint
 from gptrain.lit.report import Report
 from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
@@ -86,7 +86,7 @@ class TrainingRun:
         parts: dict[str, Any] = {"datamodule": self.datamodule}
         use_checkpoint(trainer, self.checkpoint)
         self.report.start(trainer)
-        with as_config_errors(cfg), refusals_in_one_line():
+        with as_config_errors(cfg), misconfiguration_as_config_error():
             if cfg.task == "fit":
                 trainer.fit(self.module, **parts)
             if cfg.task == "validate":
@@ -191,7 +191,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
 
 def start_rank(cfg: RunConfig, process: Process, machine: RunDevices) -> None:
     """Threads, precision of products, seed and process group of this rank."""
-    quiet()
+    quiet_lightning()
     if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":

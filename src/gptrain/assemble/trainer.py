@@ -37,8 +37,8 @@ from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
 from gptrain.lit.callbacks.typed import TypedOptions
 from gptrain.lit.lightning import (
     RankEnvironment,
-    refusals_in_one_line,
-    start_as_asked,
+    disable_signals_and_autoresume,
+    misconfiguration_as_config_error,
     strategy_of,
 )
 from gptrain.lit.module import has_own_optimizer
@@ -87,8 +87,8 @@ def build_trainer(
         "use_distributed_sampler": False,
         "default_root_dir": cfg.run_dir,
     }
-    with refusals_in_one_line("callbacks"):
-        return start_as_asked(make(**options))
+    with misconfiguration_as_config_error("callbacks"):
+        return disable_signals_and_autoresume(make(**options))
 
 
 def build_loggers(cfg: RunConfig) -> list[Logger]:
@@ -250,11 +250,11 @@ def build_report(
         except ValueError:
             pass  # of such a net or machine nothing is known
     lines["run"] = cfg.run_dir
-    outside = []
+    repeated_overrides = []
     if trainer.is_global_zero and HydraConfig.initialized():  # not in a process of the bench
         typed = HydraConfig.get().overrides
-        outside = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
-    return Report(lines, options, facts, planned, outside)
+        repeated_overrides = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
+    return Report(lines, options, facts, planned, repeated_overrides)
 
 
 def count_text(n_parameters: int) -> str:

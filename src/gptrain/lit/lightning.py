@@ -1,8 +1,12 @@
-"""Where we touch Lightning itself: every private name of it that we rely on stands in this file.
+"""Every use of Lightning's private names and undeclared attributes.
 
-Four places, each for correctness, each as of Lightning 2.6.6 and with a test that the name exists:
-its signal handlers, its broadcast of a stop, its search for a checkpoint that nobody named, and the
-state of its loops in a checkpoint.
+The private names are needed for four purposes, each as of Lightning 2.6.6 and each with a test that
+the name still exists: Lightning's signal handlers, its broadcast of a stop request, its automatic
+search for a checkpoint, and the state of its loops in a checkpoint.
+
+Lightning's connectors set some attributes of a Trainer that the class does not declare
+(`callbacks`, `datamodule`, `fast_dev_run`, `profiler`, `log_every_n_steps`). The functions below
+read and set these attributes with their types.
 """
 
 import logging
@@ -11,81 +15,116 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.profilers import Profiler
 
 from gptrain.core.errors import ConfigError
-from gptrain.lit.datamodule import TextDataModule
+from gptrain.lit.datamodule import Loader, TextDataModule
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.runtime.process import Process
 
-NOISE = (
-    "isinstance(treespec, LeafSpec)",  # Lightning 2.6 on torch 2.13
-    "The number of training batches",  # the last step is logged whatever the interval
-    "It is recommended to use `self.log",  # torchmetrics has reduced over ranks already
-    "You're resuming from a checkpoint that ended before the epoch ended",  # our order resumes
-    "does not have many workers",  # batches are one gather from a memory map
-    "You called `self.log('step'",  # the x axis of all loggers: see callbacks.monitor
-    "but loading a checkpoint outside the 'fit' stage",  # WeightAveraging: averages are loaded
-    "The `srun` command is available",  # ranks are ours on a login node, too: RankEnvironment
-    "Checkpoint directory",  # of a ModelCheckpoint: a resumed run goes on in the same folder
+# Warnings of Lightning that a user of gptrain cannot act on, each by a part of its message.
+HIDDEN_WARNINGS = (
+    "isinstance(treespec, LeafSpec)",  # Lightning 2.6 calls a function that torch 2.13 deprecates
+    "The number of training batches",  # gptrain logs the last step whatever the interval
+    "It is recommended to use `self.log",  # evaluation metrics are reduced over ranks already
+    "You're resuming from a checkpoint that ended before the epoch ended",  # the resume is exact
+    "does not have many workers",  # gptrain's text data needs one read of a memory map per batch
+    "You called `self.log('step'",  # gptrain logs `step` as the x axis of all loggers
+    "but loading a checkpoint outside the 'fit' stage",  # a checkpoint's weights are the averages
+    "The `srun` command is available",  # RankEnvironment replaces Lightning's SLURM detection
+    "Checkpoint directory",  # a resumed run continues to write to ModelCheckpoint's folder
 )
 
 
 class RankEnvironment(TorchElasticEnvironment):
-    """This process's place in the job, as gptrain.runtime.process reads it of any launcher.
+    """Gives Lightning the rank and the world size that `gptrain.runtime.process` has detected.
 
-    Lightning's guess takes a run that is started by hand in a SLURM allocation for a task of srun
-    (pytorch-lightning#20391), and refuses `srun --ntasks`. The process group exists already, so
-    that the address is not asked for.
+    Lightning's own detection takes a run that was started by hand in a SLURM allocation for a task
+    of srun (pytorch-lightning#20391), and it refuses `srun --ntasks`. The process group exists
+    before the Trainer is built, so Lightning never asks this object for the main address.
+
+    Args:
+        process: Rank of this process, as its launcher has set it.
+        n_local: Number of ranks on each node.
     """
 
     def __init__(self, process: Process, n_local: int):
-        self.process, self.n_local = process, n_local
+        self.process = process
+        self.n_local = n_local
 
     def world_size(self) -> int:
+        """Return the number of ranks of the job."""
         return self.process.world_size
 
     def global_rank(self) -> int:
+        """Return the rank of this process in the job."""
         return self.process.rank
 
     def local_rank(self) -> int:
+        """Return the rank of this process on its node."""
         return self.process.local_rank
 
     def node_rank(self) -> int:
+        """Return the number of this process's node."""
         return self.process.rank // self.n_local
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing: of several GPUs the Trainer is told one, see assemble.trainer."""
+        """Accept any number of devices.
+
+        On GPUs `assemble.trainer` always passes `devices=1` to the Trainer, so that Lightning's
+        comparison with the world size would fail.
+        """
 
 
-def connected(trainer: pl.Trainer) -> Any:
-    """The trainer with what its connectors set and its class does not declare."""
-    return trainer
+def callbacks_of(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the trainer's callbacks, in the order in which Lightning calls them."""
+    return trainer.callbacks  # ty: ignore[missing-attribute]
 
 
 def data_of(trainer: pl.Trainer) -> TextDataModule:
-    """The run's own; Lightning's trainer declares none."""
-    return connected(trainer).datamodule
+    """Return the datamodule of the run, which is always a TextDataModule."""
+    return trainer.datamodule  # ty: ignore[missing-attribute]
+
+
+def train_loader_of(trainer: pl.Trainer) -> Loader:
+    """Return the training data loader, which TextDataModule has made."""
+    return cast(Loader, trainer.train_dataloader)
 
 
 def strategy_of(trainer: pl.Trainer) -> LightningStrategy:
-    """The run's own."""
-    return connected(trainer).strategy
+    """Return the strategy of the run, which is always a LightningStrategy."""
+    return cast(LightningStrategy, trainer.strategy)
 
 
-def start_as_asked(trainer: pl.Trainer) -> pl.Trainer:
-    """Make the Trainer obey the run alone: no signal handler, no checkpoint of its own choice.
+def profiler_of(trainer: pl.Trainer) -> Profiler:
+    """Return the trainer's profiler; without `profiler=` it is Lightning's PassThroughProfiler."""
+    return trainer.profiler  # ty: ignore[missing-attribute]
 
-    - Lightning's SIGTERM handler calls a collective inside the signal handler, exits with code 0
-      and saves nothing. To stop the ranks Lightning then broadcasts, and waits for, one number per
-      micro-batch. `callbacks.monitor` does this work.
+
+def is_fast_dev_run(trainer: pl.Trainer) -> bool:
+    """Return whether the trainer only tries a few batches of each stage (trainer.fast_dev_run)."""
+    return bool(trainer.fast_dev_run)  # ty: ignore[missing-attribute]
+
+
+def set_log_interval(trainer: pl.Trainer, n_steps: int) -> None:
+    """Make Lightning write logged values to the loggers in every `n_steps`-th step."""
+    trainer.log_every_n_steps = n_steps  # ty: ignore[missing-attribute]
+
+
+def disable_signals_and_autoresume(trainer: pl.Trainer) -> pl.Trainer:
+    """Remove Lightning's signal handlers and its own search for a checkpoint; return the trainer.
+
+    - Lightning's SIGTERM handler calls a collective operation inside the signal handler, exits with
+      code 0 and saves nothing. To stop all ranks, Lightning broadcasts one number per micro-batch
+      and waits for it. `callbacks.monitor.TrainingMonitor` replaces both.
     - `fit(ckpt_path=None)` looks for files that another run may have left: `hpc_ckpt_<n>.ckpt` in
-      default_root_dir under SLURM, and the file of an OnExceptionCheckpoint. A path that counts as
-      set by the user ends the search; `use_checkpoint` sets it, also to None.
+      `default_root_dir` under SLURM, and the file of an OnExceptionCheckpoint. Lightning does not
+      search if the user has set `trainer.ckpt_path`, and `use_checkpoint` sets it, also to None.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -94,75 +133,95 @@ def start_as_asked(trainer: pl.Trainer) -> pl.Trainer:
 
 
 def use_checkpoint(trainer: pl.Trainer, path: Path | None) -> None:
-    """Set the one checkpoint from which fit, validate and test start; None for initial weights."""
+    """Set the checkpoint that fit, validate and test load; None makes them keep the weights."""
     trainer.ckpt_path = path
     trainer._checkpoint_connector._user_managed = True
 
 
-def loops_after(trainer: pl.Trainer, step: int, validated: bool) -> dict:
-    """State of Lightning's loops for a run that stands right after optimizer step `step`.
+def loop_state_after(trainer: pl.Trainer, step: int, validated: bool) -> dict[str, Any]:
+    """Return the state of Lightning's fit loop for a run that has just done optimizer step `step`.
 
-    Lightning saves what each of its thirty counters was in the middle of a hook and guesses from
-    it where the save happened: a save after a validation, before it, or inside it differ by ones
-    in several places. A run here is saved after an optimizer step only, so two facts determine
-    all counters, on any number of ranks.
+    Lightning saves the values that its thirty counters have in the middle of a hook, and later
+    guesses from them where the save happened. Saves before, inside and after a validation differ by
+    one in several counters. gptrain saves after an optimizer step only, so that `step` and
+    `validated` determine all counters, on any number of ranks.
 
     Args:
-        validated: what is due after this step is done: a validation, and the hooks of an epoch's
-            end; false repeats it.
+        trainer: Trainer with its callbacks and datamodule.
+        step: Number of optimizer steps done.
+        validated: Whether the validation that is due after this step, and the hooks of the epoch's
+            end, are done. If False, the resumed run repeats them.
     """
-    accumulate, epoch_steps = trainer.accumulate_grad_batches, data_of(trainer).epoch_steps
+    accumulate = trainer.accumulate_grad_batches
+    epoch_steps = data_of(trainer).epoch_steps
     epoch, step_in_epoch = divmod(step, epoch_steps)
-    if step_in_epoch == 0 and step and not validated:
-        epoch, step_in_epoch = epoch - 1, epoch_steps
-    begun = int(step_in_epoch > 0)  # the epoch's first hooks have run
-    # A step whose validation is due passes once more through the end of Lightning's loop body,
-    # which counts it for the loggers.
-    passes_again = begun and (is_validated(trainer, step) or not validated)
-    val_begun = int(not validated)  # one batch begun and none finished: validate from the first
+    if step_in_epoch == 0 and step and not validated:  # the epoch's end is still to come
+        epoch = epoch - 1
+        step_in_epoch = epoch_steps
+    is_within_epoch = step_in_epoch > 0
+    # A resumed run goes through the end of Lightning's loop body again for a step after which a
+    # validation is due, and that code counts the step for the loggers.
+    is_counted_later = is_within_epoch and (is_validated(trainer, step) or not validated)
+    n_epochs_begun = 1 if is_within_epoch else 0
+    # A validation loop with a batch begun and none done starts with its first batch.
+    n_val_begun = 0 if validated else 1
     names = ("ready", "started", "processed", "completed")
-    state = trainer.fit_loop.state_dict()  # of a run that has not begun: all zeros
-    state["epoch_progress"] = _counts(epoch, epoch, names, ready=begun, started=begun)
-    state["epoch_loop.state_dict"] = {"_batches_that_stepped": step - int(passes_again)}
+    state = trainer.fit_loop.state_dict()  # all counters of the new loop are 0
+    state["epoch_progress"] = _counters(
+        epoch, epoch, names, ready=n_epochs_begun, started=n_epochs_begun
+    )
+    n_counted = step - 1 if is_counted_later else step
+    state["epoch_loop.state_dict"] = {"_batches_that_stepped": n_counted}
     state["epoch_loop.batch_progress"] = {
-        **_counts(step * accumulate, step_in_epoch * accumulate, names),
+        **_counters(step * accumulate, step_in_epoch * accumulate, names),
         "is_last_batch": step_in_epoch == epoch_steps,
     }
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
-    optimizer["step"] = _counts(step, step_in_epoch, ("ready", "completed"))
+    optimizer["step"] = _counters(step, step_in_epoch, ("ready", "completed"))
     validation = state["epoch_loop.val_loop.batch_progress"]
-    validation |= _counts(0, 0, names, ready=val_begun, started=val_begun)
+    validation |= _counters(0, 0, names, ready=n_val_begun, started=n_val_begun)
     return state
 
 
 def is_validated(trainer: pl.Trainer, step: int) -> bool:
-    """Whether a validation follows this optimizer step."""
-    is_turn = step % data_of(trainer).validate_every == 0
-    return trainer.enable_validation and (is_turn or trainer.should_stop)
+    """Return whether a validation is due right after this optimizer step."""
+    is_due = step % data_of(trainer).validate_every == 0
+    return trainer.enable_validation and (is_due or trainer.should_stop)
 
 
 def finish_step(trainer: pl.Trainer, step: int, validated: bool) -> None:
-    """What Lightning does of a step after the hooks in which it was saved: ReduceLROnPlateau.
+    """Run the ReduceLROnPlateau update that Lightning performs after the hooks that save a step.
 
-    A step whose validation is due passes through that part of its loop again.
+    A run that resumes from a checkpoint of this step has missed the update. Does nothing if
+    Lightning repeats it: a step after which a validation is due passes that part of Lightning's
+    loop again.
+
+    Args:
+        trainer: Trainer that resumes the run.
+        step: Number of optimizer steps done.
+        validated: Whether the validation after this step was done, see `loop_state_after`.
     """
-    accumulate = trainer.accumulate_grad_batches
     epoch, step_in_epoch = divmod(step, data_of(trainer).epoch_steps)
     if not validated or (step_in_epoch and is_validated(trainer, step)):
         return
-    interval, index = ("step", step_in_epoch * accumulate) if step_in_epoch else ("epoch", epoch)
+    interval = "step" if step_in_epoch else "epoch"
+    index = step_in_epoch * trainer.accumulate_grad_batches if step_in_epoch else epoch
     for scheduled in trainer.lr_scheduler_configs:
         is_its_turn = scheduled.interval == interval and index % scheduled.frequency == 0
         value = trainer.callback_metrics.get(scheduled.monitor)
         if scheduled.reduce_on_plateau and is_its_turn and value is not None:
-            scheduled.scheduler.step(value)  # ty: ignore[invalid-argument-type]  # of a metric
+            # ReduceLROnPlateau.step takes the metric's value
+            scheduled.scheduler.step(value)  # ty: ignore[invalid-argument-type]
 
 
-def _counts(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict:
-    """State of one of Lightning's trackers: in total, and in this epoch.
+def _counters(total: int, current: int, names: tuple[str, ...], **ahead: int) -> dict[str, Any]:
+    """Return the state of one of Lightning's progress trackers.
 
     Args:
-        ahead: counters that are ahead of the others, by how much.
+        total: Value of the counters since the run began.
+        current: Value of the counters in the current epoch.
+        names: Names of the counters.
+        ahead: Counter's name -> what to add to both of its values.
     """
     return {
         "total": {name: total + ahead.get(name, 0) for name in names},
@@ -170,56 +229,63 @@ def _counts(total: int, current: int, names: tuple[str, ...], **ahead: int) -> d
     }
 
 
-def start_epoch_anew(trainer: pl.Trainer) -> None:
-    """For a run resumed between two epochs: the next one starts as in a run that was not stopped.
+def clear_restarting_flags(trainer: pl.Trainer) -> None:
+    """Make a resumed run start its next epoch like a run that was not interrupted.
 
-    Lightning marks all loops as restarting where max_steps is set, whatever their state says, and
-    then leaves out the update of ReduceLROnPlateau at the end of the first epoch.
+    If max_steps is set, Lightning marks all loops as restarting, whatever their state. It then
+    leaves out the ReduceLROnPlateau update at the end of the first epoch. The flag of the epoch
+    loop is cleared only if the run resumes between two epochs.
     """
     trainer.fit_loop._restarting = False
     if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         trainer.fit_loop.epoch_loop.restarting = False
 
 
-# RuntimeErrors by which Lightning refuses a configuration: EarlyStopping waits for a metric that is
-# never logged, or the states of two callbacks would overwrite each other in a checkpoint.
-REFUSALS = ("Early stopping conditioned", "Found more than one stateful callback")
+# Beginnings of the RuntimeErrors by which Lightning refuses a configuration: EarlyStopping monitors
+# a metric that is never logged, or two callbacks would store their states under the same key.
+MISCONFIGURATION_MESSAGES = ("Early stopping conditioned", "Found more than one stateful callback")
 
 
 @contextmanager
-def refusals_in_one_line(key: str = "trainer") -> Generator[None, None, None]:
-    """Turn what Lightning refuses as misconfigured into a ConfigError: one line, exit code 2.
+def misconfiguration_as_config_error(key: str = "trainer") -> Generator[None, None, None]:
+    """Turn Lightning's errors about a wrong configuration into a ConfigError with one line.
 
     Args:
-        key: Option that the line names.
+        key: Config key that the line names.
+
+    Raises:
+        ConfigError: If the block raises a MisconfigurationException, or a RuntimeError whose
+            message begins with one of MISCONFIGURATION_MESSAGES. Other errors pass unchanged.
     """
     try:
         yield
     except (MisconfigurationException, RuntimeError) as error:
         message = " ".join(str(error).split())
-        if isinstance(error, RuntimeError) and not message.startswith(REFUSALS):
+        if isinstance(error, RuntimeError) and not message.startswith(MISCONFIGURATION_MESSAGES):
             raise
         raise ConfigError.of(key, None, message) from error
 
 
-def quiet() -> None:
-    """Leaves of Lightning's lines the warnings that a person can act on, each printed once.
+def quiet_lightning() -> None:
+    """Silence Lightning's messages below a warning and the warnings in HIDDEN_WARNINGS.
 
-    Its loggers have a handler of their own, beside the one that Hydra gives the root logger.
+    Also removes the handlers of Lightning's loggers: Hydra has given the root logger a handler, and
+    with both each message would be printed twice.
     """
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).setLevel(logging.WARNING)
-    for words in NOISE:
-        warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
+    for message in HIDDEN_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{re.escape(message)}")
 
 
 @contextmanager
 def without_logging(module: pl.LightningModule) -> Generator[None, None, None]:
-    """Make the module's log calls do nothing, while a step is repeated to find its fault.
+    """Make `module.log` and `module.log_dict` do nothing inside the block.
 
-    A second call would add to the means of what is logged, and with sync_dist=True wait for ranks
-    that do not repeat the step.
+    It is used while a training step is repeated to find the cause of an error. A second call of
+    `log` would count twice in the logged mean, and with sync_dist=True it would wait for ranks that
+    do not repeat the step.
     """
 
     def ignore(*_: Any, **__: Any) -> None:
@@ -236,5 +302,9 @@ def without_logging(module: pl.LightningModule) -> Generator[None, None, None]:
 
 
 def ends_step(trainer: pl.Trainer, batch_idx: int) -> bool:
-    """Whether this micro-batch was the last of its optimizer step; epochs end on whole steps."""
+    """Return whether this micro-batch is the last one of its optimizer step.
+
+    An epoch of gptrain consists of whole optimizer steps, so that `batch_idx` counts from the
+    first micro-batch of a step.
+    """
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0

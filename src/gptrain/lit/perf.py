@@ -1,10 +1,11 @@
-"""What perf/* is: the time of a step, its FLOPs over the peak of the device, and peak memory."""
+"""The logged values perf/*: time per step, model FLOP/s relative to the peak, and peak memory."""
 
 import resource
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -12,56 +13,94 @@ from torch import nn
 
 from gptrain.core.lengths import RunLengths
 from gptrain.costs.flops import train_flops_per_token
-from gptrain.lit.lightning import connected, data_of, strategy_of
-from gptrain.runtime.measure import find_peak, wait_for
+from gptrain.lit.lightning import data_of, is_fast_dev_run, strategy_of, train_loader_of
+from gptrain.runtime.measure import Peak, find_peak, wait_for
+
+
+class _Reading(NamedTuple):
+    """Counters at one moment of a training.
+
+    Attributes:
+        step: Optimizer steps done.
+        time_s: Value of `time.perf_counter()`.
+        waited_s: Seconds in which training has waited for batches, since its beginning.
+    """
+
+    step: int
+    time_s: float
+    waited_s: float
 
 
 class Speed:
-    """Times the steps of a training.
+    """Measures the speed of a training over intervals of several optimizer steps.
+
+    Args:
+        lengths: Batch sizes of the run.
+        trainer: Trainer that is fitting; its training data loader exists already.
+        net: Model, for its FLOPs per token. None leaves perf/mfu out.
 
     Attributes:
-        peak: of one device, what perf/mfu is measured against; known on rank 0.
-        trained_s: Seconds of all steps that were read, but for the first, in which workers start.
+        peak: Peak FLOP/s of one device, to which perf/mfu is relative. None on ranks other than 0
+            and under fast_dev_run.
+        token_flops: Floating-point operations of the training per token, or 0 if unknown.
+        trained_s: Seconds of all intervals that were read, except the first one, in which the data
+            loader starts its workers.
         waited_s: Seconds of `trained_s` in which training waited for a batch.
     """
 
-    trained_s = waited_s = 0.0
+    peak: Peak | None = None
+    token_flops: int = 0
+    trained_s: float = 0.0
+    waited_s: float = 0.0
 
     def __init__(self, lengths: RunLengths, trainer: pl.Trainer, net: nn.Module | None):
-        self.lengths, self.trainer = lengths, trainer
+        self.lengths = lengths
+        self.trainer = trainer
         self.device = trainer.strategy.root_device
-        self.peak = None
-        self._is_warm = False
-        self.token_flops = 0
-        if net is not None:  # attention counts where the net tells its sizes
-            layers, width = getattr(net, "n_layers", 0), getattr(net, "d_model", 0)
-            n_weights, seq_len = strategy_of(trainer).info.n_matrix_weights, lengths.sample_tokens
-            self.token_flops = train_flops_per_token(n_weights, layers, width, seq_len)
-        if trainer.is_global_zero and not connected(trainer).fast_dev_run:
+        self._has_read = False
+        if net is not None:
+            # A net without these attributes is counted without the FLOPs of its attention scores.
+            n_layers = getattr(net, "n_layers", 0)
+            d_model = getattr(net, "d_model", 0)
+            n_weights = strategy_of(trainer).info.n_matrix_weights
+            seq_len = lengths.sample_tokens
+            self.token_flops = train_flops_per_token(n_weights, n_layers, d_model, seq_len)
+        if trainer.is_global_zero and not is_fast_dev_run(trainer):
             self.peak = find_peak(self.device, trainer.precision)
         self.start()
 
     def start(self) -> None:
-        """Begins anew: what was before is in no figure."""
-        wait_for(self.device)  # the clock is read when the step is done
-        waited_s = connected(self.trainer).train_dataloader.waited_s
-        self._last = self.trainer.global_step, time.perf_counter(), waited_s
+        """Begin a new interval, so that the time since the last one is left out of all values.
+
+        Waits until the device has done the work that was queued.
+        """
+        wait_for(self.device)
+        self._begin = _Reading(
+            self.trainer.global_step, time.perf_counter(), train_loader_of(self.trainer).waited_s
+        )
 
     def read(self) -> dict[str, float]:
-        """Logged names and values, of the steps since it began or was last read."""
-        last = self._last
+        """Return the logged values of the interval that ends now, and begin a new interval.
+
+        `tokens` is the number of tokens since the run began. The perf/* values are means over the
+        steps of the interval; perf/gpu_mem_peak_gib is the maximum since the run began.
+        """
+        begin = self._begin
         self.start()
-        steps, seconds, waited_s = (now - then for now, then in zip(self._last, last, strict=True))
-        step_s, step_tokens = seconds / max(1, steps), self.lengths.step_tokens
-        if self._is_warm:
-            self.trained_s += seconds
+        n_steps = max(1, self._begin.step - begin.step)
+        interval_s = self._begin.time_s - begin.time_s
+        waited_s = self._begin.waited_s - begin.waited_s
+        step_s = interval_s / n_steps
+        step_tokens = self.lengths.step_tokens
+        if self._has_read:
+            self.trained_s += interval_s
             self.waited_s += waited_s
-        self._is_warm = True
+        self._has_read = True
         metrics = {
             "tokens": float(data_of(self.trainer).tokens),
             "perf/tokens_per_s": step_tokens / step_s,
             "perf/step_s": step_s,
-            "perf/data_wait_s": waited_s / max(1, steps),
+            "perf/data_wait_s": waited_s / n_steps,
         }
         if self.peak is not None and self.token_flops:
             flops_per_s = self.token_flops * step_tokens / step_s / self.trainer.world_size
@@ -72,31 +111,36 @@ class Speed:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new measurement of the peak memory, where the platform can.
+    """Reset the peak memory to the memory that is in use now, so that a run reports its own peak.
 
-    A sweep runs its jobs in one process, and a job's peak is not that of an earlier job.
+    A sweep runs its jobs in one process. Does nothing on a CPU where the operating system has no
+    way to reset the peak of a process (only Linux has one, and a container may forbid it).
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    with suppress(OSError):  # Linux alone has this file, and a container may forbid to write it
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has held: of its GPU, or of its process on a CPU."""
+    """Return this rank's peak memory: of PyTorch's allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration):
         status = Path("/proc/self/status").read_text().splitlines()
         line = next(line for line in status if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024  # VmHWM: 123456 kB
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def count_matrix_weights(net: nn.Module) -> int:
-    """Weights that multiply each token: all matrices, without tables that are only looked up in."""
+    """Return the number of weights that are multiplied with every token.
+
+    These are all parameters with two or more dimensions, except those that only an nn.Embedding
+    holds. An output head that is tied to the embedding counts, once.
+    """
     layers = (layer for layer in net.modules() if not isinstance(layer, nn.Embedding))
     weights = {weight for layer in layers for weight in layer.parameters(recurse=False)}
     return sum(weight.numel() for weight in weights if weight.ndim >= 2)

@@ -1,4 +1,4 @@
-"""What the planner says of a run."""
+"""Estimates of the planner for the line `plan` at the start of a run and for plan.json."""
 
 from __future__ import annotations
 
@@ -15,29 +15,40 @@ from gptrain.runtime.devices import RunDevices
 
 
 def plan_run(
-    run: RunConfig, name: str, sample_tokens: int, machine: RunDevices
+    run: RunConfig, name: str, sample_tokens: int, devices: RunDevices
 ) -> tuple[str, dict[str, Any]]:
-    """The start's line of the strategy that runs, and the estimates of all, for plan.json.
+    """Estimate memory and speed of a run under its own strategy and under all others.
 
-    Raises: ValueError for a net or a machine that the planner does not know;
-    DamagedMeasurementError.
+    Args:
+        run: Config of the run, with its precision resolved.
+        name: Strategy of the run, such as `ddp`.
+        sample_tokens: Number of positions of one sample.
+        devices: Accelerator and number of ranks of the run.
+
+    Returns:
+        A line about the run's own strategy, and the estimates of all strategies as
+        `costs.choice.compare` returns them, with the source of the machine's figures as `machine`.
+
+    Raises:
+        ValueError: If the planner does not know the net, the strategy or the machine.
+        DamagedMeasurementError: If the file with this machine's measured speed cannot be read.
     """
-    if machine.accelerator == "cpu":
-        here = this_machine(Path(run.output_dir), machine.n_local)
-    elif machine.accelerator == "cuda" and (device := device_of(torch.cuda.get_device_name())):
-        here = machine_of(device, machine.n_local)
+    if devices.accelerator == "cpu":
+        machine = this_machine(Path(run.output_dir), devices.n_local)
+    elif devices.accelerator == "cuda" and (device := device_of(torch.cuda.get_device_name())):
+        machine = machine_of(device, devices.n_local)
     else:
-        raise ValueError("not in the table of devices")
-    found: dict[str, Any] = compare(run, sample_tokens, here, machine.n_nodes)
-    found["machine"] = here.source
-    if name not in found["strategies"]:
-        raise ValueError(f"no estimate of {name}")
-    row = found["strategies"][name]
+        raise ValueError("the device is not in the table of gptrain.costs.hardware")
+    estimates: dict[str, Any] = compare(run, sample_tokens, machine, devices.n_nodes)
+    estimates["machine"] = machine.source
+    if name not in estimates["strategies"]:
+        raise ValueError(f"the planner has no estimate of strategy {name}")
+    row = estimates["strategies"][name]
     n_bytes = row["bytes_per_device"]["total"]
-    unit, size = unit_of(n_bytes)
-    line = f"{n_bytes / size:,.1f} {unit} of tensors a device"
+    unit, unit_bytes = unit_of(n_bytes)
+    line = f"{n_bytes / unit_bytes:,.1f} {unit} of tensors per device"
     if not row["fits"]:
         line += " (does not fit)"
     if row["step_s"] is not None:
-        line += f" · {1e3 * row['step_s']:,.0f} ms a step, {row['tokens_per_s']:,.0f} tokens/s"
-    return f"{line} · best: {found['best'] or 'nothing fits'} · {here.source}", found
+        line += f" · {1e3 * row['step_s']:,.0f} ms per step, {row['tokens_per_s']:,.0f} tokens/s"
+    return f"{line} · best: {estimates['best'] or 'nothing fits'} · {machine.source}", estimates

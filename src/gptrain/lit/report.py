@@ -1,4 +1,4 @@
-"""What a run tells a person: five lines at the start, a few at the end; and result.json."""
+"""What a run prints at its start and at its end, and the file result.json."""
 
 import glob
 import logging
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -19,40 +19,57 @@ from gptrain.core import labels, shell
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import STEP, TrainingMonitor
 from gptrain.lit.callbacks.vote import gather
-from gptrain.lit.lightning import connected, data_of, strategy_of
+from gptrain.lit.lightning import (
+    callbacks_of,
+    data_of,
+    is_fast_dev_run,
+    profiler_of,
+    strategy_of,
+    train_loader_of,
+)
 from gptrain.lit.perf import Speed, peak_memory_bytes, reset_peak_memory
 
 log = logging.getLogger(__name__)
-LONGEST_WAIT = 0.1  # of the time of training, for data: above it is named as the cause of slowness
+# Fraction of the training time that may be spent waiting for data before the result line names it.
+MAX_WAIT_FRACTION = 0.1
+
+CallbackT = TypeVar("CallbackT", bound=pl.Callback)
 
 
 @dataclass
 class Report:
-    """The lines of one run, from rank 0 alone.
+    """Describes one run to the user and to the loggers. All ranks have one; rank 0 prints.
 
     Attributes:
-        lines: label -> what the start says of it, in the order of printing.
-        hyper_parameters: the whole config, for the loggers, and `typed`: option -> value, of those
-            that were typed and tell this run from another.
-        facts: what else result.json keeps, of what the run was made by.
-        planned: the planner's estimates, for plan.json.
-        outside: overrides that name files which are read only where they are typed again.
+        lines: Label -> text of the lines that are printed at the start, in this order.
+        hyper_parameters: The config as plain values, for the loggers. The additional key `typed`
+            holds the overrides, key -> value, that distinguish this run from other runs.
+        facts: Further entries of result.json: versions, hardware and the overrides of the run.
+        planned: Estimates of all strategies, for plan.json. None writes no plan.json.
+        repeated_overrides: Overrides that a command with `from_run=<this run>` has to repeat.
+        start_s: Value of `time.perf_counter()` when the run started.
+        start_time_s: Value of `time.time()` when the run started.
     """
 
     lines: dict[str, str]
     hyper_parameters: dict[str, Any]
     facts: dict[str, Any]
     planned: dict[str, Any] | None
-    outside: Sequence[str]
+    repeated_overrides: Sequence[str]
     start_s: float = 0.0
     start_time_s: float = 0.0
 
     @property
     def run_dir(self) -> Path:
+        """Output folder of the run."""
         return Path(self.hyper_parameters["run_dir"])
 
     def start(self, trainer: pl.Trainer) -> None:
-        """Prints what will run, with what, on how much, and where to; tells it to the loggers."""
+        """Start the clock, print `lines`, write plan.json and log the hyperparameters.
+
+        Prints the whole config, too, if it has print_config=true. All ranks must call this method;
+        only rank 0 prints and writes.
+        """
         self.start_s = time.perf_counter()
         self.start_time_s = time.time()
         reset_peak_memory(strategy_of(trainer).root_device)
@@ -60,34 +77,40 @@ class Report:
             if self.hyper_parameters["print_config"]:
                 config = {k: v for k, v in self.hyper_parameters.items() if k != "typed"}
                 log.info(OmegaConf.to_yaml(config))
-            for label, line in self.lines.items():
-                log.info(labels.line(label, line))
+            for label, text in self.lines.items():
+                log.info(labels.line(label, text))
             if self.planned is not None:
                 fileops.replace(self.run_dir / "plan.json", to_json(self.planned))
         for logger in trainer.loggers:
             logger.log_hyperparams(self.hyper_parameters)
 
     def end(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Prints the result and what to type next, and writes result.json; returns the metrics."""
+        """Print the result and the next command, write result.json and return the metrics.
+
+        result.json is not written under fast_dev_run, and a fit in which no step was left does not
+        overwrite one that exists. All ranks must call this method; only rank 0 prints and writes.
+
+        Returns:
+            Final value of each logged metric by its logged name.
+        """
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics.pop(STEP, None)
+        metrics.pop(STEP, None)  # the x axis of the loggers
         peak_bytes = max(gather(peak_memory_bytes(strategy_of(trainer).root_device)))
         if not trainer.is_global_zero:
             return metrics
         seconds = time.perf_counter() - self.start_s
-        steps = find_callback(trainer, TrainingMonitor)
-        checkpoints = find_callback(trainer, Checkpoints)
-        best = checkpoints and [*checkpoints.ranking(), checkpoints.store.newest()][0]
-        path = self.run_dir / RESULT_NAME
-        ended = steps.ended or {
+        monitor = find_callback(trainer, TrainingMonitor)
+        assert monitor is not None, "build_trainer adds a TrainingMonitor to every run"
+        ended = monitor.ended or {
             "reason": f"{cast(TrainerFn, trainer.state.fn).value} done",
-            "detail": f"of {trainer.ckpt_path or 'the weights that it began with'}",
+            "detail": f"of {trainer.ckpt_path or 'the initial weights'}",
         }
-        first = steps.first_step
-        is_new = first is not None or trainer.state.fn != "fit"
-        n_missing = steps.missing_targets.n_steps
-        missing = {"steps_without_target": n_missing} if n_missing else {}
-        if not connected(trainer).fast_dev_run and (is_new or not path.exists()):
+        best = best_checkpoint(trainer)
+        path = self.run_dir / RESULT_NAME
+        has_worked = monitor.first_step is not None or trainer.state.fn != "fit"
+        if not is_fast_dev_run(trainer) and (has_worked or not path.exists()):
+            n_missing = monitor.missing_targets.n_steps
+            missing = {"steps_without_target": n_missing} if n_missing else {}
             write_result(
                 path,
                 metrics,
@@ -100,67 +123,103 @@ class Report:
                 **missing,
                 **self.facts,
             )
+        parts = self._result_parts(trainer, monitor, metrics, seconds, peak_bytes)
+        parts.append(", ".join(ended.values()))
+        log.info(labels.line("result", " · ".join(parts)))
+        log.info(labels.line("next", self._next_command(trainer, best)))
+        return metrics
+
+    def _result_parts(
+        self,
+        trainer: pl.Trainer,
+        monitor: TrainingMonitor,
+        metrics: dict[str, float],
+        seconds: float,
+        peak_bytes: int,
+    ) -> list[str]:
+        """Return the parts of the result line: steps, metrics, speed, memory, profile, warnings."""
         parts = []
-        if first is not None:
-            n_done = trainer.global_step - first
-            parts.append(f"{n_done} step{'' if n_done == 1 else 's'} in {seconds:.0f} s")
-            if first:
-                parts[0] += f", from step {first} to {trainer.global_step}"
+        first_step = monitor.first_step  # None if this was no fit, or if no step was left
+        if first_step is not None:
+            done = f"{count_text(trainer.global_step - first_step, 'step')} in {seconds:.0f} s"
+            if first_step:
+                done += f", from step {first_step} to {trainer.global_step}"
+            parts.append(done)
         shown = (name for name in metrics if name.startswith(("train/loss", "val/", "test/")))
         parts += [f"{name} {metrics[name]:.4f}" for name in shown]
         if "perf/tokens_per_s" in metrics:
-            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {steps.lengths.unit}/s")
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} {monitor.lengths.unit}/s")
         if "perf/mfu" in metrics:
-            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {steps.speed.peak}")
-        if first is not None and (slow := waiting_line(trainer, steps.speed)):
+            parts.append(f"mfu {metrics['perf/mfu']:.2f} of {monitor.speed.peak}")
+        if first_step is not None and (slow := waiting_line(trainer, monitor.speed)):
             parts.append(slow)
-        each = " a rank" if trainer.world_size > 1 else ""
-        parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{each}")
+        per_rank = " per rank" if trainer.world_size > 1 else ""
+        parts.append(f"peak memory {peak_bytes / 2**30:.2f} GiB{per_rank}")
         if files := profile_files(trainer, self.start_time_s):
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             parts.append(f"profile {files[0]}{more}")
-        if n_missing:
-            parts.append(f"{n_missing} step{'' if n_missing == 1 else 's'} without a target")
-        parts.append(", ".join(ended.values()))
-        log.info(labels.line("result", " · ".join(parts)))
-        log.info(labels.line("next", self._next(trainer, best)))
-        return metrics
+        if n_missing := monitor.missing_targets.n_steps:
+            parts.append(f"{count_text(n_missing, 'step')} without a target")
+        return parts
 
-    def _next(self, trainer: pl.Trainer, best: Path | None) -> str:
-        if connected(trainer).fast_dev_run:
+    def _next_command(self, trainer: pl.Trainer, best: Path | None) -> str:
+        """Return the commands that test the best checkpoint, if any, and show the curves."""
+        if is_fast_dev_run(trainer):
             return "every part works; run it without trainer.fast_dev_run"
-        words = [shell.override("from_run", self.run_dir), "task=test", *self.outside]
-        shown = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))
-        return f"{shell.train_command(*words)} · {shown}" if best else shown
+        tensorboard = shell.command("tensorboard", "--logdir", shell.folder_argument(self.run_dir))
+        if best is None:
+            return tensorboard
+        words = [shell.override("from_run", self.run_dir), "task=test", *self.repeated_overrides]
+        return f"{shell.train_command(*words)} · {tensorboard}"
+
+
+def best_checkpoint(trainer: pl.Trainer) -> Path | None:
+    """Return the best checkpoint of a fit by checkpoint.monitor, else the newest one, else None."""
+    checkpoints = find_callback(trainer, Checkpoints)
+    if checkpoints is None:
+        return None
+    ranking = checkpoints.ranking()
+    return ranking[0] if ranking else checkpoints.store.newest()
 
 
 def waiting_line(trainer: pl.Trainer, speed: Speed) -> str:
-    """Return what to try where training waited for data too long, else an empty text."""
-    waited = speed.waited_s / speed.trained_s if speed.trained_s else 0.0
-    if waited <= LONGEST_WAIT:
+    """Return advice on data.num_workers if training waited for data too long, else an empty string.
+
+    The limit is MAX_WAIT_FRACTION of the training time.
+    """
+    fraction = speed.waited_s / speed.trained_s if speed.trained_s else 0.0
+    if fraction <= MAX_WAIT_FRACTION:
         return ""
-    n_workers, n_cpus = connected(trainer).train_dataloader.num_workers, os.cpu_count() or 1
-    line = f"{100 * waited:.0f} % of the time waited for data"
+    n_workers = train_loader_of(trainer).num_workers
+    n_cpus = os.cpu_count() or 1
+    line = f"{100 * fraction:.0f} % of the time waited for data"
     if n_workers >= n_cpus:
         return f"{line} of data.num_workers={n_workers}, on {n_cpus} CPUs"
     return f"{line}; try data.num_workers={2 * n_workers or 2}"
 
 
 def profile_files(trainer: pl.Trainer, since_s: float) -> list[Path]:
-    """Return the files that the run's profiler has written, its report before its traces.
+    """Return the files that the run's profiler has written, its text report before its traces.
 
     Args:
-        since_s: Time at which the run started: older files are of another run.
+        trainer: Trainer of the run, with or without a profiler.
+        since_s: Value of `time.time()` when the run started. Older files belong to another run.
     """
-    profiler = connected(trainer).profiler
-    folder, name = getattr(profiler, "dirpath", None), getattr(profiler, "filename", None)
+    profiler = profiler_of(trainer)
+    folder = getattr(profiler, "dirpath", None)  # a user's profiler may have neither attribute
+    name = getattr(profiler, "filename", None)
     if not folder or not name:
         return []
-    found = Path(folder).glob(f"*{glob.escape(name)}*")
-    new = [path for path in found if path.stat().st_mtime >= since_s]
+    matches = Path(folder).glob(f"*{glob.escape(name)}*")
+    new = [path for path in matches if path.stat().st_mtime >= since_s]
     return sorted(new, key=lambda path: (path.suffix != ".txt", path.name))
 
 
-def find_callback(trainer: pl.Trainer, kind: type[pl.Callback]) -> Any:
-    """The run's callback of that class, None where it has none."""
-    return next((part for part in connected(trainer).callbacks if isinstance(part, kind)), None)
+def find_callback(trainer: pl.Trainer, kind: type[CallbackT]) -> CallbackT | None:
+    """Return the trainer's first callback of this class, or None."""
+    return next((part for part in callbacks_of(trainer) if isinstance(part, kind)), None)
+
+
+def count_text(n: int, noun: str) -> str:
+    """Return a number with its noun in the right form: `1 step`, `2 steps`."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

@@ -24,7 +24,7 @@ from gptrain.lit.callbacks.resume import (
 )
 from gptrain.lit.callbacks.salvage import may_save, note_loaded
 from gptrain.lit.callbacks.vote import Vote, gather
-from gptrain.lit.lightning import data_of, ends_step, is_validated, loops_after, strategy_of
+from gptrain.lit.lightning import data_of, ends_step, is_validated, loop_state_after, strategy_of
 from gptrain.parallel.mesh import wait_for_rank_0
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Checkpoints(Checkpoint):
             return
         self._loaded = {key: checkpoint[key] for key in STATE}  # the rest is freed meanwhile
         self.saved = checkpoint["global_step"], checkpoint["validated"]
-        checkpoint["loops"] = {"fit_loop": loops_after(trainer, *self.saved)}
+        checkpoint["loops"] = {"fit_loop": loop_state_after(trainer, *self.saved)}
         self._only_validates = self.saved == (trainer.max_steps, False)
         if self._only_validates:
             trainer.fit_loop.epoch_loop.max_steps = -1  # with no step left it would do nothing

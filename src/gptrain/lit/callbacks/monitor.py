@@ -22,7 +22,14 @@ from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.refused import refusal
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.vote import Vote, gather
-from gptrain.lit.lightning import connected, data_of, ends_step, is_validated, strategy_of
+from gptrain.lit.lightning import (
+    callbacks_of,
+    data_of,
+    ends_step,
+    is_validated,
+    set_log_interval,
+    strategy_of,
+)
 from gptrain.lit.module import (
     LanguageModel,
     describe_optimizer,
@@ -99,7 +106,7 @@ class TrainingMonitor(Callback):
         """Refuse what only shows in a built run: callbacks that a function or the module made."""
         strategy = strategy_of(trainer)
         strategy.check_finite = self.check_finite
-        for callback in connected(trainer).callbacks:
+        for callback in callbacks_of(trainer):
             kind = type(callback)
             if reason := refusal(kind, strategy.info.name, bool(trainer.loggers), has_bar=True):
                 raise IncompatibleModelError("callbacks", f"{kind.__name__}: {reason}")
@@ -122,7 +129,7 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        connected(trainer).log_every_n_steps = self.every_n_steps
+        set_log_interval(trainer, self.every_n_steps)
         self._leave(trainer)
         if self._is_paused:  # a step's time is training's alone
             self.speed.start()
@@ -184,7 +191,7 @@ class TrainingMonitor(Callback):
             trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         if is_due or is_validated(trainer, step) or trainer.should_stop:
-            connected(trainer).log_every_n_steps = 1  # until the next batch
+            set_log_interval(trainer, 1)  # until the next batch
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -325,7 +332,7 @@ def acts_on_validation(trainer: Trainer) -> bool:
     As WeightAveraging, which validates its averages: such a validation is not left in its middle.
     """
     hooks = ("on_validation_start", "on_validation_epoch_start")
-    parts = (*connected(trainer).callbacks, trainer.lightning_module)
+    parts = (*callbacks_of(trainer), trainer.lightning_module)
     theirs = [part for part in parts if type(part) not in OURS]
     return any(is_overridden(hook, part) for part in theirs for hook in hooks)
 
@@ -347,7 +354,7 @@ def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> 
         first_step: where it began; None where no step was left.
     """
     step, detail = trainer.global_step, f"at step {trainer.global_step}"
-    timers = (part for part in connected(trainer).callbacks if isinstance(part, Timer))
+    timers = (part for part in callbacks_of(trainer) if isinstance(part, Timer))
     early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
     if first_step is None:
         reason = "nothing left to train"

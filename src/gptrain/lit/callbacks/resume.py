@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.lit.callbacks.vote import gather
-from gptrain.lit.lightning import finish_step, start_epoch_anew, strategy_of
+from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
 
 log = logging.getLogger(__name__)
 STATE = ("global_step", "validated", "rng", "threads", "logged")  # of a checkpoint, for go_on
@@ -23,10 +23,10 @@ def add_state(
     """Puts into a checkpoint what a run needs to go on bit for bit, of all ranks.
 
     Args:
-        validated: what is due after this step is done, see `loops_after`.
+        validated: what is due after this step is done, see `loop_state_after`.
         rng: this rank's random numbers, where those of now are not the ones to go on with.
     """
-    del checkpoint["loops"]  # counters in the middle of a hook; see `loops_after`
+    del checkpoint["loops"]  # counters in the middle of a hook; see `loop_state_after`
     checkpoint["validated"], checkpoint["rng"] = validated, gather(rng or capture())
     checkpoint["threads"] = torch.get_num_threads()
     checkpoint["logged"] = without_clocks(trainer)
@@ -51,7 +51,7 @@ def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> N
         state: STATE of the checkpoint.
         changed: options of the optimizer that take the value of today.
     """
-    start_epoch_anew(trainer)
+    clear_restarting_flags(trainer)
     put_back_logged(trainer, state)
     finish_step(trainer, state["global_step"], state["validated"])
     said = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]

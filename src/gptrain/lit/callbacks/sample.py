@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from gptrain.core import labels
 from gptrain.lit.callbacks.monitor import log_note
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.lightning import connected, data_of
+from gptrain.lit.lightning import data_of, is_fast_dev_run
 from gptrain.text.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SampleText(Callback):
         parallel = getattr(trainer.strategy, "parallel", None)
         is_pipeline = getattr(parallel, "is_pipeline", False)
         net = getattr(pl_module, "net", None)
-        if tokenizer is None or connected(trainer).fast_dev_run or is_pipeline or net is None:
+        if tokenizer is None or is_fast_dev_run(trainer) or is_pipeline or net is None:
             return None
         # All ranks generate, because the forward pass of a partitioned net needs all ranks.
         device = trainer.strategy.root_device
