@@ -1,1 +1,1 @@
-"""What every other package may import: the typed configuration, its value types, the strategies."""
+"""Foundations that every other package may import: typed config, errors, run lengths, locations."""

@@ -1,4 +1,8 @@
-"""Types of the `data` group: all keys of the groups that ship, and the keys that others need."""
+"""Types of the `data` group.
+
+The groups that ship with gptrain have a type for each of their keys. For any other data group only
+the keys of `DataConfig` are typed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,19 @@ DUMMY = "gptrain.data.DummyTextDataset"
 
 
 class DataConfig(OpenSection):
-    """Keys of any data group. Its yaml may have more keys, to which its datasets refer."""
+    """Keys of any data group.
+
+    The yaml file of a group may have more keys, to which the arguments of its datasets refer.
+
+    Attributes:
+        batch_size: Sequences per data-parallel rank per micro-step.
+        global_batch_size: Sequences per optimizer step over all ranks. None leaves the number of
+            micro-steps to `trainer.accumulate_grad_batches`.
+        num_workers: DataLoader worker processes per rank. 0 loads in the training process.
+        train: Dataset to train on.
+        val: Dataset of the validations.
+        test: Dataset of `task=test`.
+    """
 
     batch_size: Count
     global_batch_size: Count | None
@@ -38,7 +54,7 @@ class DataConfig(OpenSection):
 
     @property
     def sample_tokens(self) -> int | None:
-        """Number of positions of a sample, or None if the group does not say it."""
+        """Number of positions of a sample, or None if the group has no integer `seq_len`."""
         length = self.extra.get("seq_len")
         return length if type(length) is int else None
 
@@ -51,7 +67,7 @@ class DummyTextConfig(DataConfig):
 
     @property
     def sample_tokens(self) -> int | None:
-        """The last token of a dummy sample is a target only."""
+        """Number of positions of a sample: the last of `seq_len` tokens is a target only."""
         return self.seq_len - 1 if self.seq_len else None
 
 
@@ -80,7 +96,13 @@ class TokensConfig(DataConfig):
 
 
 class PartConfig(OpenSection):
-    """One part of a mixture: another data group, or only its two datasets."""
+    """One part of `data.parts`: another data group, or only its two datasets.
+
+    Attributes:
+        weight: Share of the training samples, relative to the weights of the other parts.
+        train: Dataset to train on.
+        val: Dataset of the validations.
+    """
 
     weight: Positive = 1
     train: TargetConfig
@@ -94,7 +116,8 @@ class MixtureConfig(DataConfig):
     parts: dict[str, PartConfig]
 
 
-DATA: dict[str, type[DataConfig]] = {  # by the `_target_` of data.train
+# Type of a data group that ships, by the `_target_` of its `train`.
+DATA: dict[str, type[DataConfig]] = {
     DUMMY: DummyTextConfig,
     "gptrain.data.TextDataset.from_corpus": TextConfig,
     "gptrain.data.TokenDataset": TokensConfig,

@@ -1,4 +1,4 @@
-"""The format of the labelled lines that commands print: `result    100 steps in 12 s`."""
+"""Format of the labelled lines that commands print, such as `result    100 steps in 12 s`."""
 
 _WIDTH = 10  # characters of the label's column, with the space after the label
 
@@ -9,9 +9,9 @@ def line(label: str, text: object) -> str:
     Further lines of the text are indented by the same ten characters.
 
     Args:
-        label: What the line is about, such as `result`. A label of ten characters or more is
+        label: First word of the line, such as `result`. A label of ten characters or more is
             followed by a single space.
-        text: What follows the label, as `str()` gives it.
+        text: Text after the label, converted with `str()`.
     """
     indented = str(text).replace("\n", "\n" + " " * _WIDTH)
     return f"{label:{_WIDTH - 1}} {indented}"

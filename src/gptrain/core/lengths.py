@@ -1,4 +1,8 @@
-"""How many sequences and tokens one optimizer step takes, and how many steps a run has."""
+"""Arithmetic of a run's length: sequences and tokens per optimizer step, and number of steps.
+
+Nothing here imports torch, so that the command line and the planner use the same functions as a
+run.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,31 @@ from typing import Any, Literal, Protocol
 
 
 def loss_rows(device_type: str) -> int:
-    """Positions whose logits a chunked loss holds at a time.
+    """Return the number of positions whose logits the chunked loss holds in memory at a time.
 
-    On a CPU 128 read the head twice as often and 512 take 50 MB more; elsewhere 4096 are enough for
-    whole kernels, and each chunk rewrites the head's gradient.
+    On a CPU, 128 positions read the weights of the head twice as often as 256, and 512 positions
+    need 50 MB more. On any other device, 4096 positions fill the kernels. More chunks would cost
+    time, because each chunk rewrites the gradient of the head.
+
+    Args:
+        device_type: Type of the torch.device, such as `cpu` or `cuda`.
     """
     return 256 if device_type == "cpu" else 4096
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch arithmetic of a run."""
+    """Numbers that multiply to the global batch size.
 
-    batch_size: int  # sequences per device per micro-step
-    data_parallel_size: int  # ranks that see different samples
-    accumulate: int  # micro-steps per optimizer step
+    Attributes:
+        batch_size: Sequences per data-parallel rank per micro-step.
+        data_parallel_size: Number of ranks that train on different samples.
+        accumulate: Micro-steps per optimizer step.
+    """
+
+    batch_size: int
+    data_parallel_size: int
+    accumulate: int
 
     @property
     def global_batch_size(self) -> int:
@@ -29,51 +43,78 @@ class BatchPlan:
         return self.batch_size * self.data_parallel_size * self.accumulate
 
     def steps_per_epoch(self, n_samples: int) -> int:
-        """Complete steps in one pass over the data; what remains is left to the next shuffle."""
+        """Return the number of complete optimizer steps in one pass over the data.
+
+        The samples that do not fill a step are left out of the epoch. The next epoch has another
+        order, so it leaves out other samples.
+        """
         return n_samples // self.global_batch_size
 
 
 @dataclass(frozen=True)
 class RunLengths:
-    """How long a run is; steps are the optimizer's."""
+    """Length of a run. All steps are optimizer steps.
+
+    Attributes:
+        batch: Numbers that multiply to the global batch size.
+        sample_tokens: Positions of one sample.
+        epoch_steps: Steps of one epoch, after `trainer.limit_train_batches`.
+        n_steps: Steps of the run, or None if only `trainer.max_time` ends the run.
+        validate_every: Steps between two validations, at most `n_steps`.
+        limit: Override that sets `n_steps`, such as `trainer.max_epochs=3`.
+        limit_kind: Unit of `limit`.
+        warmup_steps: Warm-up steps that a resume takes over from the first start of the run. None
+            if the scheduler section of the config decides.
+        unit: `samples` if each sample has a single position, else `tokens`.
+    """
 
     batch: BatchPlan
-    sample_tokens: int  # positions of one sample
+    sample_tokens: int
     epoch_steps: int
-    n_steps: int | None  # of the run; None where only max_time ends it
-    validate_every: int  # steps between two validations, at most n_steps
-    limit: str = ""  # what n_steps comes from, as one would type it
-    limit_kind: Literal["steps", "epochs", "tokens"] = "steps"  # what is done at the run's end
-    warmup_steps: int | None = None  # of the run's first start, where a resume keeps it
-    unit: Literal["tokens", "samples"] = "tokens"  # what is counted: positions, or samples of one
+    n_steps: int | None
+    validate_every: int
+    limit: str = ""
+    limit_kind: Literal["steps", "epochs", "tokens"] = "steps"
+    warmup_steps: int | None = None
+    unit: Literal["tokens", "samples"] = "tokens"
 
     @property
     def step_tokens(self) -> int:
-        """Positions that a step trains on, over all ranks."""
+        """Positions that one optimizer step trains on, over all ranks."""
         return self.batch.global_batch_size * self.sample_tokens
 
     @property
     def n_epochs(self) -> int:
-        """Epochs of the run, the last of which may be cut short; -1: no limit."""
+        """Epochs of the run, rounded up, or -1 for no limit. The last epoch may be cut short."""
         return -1 if self.n_steps is None else -(-self.n_steps // self.epoch_steps)
 
 
 def plan_batch(
     batch_size: int, global_batch_size: int | None, accumulate: int, data_parallel_size: int
 ) -> BatchPlan:
-    """Derives the accumulation from the global batch, where one is given.
+    """Return the batch plan, with the accumulation derived from the global batch size if given.
+
+    Args:
+        batch_size: Sequences per data-parallel rank per micro-step.
+        global_batch_size: Sequences per optimizer step over all ranks, or None.
+        accumulate: Micro-steps per optimizer step. Must be 1 if `global_batch_size` is given.
+        data_parallel_size: Number of ranks that train on different samples.
 
     Raises:
-        ValueError: an accumulation is given, too; or global_batch_size is no multiple of what one
-            micro-step takes: the message shows the equation and the nearest sizes that are.
+        ValueError: If `global_batch_size` and an accumulation are both given, or if
+            `global_batch_size` is not a multiple of batch_size x data_parallel_size. The message
+            names the nearest sizes that are.
     """
     if global_batch_size is None:
         return BatchPlan(batch_size, data_parallel_size, accumulate)
     if accumulate != 1:
-        raise ValueError(f"derives the accumulation; trainer.accumulate_grad_batches={accumulate}")
+        raise ValueError(
+            f"excludes trainer.accumulate_grad_batches={accumulate}: both set the accumulation"
+        )
     micro = batch_size * data_parallel_size
     if global_batch_size < micro or global_batch_size % micro:
-        below, above = global_batch_size // micro * micro, -(-global_batch_size // micro) * micro
+        below = global_batch_size // micro * micro
+        above = -(-global_batch_size // micro) * micro
         nearest = ", ".join(str(size) for size in (below, above) if size > 0)
         raise ValueError(
             f"not divisible by {data_parallel_size} ranks x data.batch_size {batch_size}; "
@@ -83,11 +124,12 @@ def plan_batch(
 
 
 def run_steps(steps_per_epoch: int, max_epochs: int | None, max_steps: int) -> int | None:
-    """Optimizer steps of the whole run; None where only a time ends it.
+    """Return the number of optimizer steps of the run, or None if only a time limit ends the run.
 
     Args:
-        steps_per_epoch: after any limit.
-        max_epochs: None: no limit by epochs.   max_steps: -1: no limit by steps.
+        steps_per_epoch: Optimizer steps of one epoch, after `trainer.limit_train_batches`.
+        max_epochs: Maximum number of epochs, or None for no limit.
+        max_steps: Maximum number of optimizer steps, or -1 for no limit.
     """
     by_epochs = [] if max_epochs is None else [max_epochs * steps_per_epoch]
     by_steps = [] if max_steps == -1 else [max_steps]
@@ -95,9 +137,14 @@ def run_steps(steps_per_epoch: int, max_epochs: int | None, max_steps: int) -> i
 
 
 def token_steps(max_tokens: float, step_tokens: int) -> int:
-    """Optimizer steps that train on at most max_tokens.
+    """Return the largest number of optimizer steps that train on at most `max_tokens` tokens.
 
-    Raises: ValueError if that is less than one step.
+    Args:
+        max_tokens: Token budget of the run, over all ranks.
+        step_tokens: Tokens of one optimizer step, over all ranks.
+
+    Raises:
+        ValueError: If the budget is less than one step.
     """
     if max_tokens < step_tokens:
         raise ValueError(f"less than the {step_tokens} tokens of one step")
@@ -108,9 +155,15 @@ DEFAULT_WARMUP_STEPS = 100
 
 
 def warmup_steps(asked: float | None, total_steps: int | None) -> int:
-    """Steps of the warm-up, as phase_steps; None: 100 or a tenth of the run, whichever is less.
+    """Return the number of warm-up steps.
 
-    Raises: ValueError as phase_steps.
+    Args:
+        asked: Number of steps, or a fraction of the run below 1. None stands for 100 steps or a
+            tenth of the run, whichever is less.
+        total_steps: Steps of the run, or None if only a time limit ends the run.
+
+    Raises:
+        ValueError: As in `phase_steps`.
     """
     if asked is not None:
         return phase_steps(asked, total_steps)
@@ -120,12 +173,15 @@ def warmup_steps(asked: float | None, total_steps: int | None) -> int:
 
 
 def phase_steps(asked: float, total_steps: int | None) -> int:
-    """Steps of a part of the run: an integer number of them, or below 1 a fraction of it.
+    """Return the number of steps of one phase of the schedule.
 
     Args:
-        total_steps: None where only a time ends the run.
+        asked: Integer number of steps, or a fraction of the run between 0 and 1.
+        total_steps: Steps of the run, or None if only a time limit ends the run.
 
-    Raises: ValueError for a fraction of a run of unknown length, and for what is neither.
+    Raises:
+        ValueError: If `asked` is neither of the two, or is a fraction and the length of the run is
+            unknown.
     """
     if asked < 0 or (asked > 1 and asked != int(asked)):
         raise ValueError("neither an integer number of steps nor a fraction of the run below 1")
@@ -136,12 +192,18 @@ def phase_steps(asked: float, total_steps: int | None) -> int:
     return round(asked * total_steps)
 
 
-DEFAULT_DECAY = 0.2  # of the run: arXiv:2405.18392
+DEFAULT_DECAY = 0.2  # fraction of the run, from arXiv:2405.18392
 DEFAULT_MAX_EPOCHS = 3
 
 
 class HasLimits(Protocol):
-    """What limits a run: three keys of the trainer group, with Lightning's values."""
+    """Limits of a run: three keys of the trainer group, with the meaning that Lightning gives.
+
+    Attributes:
+        max_epochs: Maximum number of epochs. -1 for no limit, None if not given.
+        max_steps: Maximum number of optimizer steps, or -1 for no limit.
+        max_time: Maximum duration, or None for no limit.
+    """
 
     max_epochs: int | None
     max_steps: int
@@ -151,7 +213,12 @@ class HasLimits(Protocol):
 def effective_max_epochs(trainer: HasLimits, max_tokens: float | None) -> int | None:
     """Return the number of epochs of the run, or None for no limit.
 
-    As in Lightning, a limit by steps or by time alone lifts the default.
+    The default of 3 epochs holds only if no other limit is given: neither steps, nor time, nor
+    tokens.
+
+    Args:
+        trainer: Trainer section of the config.
+        max_tokens: Token budget of the run, or None.
     """
     if trainer.max_epochs is not None:
         return None if trainer.max_epochs == -1 else trainer.max_epochs

@@ -1,8 +1,9 @@
-"""The project that a command works for: its conf/, and beside it train.py, src/ and outputs/.
+"""Where the files of a project are: conf/, train.py, src/ and outputs/ in one project folder.
 
-The library does not know where it lies. train.py says which conf/ is its own; a command of the
-library looks for a project from the working directory upwards, unless GPTRAIN_CONF names its conf/.
-Outside of any project there are the library's own choices alone.
+The project folder is found through its conf/. train.py passes the path of its conf/ to `enter`,
+which sets GPTRAIN_CONF for this process and its children. If GPTRAIN_CONF is not set, the project
+is the nearest folder, from the working directory upwards, that has a train.py and a conf/. Without
+a project only the config groups of the library are available.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import sys
 from pathlib import Path
 
 VARIABLE = "GPTRAIN_CONF"
-REPORT_VARIABLE = "GPTRAIN_REPORT"  # path of the file in which a run answers gptrain.fit
-LIBRARY = Path(__file__).parents[1]  # of which this file is a part, wherever it is installed
+REPORT_VARIABLE = "GPTRAIN_REPORT"  # path of the file through which a run reports to gptrain.fit
+LIBRARY = Path(__file__).parents[1]  # folder of the installed package gptrain
 
 
 def enter(conf: str | Path | None = None) -> None:
-    """From here on, in the processes started from here too, this conf/ is the project's.
+    """Select the project of this process and of the processes that it starts.
 
-    Classes of the project's src/ can be imported then, installed or not.
+    Sets GPTRAIN_CONF, if `conf` is given, and appends src/ of the project to `sys.path`, so that
+    classes of the project can be imported even if the project is not installed.
+
+    Args:
+        conf: Path of the conf/ folder of the project. None keeps the project that `find_conf`
+            finds.
     """
     if conf is not None:
         os.environ[VARIABLE] = os.path.abspath(conf)
@@ -30,7 +36,10 @@ def enter(conf: str | Path | None = None) -> None:
 
 
 def find_conf() -> Path | None:
-    """The project's conf/, absolute; None outside of any project."""
+    """Return the absolute path of the conf/ folder of the project, or None without a project.
+
+    The path in GPTRAIN_CONF is returned without a check that the folder exists.
+    """
     if named := os.environ.get(VARIABLE):
         return Path(named).absolute()
     here = Path.cwd()
@@ -39,39 +48,44 @@ def find_conf() -> Path | None:
 
 
 def find_project() -> Path | None:
-    """The folder around the project's conf/; None outside of any project."""
+    """Return the folder of the project, which holds conf/, or None without a project."""
     conf = find_conf()
-    return conf and conf.parent
+    return conf.parent if conf else None
 
 
 def default_output_dir() -> str:
-    """GPTRAIN_OUTPUT_DIR, or outputs/ of the project, wherever in it the command is typed."""
+    """Return the folder for run folders: GPTRAIN_OUTPUT_DIR, else outputs/ of the project.
+
+    Without a project it is outputs/ of the working directory.
+    """
     project = find_project() or Path.cwd()
     return os.environ.get("GPTRAIN_OUTPUT_DIR") or str(project / "outputs")
 
 
 def report_to_fit(**facts: object) -> None:
-    """Write the facts as JSON to the file that `gptrain.fit` has named, once.
+    """Write the facts as JSON to the file that `gptrain.fit` reads.
 
-    Does nothing in a process that `gptrain.fit` did not start, or that has reported before.
+    Does nothing in a process that `gptrain.fit` did not start, and on a second call.
 
     Args:
-        facts: `folder`, the run folder of a run that starts, or `lines`, the error message of a
-            run that is refused.
+        facts: Either `folder`, the run folder of a run that starts, or `lines`, the error messages
+            of a run that is refused.
     """
     if path := os.environ.pop(REPORT_VARIABLE, None):
         Path(path).write_text(json.dumps(facts))
 
 
 def train_script() -> str:
-    """Return the path of the script that trains, as one types it in the current folder.
+    """Return the path of the training script, for commands that are printed for the user.
 
-    It is the script that was typed. A command of the library, or a job that submitit starts, has
-    none: there it is the project's train.py.
+    The path is `sys.argv[0]` if the user started a script. A command of the library
+    (`python -m gptrain.X`) and a job that submitit started have no script of the user: then the
+    path is that of train.py in the project, relative to the working directory if that is shorter.
     """
-    typed, project = Path(sys.argv[0]), find_project()
-    is_own = typed.suffix == ".py" and typed.name != "__main__.py"
-    if is_own and not {"site-packages", "dist-packages"} & set(typed.parts):
+    script = Path(sys.argv[0])
+    project = find_project()
+    is_script = script.suffix == ".py" and script.name != "__main__.py"
+    if is_script and not {"site-packages", "dist-packages"} & set(script.parts):
         return sys.argv[0]
     if project is None or not (project / "train.py").is_file():
         return "train.py"

@@ -1,4 +1,4 @@
-"""How far long work has come, for a person who waits for it at a terminal."""
+"""A progress bar for long work on files, shown in a terminal only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ if TYPE_CHECKING:
 
 
 def progress_bar(what: str, n_bytes: int) -> tqdm:
-    """A bar over bytes, which `update` moves on; gone when it is closed.
+    """Return a progress bar that counts bytes on stderr.
 
-    Shown after two seconds, in a terminal alone: a file gets nothing of it. Of several ranks the
-    first one shows it.
+    The bar appears after two seconds, and only if stderr is a terminal and this process has rank 0.
+    `close` removes the bar from the screen.
+
+    Args:
+        what: Label in front of the bar.
+        n_bytes: Total number of bytes. Report finished bytes with `update(n)`.
     """
-    from tqdm import tqdm  # here: the planner shows no bar, and needs Hydra and pydantic alone
+    from tqdm import tqdm  # imported late: `gptrain.plan` runs without tqdm installed
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore that a killed process leaks
+    tqdm.set_lock(threading.RLock())  # tqdm's default lock is a semaphore that a killed run leaks
     is_first = os.environ.get("RANK", "0") == "0"
     return tqdm(
         desc=what, total=n_bytes, unit="B", unit_scale=True, delay=2, leave=False,

@@ -1,4 +1,4 @@
-"""The type of every key of a run. The defaults are in the yaml files of `conf/`.
+"""Types of all keys of a run. The defaults are in the yaml files of `conf/`.
 
 `RunConfig` is the whole configuration, with one section per group. A class that ships with gptrain
 has a section type of its own, which is found by its `_target_`. For any other class only the keys
@@ -42,11 +42,16 @@ from gptrain.core.value_types import (
     between,
 )
 
-# Groups with a `_target_`.
+# Groups with a `_target_`
 
 
 class ModelConfig(TargetConfig):
-    """Keys of any model group."""
+    """Keys of any model group.
+
+    Attributes:
+        compile: Parts of the net that torch.compile compiles.
+        activation_checkpointing: Activations that the backward pass recomputes.
+    """
 
     OWN_KEYS = frozenset({"compile", "activation_checkpointing"})
 
@@ -55,7 +60,7 @@ class ModelConfig(TargetConfig):
 
 
 class DecoderConfig(ModelConfig, extra="forbid"):
-    """Sizes that the decoders of `gptrain.models` have in common."""
+    """Sizes that all decoders of `gptrain.models` have."""
 
     vocab_size: Count
     d_model: Count
@@ -92,14 +97,14 @@ class HuggingFaceConfig(ModelConfig, extra="forbid"):
 
 
 class LossConfig(Section):
-    """Terms of the training loss; see `gptrain.loss.LossOptions`."""
+    """Options of the training loss, the same as those of `gptrain.loss.LossOptions`."""
 
     label_smoothing: BelowOne
     z_loss: NonNegative
 
 
 class ModuleConfig(TargetConfig):
-    """Keys of any module group."""
+    """Keys of any module group. The `_target_` is a LightningModule."""
 
     OWN_KEYS = frozenset({"loss", "metrics"})
 
@@ -108,12 +113,12 @@ class ModuleConfig(TargetConfig):
 
     @property
     def loss_options(self) -> dict[str, float]:
-        """The keys of LossOptions that are given."""
+        """Keyword arguments of `gptrain.loss.LossOptions`, empty if none is given."""
         return self.plain().get("loss") or {}
 
     @property
     def metric_nodes(self) -> dict[str, dict[str, Any]]:
-        """The nodes of the metrics, by name."""
+        """Node with the `_target_` of each metric, by the metric's name."""
         return self.plain().get("metrics") or {}
 
 
@@ -125,7 +130,14 @@ class LanguageModelConfig(ModuleConfig, extra="forbid"):
 
 
 class OptimizerConfig(TargetConfig):
-    """Keys of any optimizer group. A key that is None is left to the class."""
+    """Keys of any optimizer group.
+
+    Attributes:
+        lr: Peak learning rate. None leaves the default of the class.
+        weight_decay: Weight decay. None leaves the default of the class.
+        lr_scaling: How the learning rate grows with the global batch size.
+        reference_batch_size: Global batch size at which `lr` is used as given.
+    """
 
     OWN_KEYS = frozenset({"lr_scaling", "reference_batch_size"})
 
@@ -165,7 +177,10 @@ class PhaseLength(NamedTuple):
 
 
 class SchedulerConfig(TargetConfig):
-    """Keys of any scheduler group. A schedule gets those of them that are in its signature."""
+    """Keys of any scheduler group. A schedule gets the keys that are in its signature.
+
+    A phase has a length in steps or in tokens, not both.
+    """
 
     warmup_steps: Warmup | None
     warmup_tokens: TokenCount | None
@@ -175,7 +190,12 @@ class SchedulerConfig(TargetConfig):
     min_factor: Fraction
 
     def phase(self, name: str) -> PhaseLength:
-        """Return the length that was asked for the phase "warmup", "decay" or "total"."""
+        """Return the configured length of a phase.
+
+        Args:
+            name: `warmup`, `decay` or `total`. A phase that the group does not have gives two
+                Nones.
+        """
         keys = self.arguments
         return PhaseLength(keys.get(f"{name}_steps"), keys.get(f"{name}_tokens"))
 
@@ -225,7 +245,7 @@ class TrainerConfig(TargetConfig):
     val_check_interval: Interval
     check_val_every_n_epoch: Count | None
     num_sanity_val_steps: Annotated[int, between(-1)] | None
-    log_every_n_steps: Count  # to log nothing: logger=none
+    log_every_n_steps: Count
     enable_progress_bar: bool | None
     enable_model_summary: bool | None
     deterministic: bool | Literal["warn"] | None
@@ -235,9 +255,11 @@ class TrainerConfig(TargetConfig):
 
 
 class LightningTrainerConfig(TrainerConfig, extra="forbid"):
-    """Keys of `lightning.pytorch.Trainer`; the optional ones are typed with a `+`.
+    """Keys of `lightning.pytorch.Trainer`.
 
-    Arguments that another group sets, such as `callbacks`, are not among them.
+    The keys below are optional: no yaml file has them, and an override needs a `+`, such as
+    `+trainer.sync_batchnorm=true`. Arguments of the Trainer that another group sets, such as
+    `callbacks`, are unknown keys here.
     """
 
     min_epochs: Annotated[int, between(0)] | None = None
@@ -247,38 +269,56 @@ class LightningTrainerConfig(TrainerConfig, extra="forbid"):
     sync_batchnorm: bool = False
 
 
-# Groups without a `_target_`. The strategy group is in gptrain.core.strategies.
+# Groups without a `_target_`. The types of the strategy group are in gptrain.core.strategies.
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, which are kept, and where they are copied to."""
+    """Keys of the checkpoint group: when checkpoints are saved, how many are kept, and copies.
+
+    Attributes:
+        name: Name of the choice, such as `every_n_steps`.
+        every_n_steps: Optimizer steps between two checkpoints. None saves at validations only.
+        every_minutes: Minutes without a checkpoint after which one is saved, by the clock of
+            rank 0, or None.
+        keep: Number of newest checkpoints that are kept, at least 2.
+        monitor: Name of a logged value. The checkpoint with its best value is kept too.
+        mode: Whether a small or a large value of `monitor` is better.
+        background: Whether a thread writes the files during the next steps.
+        mirror: Folder or fsspec URL to which each checkpoint is copied, or None.
+    """
 
     name: Literal["default", "every_n_steps", "none"]
     every_n_steps: Count | None
     every_minutes: PositiveNumber | None
     keep: Kept
-    monitor: Name  # name of any logged value
+    monitor: Name
     mode: Literal["min", "max"]
     background: bool
     mirror: Name | None
 
 
 class LauncherConfig(Section):
-    """How the supervisor of local ranks restarts and watches them."""
+    """Keys of the launcher group: how the supervisor restarts and watches the local ranks.
+
+    Attributes:
+        max_restarts: Number of times that failed ranks are started again.
+        timeout_s: Seconds without progress after which a rank counts as hung. None stands for
+            `strategy.timeout_s`.
+    """
 
     max_restarts: Annotated[int, between(0)]
     timeout_s: Positive | None
 
 
 class RunConfig(Section):
-    """The configuration of a run. A command with keys of its own inherits from it.
+    """Configuration of a run. A command with additional keys has a subclass.
 
     Attributes:
-        runs_here: False for a command that describes another machine, or only prints. Then only
-            the configuration is checked, not this machine, its folders and files, and no folder
-            is made.
-        expands_run: False for a command that reads the folder of `from_run` by itself.
-        reads_data: False for a command that needs the net alone.
+        runs_here: False for a command that plans for another machine, or only prints. The checks
+            then skip this machine, its folders and its files, and no run folder is created.
+        expands_run: False for a command that reads the folder of `from_run` by itself. Otherwise
+            the overrides of that run are put in front of those on the command line.
+        reads_data: False for a command that needs the net but no dataset.
     """
 
     runs_here: ClassVar[bool] = True
@@ -316,10 +356,11 @@ class RunConfig(Section):
     launcher: LauncherConfig
 
     def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy in which some keys have other values, without checking them.
+        """Return a copy in which some keys have other values. The values are not validated.
 
         Args:
-            values: The new value of each key, such as `run_dir` or `data.batch_size`.
+            values: New value of each key. A key has at most one dot, such as `run_dir` or
+                `data.batch_size`.
         """
         copy = self.model_copy()
         for key, value in values.items():
@@ -330,18 +371,20 @@ class RunConfig(Section):
         return copy
 
     def value_of(self, key: str) -> Any:
-        """Return the value of a dotted key, as it was given, for an error message."""
+        """Return the value of a dotted key for an error message, or None for an unknown key."""
         node: Any = self.plain()
         for name in key.split("."):
             node = node.get(name) if isinstance(node, dict) else None
         return node
 
 
-NETS: dict[str, type[DecoderConfig]] = {  # nets whose sizes the planner knows
+# Section type of each net whose sizes the planner knows, by `_target_`.
+NETS: dict[str, type[DecoderConfig]] = {
     "gptrain.models.SimpleGPT": SimpleGPTConfig,
     "gptrain.models.Llama": LlamaConfig,
 }
-SHIPPED: dict[str, type[TargetConfig]] = {  # the section type of each class that ships
+# Section type of each class whose keys are all typed, by `_target_`.
+SHIPPED: dict[str, type[TargetConfig]] = {
     **NETS,
     "gptrain.models.HuggingFace": HuggingFaceConfig,
     "gptrain.lit.LanguageModel": LanguageModelConfig,

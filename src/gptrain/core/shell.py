@@ -1,7 +1,8 @@
-"""Commands as text that can be pasted into a shell, from the folder in which they are printed.
+"""Makes the commands that the program prints, so that each can be pasted into a shell.
 
-Every command that the program prints is made here. A value passes two readers: the shell, and for
-an override Hydra's grammar. `override` quotes for Hydra, `command` quotes each word for the shell.
+The commands are valid in the working directory of this process. Two programs parse an override:
+first the shell, then Hydra. `override` quotes a value for Hydra, `command` quotes each word for
+the shell, and `option` does both.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import shlex
 from gptrain.core import locations
 from gptrain.core.errors import quoted, show
 
-# Texts that Hydra reads as themselves: no number, no sweep, no quote, nothing that a shell reads.
+# Strings that need no quotes: Hydra parses them as strings, and a shell leaves them unchanged.
 PLAIN = r"(\.{0,2}/|[A-Za-z_])[\w/.:-]*"
-CONSTANTS = {"null", "true", "false", "nan", "inf"}  # texts that Hydra reads as another type
+CONSTANTS = {"null", "true", "false", "nan", "inf"}  # words that Hydra does not parse as strings
 
 
 def override(key: str, value: object) -> str:
-    """Return `key=value` in the grammar of Hydra's overrides; a text stays the text that it is.
+    """Return `key=value` in the grammar of Hydra's overrides.
 
-    The result is one word of a command line. It is not quoted for the shell yet.
+    Hydra parses a string or a path back to exactly the same string, also if it looks like a number
+    or a reference. The result is one word of a command line, not yet quoted for the shell.
+
+    Args:
+        key: Dotted key.
+        value: String, path, number, bool, None, or nested lists and dicts of them.
     """
     if not isinstance(value, str | os.PathLike):
         return f"{key}={show(value)}"
@@ -41,27 +47,30 @@ def train_command(*overrides: str) -> str:
 
 
 def option(key: str, value: object) -> str:
-    """Return one override quoted for Hydra and for the shell, for a `try:` of an error message."""
+    """Return one override, quoted for Hydra and for the shell, for the `try:` of an error."""
     return command(override(key, value))
 
 
 def folder_argument(path: str | os.PathLike) -> str:
-    """Return a path that no program takes for an option, or for somebody's home folder."""
+    """Return a path as an argument that no program parses as an option or as a home folder.
+
+    A path that begins with `-` or `~` gets a `./` in front.
+    """
     text = str(path)
     return f"./{text}" if text.startswith(("-", "~")) else text
 
 
 def _shell_word(word: str) -> str:
-    if not word.isprintable():  # bash's $'…' keeps a line feed in the line
+    if not word.isprintable():  # bash's $'…' writes a line feed as \n
         return "$'" + "".join(map(_escape, word)) + "'"
-    # Double quotes where they change nothing: single quotes inside of single ones are unreadable.
+    # Double quotes are easier to read than escaped single quotes; they do not protect $ ` \ and !.
     if "'" in word and not re.search(r'["$`\\!]', word):
         return f'"{word}"'
     return shlex.quote(word)
 
 
 def _escape(char: str) -> str:
-    """Return a character as it is written inside of bash's $'…'."""
+    """Return the escape sequence of a character inside bash's $'…'."""
     if char.isprintable():
         return f"\\{char}" if char in "\\'" else char
     return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogateescape"))

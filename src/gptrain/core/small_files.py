@@ -1,4 +1,4 @@
-"""The one reader of small JSON and YAML files, which may be damaged, or none of ours."""
+"""Readers of small JSON and YAML files that may be damaged or written by another program."""
 
 from __future__ import annotations
 
@@ -14,13 +14,21 @@ import yaml
 
 
 class DataError(ValueError):
-    """Data that is empty, damaged or does not fit; the message names the file and both sides."""
+    """Raised for data that is empty, damaged or does not fit the run.
+
+    A run that raises this error ends with exit code 65.
+    """
 
     cause = "data"
 
 
 class UnreadableFileError(DataError):
-    """A small file that is there and cannot be used; the message names it and says why."""
+    """Raised for a file that exists and cannot be used.
+
+    Attributes:
+        path: Path of the file.
+        reason: Why the file cannot be used. The message is `<path>: <reason>`.
+    """
 
     def __init__(self, path: str | os.PathLike, reason: str):
         super().__init__(f"{path}: {reason}")
@@ -28,17 +36,24 @@ class UnreadableFileError(DataError):
 
 
 def read_bytes(path: str | os.PathLike) -> bytes:
-    """The content of a regular file. Raises: as `open_regular`."""
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        UnreadableFileError: If the path is a pipe, a device or a socket.
+    """
     with open_regular(path) as file:
         return file.read()
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """A regular file to read; a link to one is followed.
+    """Open a regular file for reading, in binary mode. Symbolic links are followed.
 
-    Raises: FileNotFoundError; OSError; UnreadableFileError for a pipe or a device.
+    Raises:
+        OSError: If the file does not exist or cannot be opened.
+        UnreadableFileError: If the path is a pipe, a device or a folder.
     """
-    # Without O_NONBLOCK to open a named pipe waits for a writer.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -47,17 +62,25 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value of a small JSON file. Raises: FileNotFoundError, OSError, UnreadableFileError."""
+    """Return the value of a JSON file.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        UnreadableFileError: If the content is not JSON, or the path is not a regular file.
+    """
     text = read_bytes(path)
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also if the bytes are not UTF-8
         raise UnreadableFileError(path, f"not JSON ({error})") from None
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Plain values of a small YAML file. Raises: FileNotFoundError, OSError,
-    UnreadableFileError.
+    """Return the value of a YAML file, made of plain lists, dicts and scalars.
+
+    Raises:
+        OSError: If the file does not exist or cannot be read.
+        UnreadableFileError: If the content is not YAML, or the path is not a regular file.
     """
     text = read_bytes(path)
     try:
@@ -67,7 +90,14 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) -> dict[str, Any]:
-    """The mapping in a small file; an empty one where there is none that can be read."""
+    """Return the mapping in a small file, or an empty dict if the file has no readable mapping.
+
+    A missing file, a damaged file and a file whose value is not a mapping all give an empty dict.
+
+    Args:
+        path: Path of the file.
+        read: Reader of the file's format, `read_json` or `read_yaml`.
+    """
     with suppress(OSError, UnreadableFileError):
         if isinstance(values := read(path), dict):
             return values
@@ -75,8 +105,16 @@ def read_facts(path: str | Path, read: Callable[[str | Path], Any] = read_json) 
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of nested dicts; an empty one is a value."""
+    """Return a flat dict from dotted key to value, for nested dicts.
+
+    An empty dict counts as a value. A value that is not a dict gives an empty result without a
+    prefix.
+
+    Args:
+        values: Nested dicts.
+        prefix: Dotted key of `values` itself.
+    """
     if not isinstance(values, dict) or not values:
         return {prefix: values} if prefix else {}
     inner = (flatten(value, f"{prefix}.{key}".lstrip(".")) for key, value in values.items())
-    return {key: value for one in inner for key, value in one.items()}
+    return {key: value for items in inner for key, value in items.items()}

@@ -1,4 +1,7 @@
-"""Types of config values: numbers in a range, local paths, devices, durations; and of groups."""
+"""Types of config values, such as numbers in a range and local paths, and base classes of groups.
+
+The validators run inside pydantic. The message of a ValueError is printed after `error: <key>=...`.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,19 @@ from pydantic import (
 
 from gptrain.core.lengths import warmup_steps
 
-SEED_MAX = 2**32 - 1  # numpy's generators take no more
+SEED_MAX = 2**32 - 1  # largest seed that numpy's generators accept
 WORKERS_MAX = 384  # cores of the largest two-socket x86 server of 2025 (2 x AMD EPYC 9965)
-MOST_RANKS = 1024  # of one machine; more is a slip of the finger
-INT32_MAX = 2**31 - 1  # token ids and tensor sizes beyond it meet 32-bit indices in kernels
+MOST_RANKS = 1024  # ranks on one machine; a larger number is a typing error
+INT32_MAX = 2**31 - 1  # largest index that kernels with 32-bit indices can address
 
 
 def between(low: int, high: int = INT32_MAX) -> Any:
-    """Bounds of an integer, both allowed."""
+    """Return a pydantic field with an inclusive lower and upper bound."""
     return Field(ge=low, le=high)
 
 
 def _local(value: str | list[str]) -> Any:
+    """Check that a value is a local path or a list of local paths, and return the value."""
     for path in [value] if isinstance(value, str) else value or [""]:
         if not path or path != path.strip() or "\0" in path:
             raise ValueError("not a path")
@@ -37,36 +41,43 @@ def _local(value: str | list[str]) -> Any:
 
 
 def _below(value: str) -> str:
+    """Check that a relative path stays below the folder that it is joined to."""
     if value.startswith(("/", "~")) or ".." in value.split("/"):
         raise ValueError("leaves the output folder")
     return value
 
 
 def _steps(value: float) -> float:
-    warmup_steps(value, 1)  # raises what it cannot take
+    """Check that a value is an integer number of steps or a fraction of the run."""
+    warmup_steps(value, 1)  # raises ValueError for any other value; the length 1 has no effect
     return value
 
 
 def _kept(value: int) -> int:
-    """Refuse to keep one checkpoint only: a single disk error would lose the run."""
+    """Check that at least two checkpoints are kept: one disk error must not lose the run."""
     if value < 2:
-        raise ValueError("must be >= 2: where the newest is damaged, a run resumes from the other")
+        raise ValueError("must be >= 2: if the newest is damaged, a run resumes from the other")
     return value
 
 
 def _devices(value: Any) -> Any:
-    found = value
+    """Check a value of `trainer.devices`, in all forms that Lightning accepts, and return it.
+
+    The forms are a number, a list of device indices, a string of either such as "0,2", -1 and
+    "auto".
+    """
+    devices = value
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+|\d+(,\d*)+", value):
-        found = [int(part) for part in value.split(",") if part] if "," in value else int(value)
-    if isinstance(found, list):
-        if not found or not all(type(one) is int and one >= 0 for one in found):
-            raise ValueError("a list must hold device numbers, 0 or higher")
-        if len(set(found)) < len(found):
-            raise ValueError("a device is named twice")
-    elif found != "auto" and type(found) is not int:
+        devices = [int(part) for part in value.split(",") if part] if "," in value else int(value)
+    if isinstance(devices, list):
+        if not devices or not all(type(index) is int and index >= 0 for index in devices):
+            raise ValueError("a list must contain device indices, 0 or higher")
+        if len(set(devices)) < len(devices):
+            raise ValueError("the list contains a device twice")
+    elif devices != "auto" and type(devices) is not int:
         raise ValueError('not a number, list or "auto"')
-    elif found not in ("auto", -1) and not 1 <= found <= MOST_RANKS:
-        raise ValueError("need at least 1" if found < 1 else f"too large (max {MOST_RANKS})")
+    elif devices not in ("auto", -1) and not 1 <= devices <= MOST_RANKS:
+        raise ValueError("need at least 1" if devices < 1 else f"too large (max {MOST_RANKS})")
     return value
 
 
@@ -78,7 +89,7 @@ def _as_given(value: Any, check: Callable[[Any], float]) -> Any:
 
 AS_GIVEN = WrapValidator(_as_given)
 Count = Annotated[int, between(1)]
-Kept = Annotated[Count, AfterValidator(_kept)]  # newest checkpoints
+Kept = Annotated[Count, AfterValidator(_kept)]
 Positive = Annotated[float, Field(gt=0, le=INT32_MAX), AS_GIVEN]
 PositiveNumber = Annotated[float, Field(gt=0), AS_GIVEN]
 NonNegative = Annotated[float, Field(ge=0), AS_GIVEN]
@@ -116,23 +127,27 @@ Warmup = Annotated[float, Field(ge=0, le=INT32_MAX), AfterValidator(_steps), AS_
 
 
 class Section(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
-    """A group of keys, all of which are known."""
+    """Base class of a group of keys. A key without a field is an error."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the keys of the section, as they were given, as nested dicts and lists."""
+        """Return the keys that were given, with their given values, as nested dicts and lists."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
 
 class OpenSection(Section, extra="allow"):
-    """A group of which gptrain reads some keys. All others belong to the user or to a class."""
+    """Base class of a group with keys that gptrain does not know.
+
+    The additional keys are arguments of the user's class, or values to which other keys refer.
+    """
 
 
 class TargetConfig(OpenSection):
-    """A node whose `_target_` names the class or function that builds an object.
+    """Node whose `_target_` names the class or function that builds an object.
 
     Attributes:
         target: Dotted name of the class or function.
-        OWN_KEYS: Keys that gptrain reads itself. All other keys are arguments of the target.
+        OWN_KEYS: Keys that gptrain reads and does not pass to the target. All other keys are
+            keyword arguments of the target.
     """
 
     OWN_KEYS: ClassVar[frozenset[str]] = frozenset()
@@ -141,9 +156,9 @@ class TargetConfig(OpenSection):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of the target."""
+        """Keyword arguments of the target, as plain values."""
         return {k: v for k, v in self.plain().items() if k not in {"_target_", *self.OWN_KEYS}}
 
     def node(self) -> dict[str, Any]:
-        """Return what Hydra's `instantiate` needs: the target and its keyword arguments."""
+        """Return the node for Hydra's `instantiate`: `_target_` and its keyword arguments."""
         return {"_target_": self.target, **self.arguments}
