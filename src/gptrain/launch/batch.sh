@@ -1,6 +1,6 @@
 #!/bin/bash
-# A job of SLURM. What this machine's people need besides (#SBATCH --mem=0, module load) goes here;
-# lines whose value is null are left out.
+# A job of SLURM. Add what your cluster needs, for example #SBATCH --mem=0 or module load.
+# Lines whose value is null are left out.
 #SBATCH --job-name=<job>
 #SBATCH --partition=<slurm.partition>
 #SBATCH --account=<slurm.account>
@@ -14,15 +14,17 @@
 #SBATCH --requeue
 #SBATCH --output=/dev/null
 <cases>
-# By ourselves: slurmd would not make the folder of --output, and the job would end without a word.
+# The script makes the folder of its log. slurmd would not make the folder of --output, and the job
+# would end without a message.
 log="<log>"
 mkdir -p "${log%/*}" && exec >>"$log" 2>&1 || exit 73
-# srun does not read --cpus-per-task from above since 22.05. No --kill-on-bad-exit: it makes 137 of
-# the 75 of a run that has saved. Ranks that hang end by themselves, long before --wait.
+# Since SLURM 22.05 srun does not read --cpus-per-task from the lines above. --kill-on-bad-exit is not
+# used because it turns exit code 75 of a run that has saved into 137. Hung ranks end by themselves,
+# long before --wait.
 srun --cpus-per-task=<cpus> --wait=300 <command> "run_dir='<folder>'"
 code=$?
 # The lists of codes are made from EXIT_CODES in gptrain/core/errors.py. A requeued job keeps its
-# number, so that it resumes in its folder. scancel ends this script, too.
+# number, so that it resumes in its folder. scancel also ends this script.
 again() { scontrol requeue "$SLURM_JOB_ID"; }
 case $code in
   <requeued>) again ;; # asked to stop ahead of the time limit or by a preemption

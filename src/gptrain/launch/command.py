@@ -1,18 +1,18 @@
-"""A run on a cluster: what its scheduler takes, for the config that train.py would run.
+"""Print or submit what a cluster's scheduler needs for the run that train.py would start.
 
-python -m gptrain.launch slurm trainer.devices=8 trainer.num_nodes=2       an sbatch script, printed
-python -m gptrain.launch slurm --submit trainer.devices=8 slurm.time=12:00:00       or handed over
+python -m gptrain.launch slurm trainer.devices=8 trainer.num_nodes=2        print an sbatch script
+python -m gptrain.launch slurm --submit trainer.devices=8 slurm.time=12:00:00        submit it
 python -m gptrain.launch slurm -m optimizer.lr=1e-3,3e-4 trainer.devices=8          a job array
 python -m gptrain.launch kubernetes trainer.devices=8 trainer.num_nodes=2
-                                              a TrainJob of Kubeflow, below a Dockerfile, printed
+                                              print a Dockerfile and a TrainJob of Kubeflow
 
-  slurm.partition, account, time   as sbatch takes them; null: the cluster's own
-  slurm.cpus_per_task              null: one, and one a data worker
-  slurm.save_s                     before the time is up the run is asked to save
-  kubernetes.image                 gptrain: what the Dockerfile makes, by its name in a registry
-  kubernetes.claim                 outputs: a volume claim that all pods can write, at /outputs
+  slurm.partition, account, time   values of sbatch's options; null: the cluster's defaults
+  slurm.cpus_per_task              null: one core, and one for each data worker
+  slurm.save_s                     seconds before the time limit at which the run is asked to save
+  kubernetes.image                 name of the image in a registry (gptrain: as the Dockerfile says)
+  kubernetes.claim                 volume claim that all pods can write, mounted at /outputs
 
-All else of a cluster goes into batch.sh and trainjob.yaml, in src/gptrain/launch.
+Options that only your cluster needs go into batch.sh and trainjob.yaml, in src/gptrain/launch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gptrain.core.value_types import Count, LocalPath, Section, between
 from gptrain.runtime.process import run_stamp
 
 HERE = Path(__file__).parent
-KEY = r"<([\w.]+)>"  # of the texts there
+KEY = r"<([\w.]+)>"  # placeholder in the templates
 DEFAULTS = {
     "slurm": "{partition:null,account:null,time:null,cpus_per_task:null,save_s:120}",
     "kubernetes": "{image:gptrain,claim:outputs}",
@@ -48,29 +48,39 @@ DEFAULTS = {
 
 
 def made_of(characters: str) -> Any:
-    """A text that may stand in a script, where the name of a stranger's run, $(x), is code."""
-    words = f"made of letters, digits and {characters}"
-    return Field(pattern=rf"^[\w{characters}]+$", description=words)
+    """Return the pydantic field of a text that is safe in a shell script.
+
+    Values of an untrusted run are written into the script, where `$(command)` would be executed.
+
+    Args:
+        characters: Characters that are allowed in addition to letters, digits and the underscore.
+    """
+    description = f"made of letters, digits and {characters}"
+    return Field(pattern=rf"^[\w{characters}]+$", description=description)
 
 
 Word = Annotated[str, made_of(".,:+@%/_-")]
 
 
 class Slurm(Section):
+    """Options of sbatch."""
+
     partition: Word | None
     account: Word | None
     time: Word | Count | None
     cpus_per_task: Count | None
-    save_s: Annotated[int, between(1, 65535)]  # sbatch takes no more
+    save_s: Annotated[int, between(1, 65535)]  # 65535 is the maximum of sbatch --signal
 
 
 class Kubernetes(Section):
+    """Options of the TrainJob."""
+
     image: Word
     claim: Word
 
 
 class LaunchRun(RunConfig):
-    """A run's keys and those of one engine."""
+    """Keys of a run and of one engine."""
 
     runs_here = False
     run_dir: Annotated[LocalPath, made_of(" .,:+@=/_-")]
@@ -79,10 +89,10 @@ class LaunchRun(RunConfig):
 
 
 def main() -> None:
-    """The command line: an engine, then what train.py takes."""
+    """Parse the command line: an engine, then the overrides of train.py."""
     engine, *typed = sys.argv[1:] or [""]
     if engine not in (*DEFAULTS, "--help", "-h"):
-        problem = ConfigIssue("", None, f"{engine!r} is no engine", ", ".join(DEFAULTS))
+        problem = ConfigIssue("", None, f"{engine!r} is not an engine", ", ".join(DEFAULTS))
         print(problem.line, file=sys.stderr)
         sys.exit(BAD_CONFIG)
     flags = {"--submit", "-m", "--multirun"} & set(typed)
@@ -112,20 +122,31 @@ def main() -> None:
 
 
 def split_sweep(words: list[str]) -> tuple[list[str], list[list[str]]]:
-    """The words that all jobs of a sweep share, and those of each job."""
-    varied = [one for one in parse(words)[0] if one.is_discrete_sweep()]
-    shared = [word for word in words if word not in {line_of(one) for one in varied}]
+    """Return the overrides that all jobs of a sweep share, and the overrides of each job."""
+    swept = [override for override in parse(words)[0] if override.is_discrete_sweep()]
+    swept_words = {line_of(override) for override in swept}
+    shared = [word for word in words if word not in swept_words]
     choices = (
-        [f"{line_of(one).partition('=')[0]}={value}" for value in one.sweep_string_iterator()]
-        for one in varied
+        [f"{line_of(override).partition('=')[0]}={v}" for v in override.sweep_string_iterator()]
+        for override in swept
     )
     return shared, [list(job) for job in itertools.product(*choices)]
 
 
 def batch_script(cfg: LaunchRun, words: list[str], jobs: list[list[str]]) -> str:
-    """The text that sbatch takes; several jobs make an array."""
+    """Return the sbatch script.
+
+    Args:
+        words: Overrides of all jobs.
+        jobs: Overrides of each job. Several jobs become a job array.
+
+    Raises:
+        ConfigError: If the command is not typed in a project.
+    """
     if (project := find_project()) is None:
-        raise ConfigError.of("", None, "no project here, a folder with train.py and conf/")
+        raise ConfigError.of(
+            "", None, "not in a project, which is a folder with train.py and conf/"
+        )
     command = shell.command(sys.executable, str(project / "train.py"), *words)
     task, cases = "$SLURM_JOB_ID", None
     if jobs != [[]]:
@@ -155,34 +176,42 @@ def code_pattern(consequence: str) -> str:
 
 
 def run_folder(cfg: LaunchRun, task: str) -> str:
-    """A job's folder, of its number where none was typed; else one of that number in it."""
+    """Return the run folder of a job: named after the job, or a subfolder of a typed run_dir."""
     name, stamp = f"slurm-{task}", run_stamp()
     return cfg.run_dir.replace(stamp, name) if stamp in cfg.run_dir else f"{cfg.run_dir}/{name}"
 
 
 def submit(cfg: LaunchRun, script: str) -> str:
-    """Hands a script to sbatch; what to type next. Raises: ConfigError."""
+    """Submit a script with sbatch and return lines about the job, its log and how to cancel it.
+
+    Raises:
+        ConfigError: If sbatch is missing or refuses the script.
+    """
     if not shutil.which("sbatch"):
-        raise ConfigError.of("--submit", None, "no sbatch on this machine")
+        raise ConfigError.of("--submit", None, "sbatch is not installed on this machine")
     sbatch = ["sbatch", "--parsable"]
     done = subprocess.run(sbatch, input=script, text=True, capture_output=True)
     if done.returncode:
         raise ConfigError.of("--submit", None, " ".join(done.stderr.split()))
-    job = done.stdout.strip().partition(";")[0]  # behind it the cluster, where there are several
+    job = done.stdout.strip().partition(";")[0]  # sbatch prints JOB;CLUSTER
     return f"job       {job}\nlog       {run_folder(cfg, job)}*.log\ncancel    scancel {job}\n"
 
 
 def train_job(cfg: LaunchRun, words: list[str]) -> str:
-    """The manifest that kubectl takes, and above it the Dockerfile of its image."""
-    job = f"{label(cfg.name)[:24]}-{label(run_stamp())}"  # a pod's is longer, and at most 63
+    """Return the TrainJob manifest for kubectl, with the Dockerfile of its image in comments above.
+
+    Raises:
+        ConfigError: If run_dir lies outside output_dir, which is the mounted volume.
+    """
+    job = f"{label(cfg.name)[:24]}-{label(run_stamp())}"  # names of pods add a suffix, up to 63
     folder = os.path.relpath(cfg.run_dir.replace(run_stamp(), job), cfg.output_dir)
     if folder.startswith(".."):
-        message = "not in output_dir, which is the claim there"
+        message = "outside output_dir, which is the mounted volume of the pods"
         raise ConfigError.of("run_dir", cfg.run_dir, message)
     words = [word for word in words if not word.startswith("output_dir=")]
     words.append(shell.override("run_dir", f"/outputs/{folder}"))
     if cfg.task == "fit" and not (cfg.ckpt_path or cfg.init_from):
-        words.append("ckpt_path=last")  # a first start that finds none begins anew
+        words.append("ckpt_path=last")  # the first start finds no checkpoint and begins at step 0
     image = [f"# {line}\n" for line in (HERE / "Dockerfile").read_text().splitlines()]
     gpus = 0 if cfg.trainer.accelerator == "cpu" else cfg.trainer.devices
     own = {"job": job, "gpus": gpus, "words": json.dumps(words)}
@@ -190,12 +219,19 @@ def train_job(cfg: LaunchRun, words: list[str]) -> str:
 
 
 def label(name: str) -> str:
-    """A name of a job, as Kubernetes takes it."""
+    """Return a name with the characters that Kubernetes allows."""
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def fill(name: str, cfg: LaunchRun, own: Mapping[str, Any]) -> str:
-    """A text of this folder with <key> replaced by values; no line of it whose value is None."""
+    """Return a template of this folder with each <key> replaced by its value.
+
+    Lines with a key whose value is None are left out.
+
+    Args:
+        name: File name of the template.
+        own: Values that are not keys of the config.
+    """
     lines = []
     for line in (HERE / name).read_text().splitlines():
         values = {key: own.get(key, cfg.value_of(key)) for key in re.findall(KEY, line)}
