@@ -94,7 +94,7 @@ def test_the_global_batch_counts_and_not_how_it_is_divided(compose):
 
 def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers(monkeypatch):
     """They have one place in the data, and each a part of what dropout falls on."""
-    for name in ("clear_restarting_flags", "put_back_logged", "finish_step"):
+    for name in ("clear_restarting_flags", "restore_logged", "finish_step"):
         monkeypatch.setattr(resume, name, lambda *_: None)
     for name in ("apply_changes", "follow_schedule"):
         monkeypatch.setattr(resume, name, lambda *_: [])
@@ -106,7 +106,7 @@ def test_on_another_number_of_ranks_each_of_a_tensor_group_draws_its_own_numbers
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
             datamodule=SimpleNamespace(rank=0),
         )  # fmt: skip
-        resume.go_on(trainer, state, frozenset())
+        resume.resume_run(trainer, state, frozenset())
         drawn.add(float(torch.rand(())))
     assert len(drawn) == 2
 

@@ -33,8 +33,8 @@ from gptrain.costs.speed import DamagedMeasurementError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.refused import refusal, second_of_a_kind
 from gptrain.lit.callbacks.typed import TypedOptions
+from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
 from gptrain.lit.lightning import (
     RankEnvironment,
     disable_signals_and_autoresume,
@@ -171,9 +171,9 @@ def check_callbacks(cfg: RunConfig, strategy: str) -> None:
     kinds = {key: kind for key, kind in made.items() if inspect.isclass(kind)}
     for key, kind in kinds.items():
         has_bar = cfg.trainer.enable_progress_bar is not False
-        if reason := refusal(kind, strategy, bool(cfg.logger), has_bar):
+        if reason := unsupported_reason(kind, strategy, bool(cfg.logger), has_bar):
             raise IncompatibleModelError(key, reason)
-    if second := second_of_a_kind(kinds.items()):
+    if second := find_second_progress_bar(kinds.items()):
         raise IncompatibleModelError(*second)
 
 

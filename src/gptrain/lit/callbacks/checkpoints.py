@@ -18,11 +18,11 @@ from gptrain.core.errors import DONE, ConfigIssue, first_line
 from gptrain.lit.callbacks.resume import (
     STATE,
     add_state,
-    go_on,
-    put_back_logged,
-    without_clocks,
+    reproducible_metrics,
+    restore_logged,
+    resume_run,
 )
-from gptrain.lit.callbacks.salvage import may_save, note_loaded
+from gptrain.lit.callbacks.salvage import allow_amendment, may_save
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import data_of, ends_step, is_validated, loop_state_after, strategy_of
 from gptrain.parallel.mesh import wait_for_rank_0
@@ -122,9 +122,9 @@ class Checkpoints(Checkpoint):
         if self._only_validates:
             trainer.val_check_batch = 1  # a run's last step is validated whatever the interval
         if self._loaded is not None:
-            go_on(trainer, self._loaded, self.changed)
+            resume_run(trainer, self._loaded, self.changed)
             if not self.saved[1] and len(self._loaded["rng"]) == trainer.world_size:
-                note_loaded(trainer, self.store.folder / folder_name(self.saved[0]))
+                allow_amendment(trainer, self.store.folder / folder_name(self.saved[0]))
             self._loaded = None
         self._rng = trainer.global_step, capture()
         self._completed = trainer.global_step if self.saved[1] else 0
@@ -174,7 +174,7 @@ class Checkpoints(Checkpoint):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
-        self._metrics = without_clocks(trainer)
+        self._metrics = reproducible_metrics(trainer)
         if trainer.is_global_zero:
             self._warn_of_names(self._metrics)
         if not self._ends_epoch(trainer):
@@ -194,7 +194,7 @@ class Checkpoints(Checkpoint):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._loaded is not None:  # no step was left: what the run had come to is its result
-            put_back_logged(trainer, self._loaded)
+            restore_logged(trainer, self._loaded)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

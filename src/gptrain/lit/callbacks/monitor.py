@@ -19,8 +19,8 @@ from gptrain.core.errors import first_line
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.refused import refusal
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
+from gptrain.lit.callbacks.unsupported import unsupported_reason
 from gptrain.lit.callbacks.vote import Vote, gather
 from gptrain.lit.lightning import (
     callbacks_of,
@@ -107,9 +107,12 @@ class TrainingMonitor(Callback):
         strategy = strategy_of(trainer)
         strategy.check_finite = self.check_finite
         for callback in callbacks_of(trainer):
-            kind = type(callback)
-            if reason := refusal(kind, strategy.info.name, bool(trainer.loggers), has_bar=True):
-                raise IncompatibleModelError("callbacks", f"{kind.__name__}: {reason}")
+            callback_class = type(callback)
+            reason = unsupported_reason(
+                callback_class, strategy.info.name, bool(trainer.loggers), has_progress_bar=True
+            )
+            if reason is not None:
+                raise IncompatibleModelError("callbacks", f"{callback_class.__name__}: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.guard:

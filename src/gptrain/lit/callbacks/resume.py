@@ -1,4 +1,4 @@
-"""What a run needs, besides what Lightning saves and restores, to go on bit for bit."""
+"""State that a run needs to resume bit for bit, in addition to what Lightning saves and restores."""
 
 import logging
 import math
@@ -14,85 +14,125 @@ from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import clear_restarting_flags, finish_step, strategy_of
 
 log = logging.getLogger(__name__)
-STATE = ("global_step", "validated", "rng", "threads", "logged")  # of a checkpoint, for go_on
+STATE = ("global_step", "validated", "rng", "threads", "logged")  # checkpoint keys of resume_run
 
 
 def add_state(
     trainer: Trainer, checkpoint: dict[str, Any], validated: bool, rng: dict[str, Any] | None
 ) -> None:
-    """Puts into a checkpoint what a run needs to go on bit for bit, of all ranks.
+    """Add the state of all ranks to a checkpoint, and remove Lightning's loop counters.
+
+    All ranks must call it, because it gathers the RNG states. See `loop_state_after` for the counters.
 
     Args:
-        validated: what is due after this step is done, see `loop_state_after`.
-        rng: this rank's random numbers, where those of now are not the ones to go on with.
+        trainer: Trainer of the run.
+        checkpoint: Lightning's checkpoint dict, changed in place.
+        validated: Whether the validation and the epoch-end hooks that follow this step are done.
+        rng: RNG state of this rank to save instead of the current one.
     """
-    del checkpoint["loops"]  # counters in the middle of a hook; see `loop_state_after`
-    checkpoint["validated"], checkpoint["rng"] = validated, gather(rng or capture())
+    del checkpoint["loops"]  # depends on the hook in which the checkpoint is saved
+    checkpoint["validated"] = validated
+    checkpoint["rng"] = gather(rng or capture())
     checkpoint["threads"] = torch.get_num_threads()
-    checkpoint["logged"] = without_clocks(trainer)
+    checkpoint["logged"] = reproducible_metrics(trainer)
 
 
-def without_clocks(trainer: Trainer) -> dict[str, float]:
-    """All that is logged, as far as it is alike in two runs alike."""
+def reproducible_metrics(trainer: Trainer) -> dict[str, float]:
+    """Return the logged metrics without perf/*, which depend on measured time."""
     metrics = trainer.callback_metrics.items()
     return {name: float(value) for name, value in metrics if not name.startswith("perf/")}
 
 
-def put_back_logged(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Makes what the checkpoint's run had logged stand in `trainer.callback_metrics`."""
+def restore_logged(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Put the logged metrics of a checkpoint into `trainer.callback_metrics`.
+
+    Args:
+        trainer: Trainer of the run.
+        state: STATE of the checkpoint.
+    """
     logged = {n: torch.tensor(v, dtype=torch.float64) for n, v in state["logged"].items()}
     trainer.callback_metrics.update(logged)
 
 
-def go_on(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
-    """Makes a run stand where the checkpoint's run stood; nothing random happens before a step.
+def resume_run(trainer: Trainer, state: dict[str, Any], changed: frozenset[str]) -> None:
+    """Restore counters, schedules, logged metrics and the RNG, and log every difference.
+
+    The RNG is restored last, so that the next step draws the same random numbers as in a run that
+    was not stopped. On another number of ranks each rank gets its own new RNG state.
 
     Args:
+        trainer: Trainer of the run, whose weights and optimizer states are already loaded.
         state: STATE of the checkpoint.
-        changed: options of the optimizer that take the value of today.
+        changed: Optimizer options that take their value from the current config.
     """
     clear_restarting_flags(trainer)
-    put_back_logged(trainer, state)
+    restore_logged(trainer, state)
     finish_step(trainer, state["global_step"], state["validated"])
-    said = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
-    rng, threads, now = state["rng"], state["threads"], torch.get_num_threads()
+    messages = [*apply_changes(trainer, changed), *follow_schedule(trainer, changed)]
+    rng = state["rng"]
+    n_saved_ranks = len(rng)
+    n_saved_threads = state["threads"]
+    n_threads = torch.get_num_threads()
     is_cpu = trainer.strategy.root_device.type == "cpu"
-    n_saved = len(rng)
-    if n_saved != trainer.world_size or (is_cpu and threads != now):
-        said.append(
-            f"resumed on {trainer.world_size} ranks of {now} threads what {n_saved} ranks of "
-            f"{threads} threads saved: the same samples in every step; sums may differ in their "
-            "last bits, and on another number of ranks dropout does"
+    if n_saved_ranks != trainer.world_size or (is_cpu and n_saved_threads != n_threads):
+        messages.append(
+            f"resumed on {trainer.world_size} ranks of {n_threads} threads, saved by "
+            f"{n_saved_ranks} ranks of {n_saved_threads} threads: every step has the same samples; "
+            "sums may differ in their last bits, and dropout differs if the number of ranks does"
         )
-    for line in said if trainer.is_global_zero else ():
-        log.warning("%s", line)
-    if n_saved == trainer.world_size:
+    if trainer.is_global_zero:
+        for message in messages:
+            log.warning("%s", message)
+    if n_saved_ranks == trainer.world_size:
         restore(rng[trainer.global_rank])
-    else:  # dropout of its own on every rank, those of a tensor group or a pipeline too
+    else:
+        # Each rank needs its own dropout, also within a tensor-parallel group or a pipeline.
         restore(rng[0])
         torch.manual_seed(int(torch.randint(2**62, ())) + trainer.global_rank)
 
 
 def apply_changes(trainer: Trainer, changed: frozenset[str]) -> list[str]:
-    """Gives the optimizer the new value of each option that was allowed to change; says which."""
-    said: dict[str, None] = {}  # groups have most options alike
+    """Give the optimizer the current value of each changed option.
+
+    Args:
+        trainer: Trainer of the run.
+        changed: Optimizer options that may change.
+
+    Returns:
+        One message for each option whose value is not the same as in the checkpoint.
+    """
+    messages: dict[str, None] = {}  # parameter groups share most options: list a change once
     groups = trainer.optimizers[0].param_groups
     for group, fresh in zip(groups, strategy_of(trainer).fresh_options, strict=True):
         for key in changed & fresh.keys():
             name = "initial_lr" if key == "lr" and "initial_lr" in fresh else key
-            before, now = group[name], fresh[name]
+            before = group[name]
+            now = fresh[name]
             if before != now:
-                said[f"resumed with optimizer.{key}: {before} before, {now} now"] = None
+                messages[f"resumed with optimizer.{key}: {before} before, {now} now"] = None
                 group[name] = now
-                if name == "initial_lr":  # a schedule's peak; LambdaLR is followed below
+                # Scale the current rate with the peak rate. follow_schedule recomputes a LambdaLR.
+                if name == "initial_lr":
                     group["lr"] *= now / before if before else 1.0
-    return list(said)
+    return list(messages)
 
 
 def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
-    """The next step's learning rate by the schedule of today; says where that is another."""
+    """Set the learning rates of the next step by the current schedule.
+
+    A schedule other than LambdaLR keeps its state from the checkpoint, except for a changed peak
+    learning rate.
+
+    Args:
+        trainer: Trainer of the run.
+        changed: Optimizer options that may change.
+
+    Yields:
+        One message for each schedule that gives another learning rate than the saved one.
+    """
     for scheduled in trainer.lr_scheduler_configs:
-        scheduler, groups = scheduled.scheduler, scheduled.scheduler.optimizer.param_groups
+        scheduler = scheduled.scheduler
+        groups = scheduler.optimizer.param_groups
         if "lr" in changed and hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [group["initial_lr"] for group in groups]
         if not isinstance(scheduler, LambdaLR):
@@ -104,7 +144,7 @@ def follow_schedule(trainer: Trainer, changed: frozenset[str]) -> Iterator[str]:
             group["lr"] = base * factor(scheduler.last_epoch)
         if not math.isclose(before, groups[0]["lr"], rel_tol=1e-6):
             yield (
-                f"resumed with another schedule: after step {trainer.global_step} the learning "
-                f"rate was to be {before:.3g} and is {groups[0]['lr']:.3g}; it follows the run's "
-                "length unless scheduler.total_steps is set"
+                f"resumed with another schedule: the learning rate after step "
+                f"{trainer.global_step} is {groups[0]['lr']:.3g} instead of {before:.3g}; it "
+                "follows the run's length unless scheduler.total_steps is set"
             )

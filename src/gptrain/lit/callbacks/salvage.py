@@ -1,4 +1,4 @@
-"""Whether a run that failed may still save its newest complete step."""
+"""Decisions about saves after an error: whether to save, and which checkpoint to amend."""
 
 from pathlib import Path
 from typing import Any
@@ -12,44 +12,57 @@ from gptrain.lit.callbacks.vote import gather, n_collectives
 from gptrain.lit.lightning import strategy_of
 from gptrain.runtime.agreement import all_agree
 
-AGREEING_S = 3.0  # a rank that failed waits that long for the others to fail, too
+AGREEMENT_S = 3.0  # time that a failed rank waits for the other ranks to fail, in seconds
 SALVAGED = ("error", "memory", "nonfinite", "config")  # causes of `ending_of` after which to save
 
 
-def may_save(trainer: Trainer, exception: BaseException, facts: list[Any], place: Path | None):
-    """Return whether all ranks have failed in the same state, from which a save is possible.
+def may_save(
+    trainer: Trainer, exception: BaseException, facts: list[Any], agreement_folder: Path | None
+) -> bool:
+    """Return whether all ranks have failed after the same step, so that the step can be saved.
 
-    Not so where the optimizer may have changed some of the parameters only, where other ranks have
-    not failed, or where the failure is one of the disk or of the ranks' network. The answer is the
-    same on all ranks that ask.
+    The answer is False if the optimizer may have changed only some of the parameters, if a rank
+    has not failed, or if the disk or the network between the ranks has failed. The answer is the
+    same on all ranks that call it. Waits for the other ranks for at most AGREEMENT_S.
 
     Args:
-        facts: What this rank would save.
-        place: Folder of this start that all ranks share; None: several ranks cannot agree.
+        trainer: Trainer of the run.
+        exception: Error of this rank.
+        facts: Description of the save, which must be equal on all ranks.
+        agreement_folder: Shared folder of this start of the run, in which the ranks agree. If
+            None, several ranks cannot agree and do not save.
     """
     if ending_of(exception).cause not in SALVAGED:
         return False
     facts = [*facts, strategy_of(trainer).is_updating, n_collectives()]
-    rank, world_size = trainer.global_rank, trainer.world_size
-    if world_size > 1 and (
-        place is None or not all_agree(place, rank, world_size, facts, AGREEING_S)
-    ):
-        return False
+    rank = trainer.global_rank
+    world_size = trainer.world_size
+    if world_size > 1:
+        if agreement_folder is None:
+            return False
+        if not all_agree(agreement_folder, rank, world_size, facts, AGREEMENT_S):
+            return False
     return not strategy_of(trainer).is_updating
 
 
-def note_loaded(trainer: Trainer, path: Path) -> None:
-    """Let a validation that is repeated amend the checkpoint at path, from which the run resumed.
+def allow_amendment(trainer: Trainer, path: Path) -> None:
+    """Let the repeated validation amend the checkpoint from which the run resumed.
 
-    Does nothing unless that is one of this run's own, and what this strategy would have written.
-    All ranks must call it.
+    Does nothing if `path` does not exist, because the run resumed from another run's checkpoint,
+    or if the current strategy writes another kind of checkpoint. All ranks must call it.
+
+    Args:
+        trainer: Trainer of the run.
+        path: Folder of the checkpoint of the current step in this run's store.
     """
-    strategy, state, is_fitting = strategy_of(trainer), {}, True
+    strategy = strategy_of(trainer)
+    state: dict[str, Any] = {}
+    can_amend = True
     if trainer.is_global_zero:
         kind = "sharded" if strategy.parallel.is_partitioned else "full"
-        is_fitting = path.is_dir() and read_manifest(path)["kind"] == kind
-        if is_fitting:
+        can_amend = path.is_dir() and read_manifest(path)["kind"] == kind
+        if can_amend:
             state = load_file(path / STATE_NAME, mmap=True)
-            is_fitting = ("replicas" in state) == strategy.has_replicas
-    if all(gather(is_fitting)):
+            can_amend = ("replicas" in state) == strategy.has_replicas
+    if all(gather(can_amend)):
         strategy.note_saved(state)
