@@ -19,10 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from gptrain.assemble.resume import check_data, differences, find_checkpoint, identity
 from gptrain.checkpoints.rng import capture
 from gptrain.checkpoints.store import CheckpointStore
+from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
 from gptrain.core.errors import ConfigError
+from gptrain.core.schema import RunConfig
 from gptrain.lit.callbacks import resume
 from gptrain.runtime.supervisor import note_start
+from tests.command_line import compose_run
 
 RUN = "a" * 32
 LOCK = SimpleNamespace(run_id=RUN)
@@ -35,12 +38,14 @@ def composed() -> DictConfig:
 
 @pytest.fixture
 def compose(tmp_path):
-    """The config of a small run in a folder of its own, with these values."""
+    """Make typed configs of a small run in a new folder."""
 
-    def compose(*values: str) -> DictConfig:
+    def compose(*values: str) -> RunConfig:
         cfg = copy.deepcopy(composed())
         cfg.merge_with_dotlist([f"run_dir={tmp_path}/run", *values])
-        return cfg
+        checked = check_config(cfg)
+        assert not checked.errors, checked.errors
+        return checked.run
 
     return compose
 
@@ -123,20 +128,20 @@ def test_an_evaluation_needs_the_same_net_only_and_text_may_be_cached_elsewhere(
     saved = identity(compose(), 32)
     assert not differences(compose("task=test", "seed=7", "optimizer.lr=1"), saved, 8)
     assert differences(compose("task=test", "model.n_layers=1"), saved, 8)
-    here, there = compose(), compose()
-    for cfg, folder in ((here, "/a"), (there, "/b")):
-        OmegaConf.update(cfg, "data.test", {"cache_dir": folder}, force_add=True)
+    words = ("model=gpt_nano", "trainer=cpu", "data=text", "data.path=x")
+    here = compose_run(*words, "data.train.cache_dir=/a")
+    there = compose_run(*words, "data.train.cache_dir=/b")
     assert not differences(there, identity(here, 32), 32)
 
 
 def test_a_checkpoint_made_before_a_key_existed_goes_on_unless_the_key_is_typed(monkeypatch):
     """A newer library has more keys. Their defaults do what the older library did."""
-    cfg = compose_command(["model=gpt_nano", "trainer=cpu"])
+    cfg = compose_run("model=gpt_nano", "trainer=cpu")
     saved = identity(cfg, 32)
     younger = "scheduler.min_factor"
     del saved[younger]
     assert differences(cfg, saved, 32) == []
-    hydra = OmegaConf.create({"overrides": {"task": [f"{younger}={cfg.scheduler.min_factor}"]}})
+    hydra = OmegaConf.create({"overrides": {"task": [f"{younger}={cfg.value_of(younger)}"]}})
     monkeypatch.setattr(HydraConfig, "get", lambda: hydra)
     monkeypatch.setattr(HydraConfig, "initialized", lambda: True)
     assert [problem.key for problem in differences(cfg, saved, 32)] == [younger]
