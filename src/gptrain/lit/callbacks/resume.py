@@ -1,4 +1,4 @@
-"""State that a run needs to resume bit for bit, in addition to what Lightning saves and restores."""
+"""State that an exact resume needs in addition to what Lightning saves and restores."""
 
 import logging
 import math
@@ -22,7 +22,8 @@ def add_state(
 ) -> None:
     """Add the state of all ranks to a checkpoint, and remove Lightning's loop counters.
 
-    All ranks must call it, because it gathers the RNG states. See `loop_state_after` for the counters.
+    All ranks must call it, because it gathers the RNG states. A resumed run computes the loop
+    counters from the step, see `loop_state_after`.
 
     Args:
         trainer: Trainer of the run.
