@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import gptrain
 from gptrain.config.cli import compose_command, run_command
 from gptrain.data import ByteTokenizer, JsonTokenizer, train_bpe
-from gptrain.generate.__main__ import DEFAULTS, GenerateRun, as_typed, generate
-from gptrain.text.writing import Numbers, Writer, characters, until
+from gptrain.generate.__main__ import DEFAULTS, GenerateRun, generate, quote_text
+from gptrain.text.writing import TokenIds, Writer, cut_at_stop, decode_incrementally
 from tests.conftest import CORPUS
 
 BYTES = ByteTokenizer()
@@ -27,7 +27,7 @@ def write(capfd):
     """Runs the command in this process; returns its exit code, the text, and what it said."""
 
     def run(source: Path, *words: str) -> tuple[int, str, str]:
-        argv = [as_typed(word) for word in (f"from_run={source}", "n_tokens=12", *words)]
+        argv = [quote_text(word) for word in (f"from_run={source}", "n_tokens=12", *words)]
         code = run_command(generate, argv, GenerateRun, DEFAULTS)
         return code, *capfd.readouterr()
 
@@ -51,9 +51,9 @@ def pieces(tokens, n_prompt=1, stop=(), tokenizer=BYTES) -> list[str]:
             shown.append("")
             yield token
 
-    text = characters(tokenizer, list(tokens[:n_prompt]), one_by_one())
+    text = decode_incrementally(tokenizer, list(tokens[:n_prompt]), one_by_one())
     shown[0] = next(text)
-    for piece in until(stop, text):
+    for piece in cut_at_stop(stop, text):
         shown[-1] += piece
     return shown
 
@@ -67,7 +67,7 @@ def test_a_character_is_shown_when_its_last_byte_is_there_or_none_of_it_can_be()
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 def test_all_pieces_together_are_the_text_of_all_tokens(bpe, tokens, n_prompt):
     n_prompt = min(n_prompt, len(tokens) - 1)
-    for tokenizer in (BYTES, bpe, Numbers()):
+    for tokenizer in (BYTES, bpe, TokenIds()):
         assert "".join(pieces(tokens, n_prompt, (), tokenizer)) == tokenizer.decode(tokens)
 
 
@@ -97,7 +97,7 @@ def test_what_may_begin_a_stop_text_is_held_back_until_it_does_not():
 @given(st.sampled_from(["prompt", "stop"]), st.text() | st.text(r"\'${}[]a=, ?#").map(str))
 @settings(max_examples=30)
 def test_a_prompt_reaches_the_net_as_it_was_typed(key, text):
-    word = as_typed(f"{key}={text}")
+    word = quote_text(f"{key}={text}")
     if text == "???" or word == f"{key}={text}":  # OmegaConf's word for no value; Hydra's grammar
         assert text == "???" or text[0] in "['\""
         return
@@ -106,8 +106,8 @@ def test_a_prompt_reaches_the_net_as_it_was_typed(key, text):
 
 def test_lists_and_quoted_texts_are_hydras():
     for word in ("prompt=[1,2]", "prompt=['a b','c']", "prompt='a'", "n_tokens=3", "--help"):
-        assert as_typed(word) == word
-    assert as_typed("prompt=[not a list") == "prompt='[not a list'"
+        assert quote_text(word) == word
+    assert quote_text("prompt=[not a list") == "prompt='[not a list'"
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,10 @@ def test_without_a_tokenizer_token_ids_are_read_and_written(write, saved_twice):
     code, out, err = write(saved_twice.folder, "prompt=hello")
     assert (code, out) == (2, "")
     assert err == (
-        "error: prompt=hello: no tokenizer lies in the run's folder; "
-        "try: token ids, as in '1 2 3'\n"
+        "error: prompt=hello: the run's folder has no tokenizer; try: token ids, as in '1 2 3'\n"
     )
     code, _, err = write(saved_twice.folder, "prompt=5 256")
-    assert code == 2 and "not one or more tokens of the net, which has 0 to 255" in err
+    assert code == 2 and "must be one or more tokens of the net, whose ids are 0 to 255" in err
 
 
 def test_prompts_stop_texts_and_seeds(write, speaker):
@@ -199,7 +198,7 @@ def test_prompts_stop_texts_and_seeds(write, speaker):
     assert texts[0] == texts[1] != texts[2]
     assert write(speaker)[1].startswith("\n")
     assert write(speaker, "prompt=")[2] == (
-        "error: prompt=: not one or more tokens of the net, which has 0 to 255\n"
+        "error: prompt=: must be one or more tokens of the net, whose ids are 0 to 255\n"
     )
 
 
@@ -265,11 +264,11 @@ def test_prompts_are_read_until_ctrl_d_and_ctrl_c_ends_one(monkeypatch, capfd):
         raise line
 
     monkeypatch.setattr("builtins.input", read_line)
-    writer.answer()
-    assert screen.getvalue() == "xyz{|}~\n (Ctrl-D ends it)\nabcdefg\n"
+    writer.run_interactively()
+    assert screen.getvalue() == "xyz{|}~\n (press Ctrl-D to quit)\nabcdefg\n"
     lines = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"6 tokens in [\d.]+ s, \d+ tokens/s", lines[0])
-    assert "not one or more tokens" in lines[1] and len(lines) == 3
+    assert "must be one or more tokens" in lines[1] and len(lines) == 3
 
 
 def test_interactive_continues_each_line_that_is_typed(write, speaker, monkeypatch):

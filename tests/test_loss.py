@@ -188,7 +188,7 @@ def test_no_tensor_is_as_large_as_the_logits(autocast):
     chunked = largest(
         lambda: chunked_next_token_loss(hidden, weight, targets, chunk_tokens=chunk_tokens)
     )
-    assert chunked == chunk_tokens * 128  # 100 in whole WIDTHs of 64
+    assert chunked == chunk_tokens * 128  # 100 rounded up to VOCAB_MULTIPLE, 64
 
 
 def test_products_in_16_bit_are_as_wide_as_a_gpu_multiplies_fast():

@@ -86,12 +86,15 @@ def test_a_text_of_fewer_than_two_tokens_has_no_perplexity(net):
         gptrain.score(net, BYTES, [TEXT], context=9)
 
 
-def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net):
+def test_text_follows_each_prompt_up_to_a_stop_and_is_drawn_by_the_seed(net, monkeypatch):
+    # Another test of this process may have imported the package of the command
+    # `python -m gptrain.generate`, which then hides the function of the same name.
+    monkeypatch.delitem(vars(gptrain), "generate", raising=False)
     first = gptrain.generate(net, BYTES, ["a", "b"], 20, seed=1)
     assert first == gptrain.generate(net, BYTES, ["a", "b"], 20, seed=1)
     assert first != gptrain.generate(net, BYTES, ["a", "b"], 20, seed=2)
     (one,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0)
     (cut,) = gptrain.generate(net, BYTES, ["ab"], 8, temperature=0, stop=[one[2]])
     assert cut == one[: one.index(one[2])]
-    with pytest.raises(ValueError, match="prompt '': not one or more tokens"):
+    with pytest.raises(ValueError, match="prompt '': has no tokens"):
         gptrain.generate(net, BYTES, [""])

@@ -1,6 +1,10 @@
-"""Next-token cross entropy, from logits or, without ever holding them whole, from hidden states."""
+"""Next-token cross entropy, computed from logits or in chunks from hidden states.
 
-# N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab, W V in whole WIDTHs
+The chunked loss applies the head to a part of the tokens at a time and therefore never holds the
+logits of the full batch in memory.
+"""
+
+# N tokens of the batch (B * T), C tokens of a chunk, D d_model, V vocab, W padded V
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,29 +18,30 @@ from torch.autograd.function import once_differentiable
 
 from gptrain.core.lengths import loss_rows
 
-# Rows of logits begin at a multiple of so many numbers: on a CPU, where they then begin on cache
-# lines, products are 1.4 x faster; a GPU has no 16-bit kernels of full speed for other widths
-# (NVIDIA's guide to matrix multiplication; nanoGPT's 50304 for 50257).
-WIDTH = 64
-IGNORED = -100  # a target that no loss counts: F.cross_entropy's own default
+# The vocabulary is padded to a multiple of this number for 16-bit matrix multiplications. On a CPU,
+# rows of logits then begin on cache lines, and the multiplications are 1.4 times faster. On a GPU,
+# 16-bit kernels reach full speed only for such widths (NVIDIA's guide to matrix multiplication;
+# nanoGPT pads GPT-2's vocabulary of 50257 to 50304).
+VOCAB_MULTIPLE = 64
+IGNORED = -100  # target that no loss counts, the default ignore_index of F.cross_entropy
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is added to the cross entropy.
+    """Terms that are added to the cross entropy of training.
 
     Attributes:
-        label_smoothing: this fraction of the target is spread evenly over the vocabulary, as in
-            F.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567).
-        z_loss: adds z_loss * logsumexp(logits)^2 per position, which keeps the softmax's
-            normalizer near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4).
+        label_smoothing: Fraction of the target probability that is spread evenly over the
+            vocabulary, as in F.cross_entropy (Szegedy et al. 2016, arXiv:1512.00567).
+        z_loss: Factor of the term logsumexp(logits)^2 of each position, which keeps the normalizer
+            of the softmax near 1 (PaLM, arXiv:2204.02311, section 5: 1e-4).
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
 
-PLAIN = LossOptions()  # of val/loss: the cross entropy alone
+PLAIN = LossOptions()  # cross entropy without additional terms, as in val/loss
 
 
 def next_token_loss(
@@ -47,22 +52,30 @@ def next_token_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross entropy in nats of logits (..., V) against targets (...), a scalar, in fp32 or above.
+    """Compute the cross entropy of logits and targets, a scalar in nats, in fp32 or fp64.
 
     Args:
-        targets: int64; -100 marks a position that counts for nothing.
-        reduction: "mean" over the positions that count (0, not NaN, if none does), or "sum".
-        label_smoothing, z_loss: as in `LossOptions`.
+        logits: Logits, (..., V).
+        targets: Target token ids, (...), int64. Positions with target -100 do not count.
+        reduction: "mean" over the positions that count, or "sum". The mean over no position is 0,
+            not NaN.
+        label_smoothing: Fraction described in `LossOptions`.
+        z_loss: Factor described in `LossOptions`.
     """
     targets = targets.flatten()  # (N,)
-    losses = losses_of_rows(logits.flatten(0, -2), targets, label_smoothing, z_loss)
+    losses = token_losses(logits.flatten(0, -2), targets, label_smoothing, z_loss)
     return reduce_total(losses.sum(), targets, reduction)
 
 
-def losses_of_rows(
-    logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float
-) -> Tensor:
-    """Losses (N,) of logits (N, V) against targets (N,), 0 where a target counts for nothing."""
+def token_losses(logits: Tensor, targets: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
+    """Compute the loss of each token, (N,), in nats; 0 if the target is -100.
+
+    Args:
+        logits: Logits, (N, V).
+        targets: Target token ids, (N,).
+        label_smoothing: Fraction described in `LossOptions`.
+        z_loss: Factor described in `LossOptions`.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
         logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
@@ -85,37 +98,58 @@ def cross_entropy_in_place(
     vocab_size: int | None = None,
     all_reduce: Callable[[Tensor, str], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Losses (C, 1) of logits (C, W), of which the first n_columns count, and their gradient.
+    """Compute the loss of each row of logits and the gradient of the sum of the losses.
 
-    The gradient, d(sum of losses)/d(logits), takes the memory of the logits. One exponential and
-    few passes: 1.6 times faster than logsumexp followed by a softmax. Ignored rows have loss 0 and
-    gradient 0.
+    The gradient overwrites the logits. One exponential per logit and few passes over memory make
+    the function 1.6 times faster than logsumexp followed by softmax. Rows with target -100 have
+    loss 0 and gradient 0.
+
+    Under tensor parallelism each rank has some columns of the logits. `start`, `vocab_size` and
+    `all_reduce` describe the split, and all ranks get the losses of the full vocabulary.
 
     Args:
-        start, vocab_size, all_reduce: where each rank has only n_columns of vocab_size, this one
-            those from start on; all_reduce(tensor, "max" or "sum") combines all ranks' in place.
+        logits: Logits, (C, W), overwritten. Columns from `n_columns` on are padding and are not
+            changed.
+        targets: Target token ids, (C,).
+        n_columns: Number of columns of this rank that are tokens.
+        wants_gradient: True if the gradient is needed.
+        label_smoothing: Fraction described in `LossOptions`.
+        z_loss: Factor described in `LossOptions`.
+        start: Token id of this rank's first column.
+        vocab_size: Number of tokens of all ranks. Defaults to `n_columns`.
+        all_reduce: Function that reduces a tensor over the ranks in place, with "max" or "sum" as
+            its second argument. None if this rank has all columns.
+
+    Returns:
+        The losses (C, 1), and the gradient (C, W) in the memory and dtype of `logits`. The gradient
+        is None unless `wants_gradient` is True.
     """
-    given = logits
-    exact = given.to(torch.promote_types(given.dtype, torch.float32))  # in fp32 the given ones
-    logits, vocab_size = exact[:, :n_columns], vocab_size or n_columns
-    counts, columns = (targets != IGNORED)[:, None], (targets - start)[:, None]  # (C, 1)
-    here = counts if all_reduce is None else counts & (columns >= 0) & (columns < n_columns)
-    columns = columns.where(here, 0)
+    padded_logits = logits
+    # For fp32 and fp64 logits this is no copy: the operations in place then change the argument.
+    padded_exact = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (C, W)
+    logits = padded_exact[:, :n_columns]
+    vocab_size = vocab_size or n_columns
+    counts = (targets != IGNORED)[:, None]  # (C, 1)
+    columns = (targets - start)[:, None]  # (C, 1)
+    is_local = counts if all_reduce is None else counts & (columns >= 0) & (columns < n_columns)
+    columns = columns.where(is_local, 0)
     highest = logits.amax(dim=-1, keepdim=True)  # (C, 1)
     if all_reduce is not None:
         all_reduce(highest, "max")
     logits.sub_(highest)
-    wanted = logits.gather(1, columns).where(here, 0.0)  # target probabilities times logits
+    # Mean of the logits under the target distribution, (C, 1)
+    target_logits = logits.gather(1, columns).where(is_local, 0.0)
     if label_smoothing:
         mean = logits.sum(dim=-1, keepdim=True) / vocab_size
-        wanted = wanted.lerp(mean, label_smoothing)
+        target_logits = target_logits.lerp(mean, label_smoothing)
     exps = logits.exp_()
     sums = exps.sum(dim=-1, keepdim=True)  # (C, 1)
     if all_reduce is not None:
-        both = torch.cat((sums, wanted), dim=1)  # (C, 2)
+        both = torch.cat((sums, target_logits), dim=1)  # (C, 2)
         all_reduce(both, "sum")
-        sums, wanted = both.split(1, dim=1)
-    losses, scale = sums.log() - wanted, counts / sums
+        sums, target_logits = both.split(1, dim=1)
+    losses = sums.log() - target_logits
+    scale = counts / sums
     if z_loss:
         log_z = sums.log() + highest
         losses += z_loss * log_z.square()
@@ -126,8 +160,8 @@ def cross_entropy_in_place(
     exps.mul_(scale)
     if label_smoothing:
         exps.sub_(counts.to(exps.dtype) * (label_smoothing / vocab_size))
-    exps.scatter_add_(1, columns, here.to(exps.dtype) * (label_smoothing - 1.0))
-    return losses, given.copy_(exact)
+    exps.scatter_add_(1, columns, is_local.to(exps.dtype) * (label_smoothing - 1.0))
+    return losses, padded_logits.copy_(padded_exact)
 
 
 def chunked_next_token_loss(
@@ -141,60 +175,76 @@ def chunked_next_token_loss(
     z_loss: float = 0.0,
     cross_entropy: Callable[..., tuple[Tensor, Tensor | None]] = cross_entropy_in_place,
 ) -> Tensor:
-    """next_token_loss(hidden @ head_weight.T, targets), without the (N, V) logits.
+    """Compute next_token_loss(hidden @ head_weight.T, targets) without the (N, V) logits.
 
-    The head is applied to chunk_tokens rows at a time and the gradients of that chunk are formed
-    in the same pass, so that no more than a few (C, V) tensors exist at once and the head's matrix
-    products are not computed twice. Under autocast the products are taken in its type; softmax,
-    the sum over tokens and the head's gradient are accumulated in fp32 (the plain loss rounds the
-    latter once to autocast's type). Differentiable once; without grad mode no gradient is formed.
+    The forward pass applies the head to `chunk_tokens` rows at a time and computes the gradients of
+    each chunk at once. Only a few (C, V) tensors exist at any time, and no matrix multiplication of
+    the head is repeated. Under autocast the multiplications use autocast's dtype. The softmax, the
+    sum over tokens and the gradient of the head are accumulated in fp32; `next_token_loss` rounds
+    the gradient of the head to autocast's dtype once. Second derivatives are not supported. In
+    no_grad mode no gradient is computed.
 
     Args:
-        hidden: (..., D).   head_weight: (V, D).   targets: (...), as in next_token_loss.
-        chunk_tokens: a larger number reads and writes the head's gradient (V, D) less often, which
-            on a GPU is what it costs; a smaller one saves memory. None: what suits the device.
-        reduction, label_smoothing, z_loss: as in next_token_loss.
-        cross_entropy: of one chunk; another where logits (C, V) are this rank's part of them.
+        hidden: Hidden states, (..., D).
+        head_weight: Weight of the head, (V, D).
+        targets: Target token ids, (...), int64. Positions with target -100 do not count.
+        chunk_tokens: Number of rows C of a chunk. A larger chunk accumulates into the gradient of
+            the head (V, D) less often, which is the main cost on a GPU. A smaller chunk saves
+            memory. None chooses by device type.
+        reduction: "mean" over the positions that count, or "sum", as in `next_token_loss`.
+        label_smoothing: Fraction described in `LossOptions`.
+        z_loss: Factor described in `LossOptions`.
+        cross_entropy: Function that computes losses and gradient of a chunk. Tensor parallelism
+            passes a function for logits that are split over the ranks.
 
-    Forward and backward, 508 x 512 x 50257 in fp32, one thread of an AMD EPYC (AVX2), torch 2.13.0,
-    November 2026: time as a fraction of the first line's, and peak memory over inputs:
+    Time relative to the first row and peak memory beyond the inputs, for forward and backward with
+    508 tokens, D = 512 and V = 50257 in fp32, on one thread of an AMD EPYC (AVX2), torch 2.13.0,
+    November 2026:
 
-        F.cross_entropy(F.linear(...))  1.00, 306 MB; under torch.compile 0.93, 195 MB
-        F.linear_cross_entropy (2.13)   0.99, 312 MB
-        this, chunks of 128 to 508      0.76, 103 to 205 MB, of which the head's gradient is 103
+        F.cross_entropy(F.linear(...))    1.00, 306 MB; with torch.compile 0.93, 195 MB
+        F.linear_cross_entropy (2.13)     0.99, 312 MB
+        this function, C from 128 to 508  0.76, 103 to 205 MB, of which the head's gradient has 103
     """
     chunk_tokens = chunk_tokens or loss_rows(hidden.device.type)
     cross_entropy = partial(cross_entropy, label_smoothing=label_smoothing, z_loss=z_loss)
     hidden = hidden.flatten(0, -2)  # (N, D)
     targets = targets.flatten()  # (N,)
-    learns = torch.is_grad_enabled()  # inside a Function it is always off
-    total = _ChunkedLoss.apply(hidden, head_weight, targets, chunk_tokens, cross_entropy, learns)
-    # Divided here, the gradients of the logits were formed between -1 and 1: divided by the number
-    # of tokens first, they would vanish in fp16, which is before a loss scaler can help.
+    grad_enabled = torch.is_grad_enabled()  # grad mode is always off inside a Function
+    total = _ChunkedLoss.apply(
+        hidden, head_weight, targets, chunk_tokens, cross_entropy, grad_enabled
+    )
+    # Divide the sum only now. Gradients of the sum with respect to logits have a size of up to 1.
+    # Gradients of the mean would underflow in fp16: the loss scaler acts only in backward.
     return reduce_total(total, targets, reduction)
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the losses, whose forward pass also computes the gradients of its inputs."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk_tokens, cross_entropy, learns):
+    def forward(ctx, hidden, weight, targets, chunk_tokens, cross_entropy, grad_enabled):
         device = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device)
         matmul_dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
         sum_dtype = torch.promote_types(matmul_dtype, torch.float32)
-        wants_hidden, wants_weight = (learns and needed for needed in ctx.needs_input_grad[:2])
+        wants_hidden = grad_enabled and ctx.needs_input_grad[0]
+        wants_weight = grad_enabled and ctx.needs_input_grad[1]
         wants_gradient = wants_hidden or wants_weight
         grad_hidden: Any = torch.empty_like(hidden) if wants_hidden else None
         grad_weight: Any = torch.zeros_like(weight, dtype=sum_dtype) if wants_weight else None
 
         with torch.autocast(device, enabled=False):
-            weight_cast = cast_and_widen(weight, matmul_dtype)  # (W, D)
+            weight_cast = cast_and_pad(weight, matmul_dtype)  # (V, D) -> (W, D)
             total = torch.zeros((), dtype=sum_dtype, device=hidden.device)
-            n_rows, width = min(chunk_tokens, len(targets)), round_up(len(weight), WIDTH)
-            memory = hidden.new_empty(n_rows, width, dtype=matmul_dtype)  # of one chunk, for all
+            # Memory for the logits of one chunk, which all chunks use in turn
+            n_rows = min(chunk_tokens, len(targets))
+            width = round_up(len(weight), VOCAB_MULTIPLE)
+            memory = hidden.new_empty(n_rows, width, dtype=matmul_dtype)
             for start in range(0, len(targets), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 hidden_cast = hidden[rows].to(matmul_dtype)  # (C, D)
-                logits = memory[: len(hidden_cast), : len(weight_cast)]  # (C, W), 0 beyond V
+                # (C, W); columns of padding tokens are 0. Without padding, W = V.
+                logits = memory[: len(hidden_cast), : len(weight_cast)]
                 torch.mm(hidden_cast, weight_cast.T, out=logits)
                 losses, grad_logits = cross_entropy(
                     logits, targets[rows], len(weight), wants_gradient
@@ -206,7 +256,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.T, hidden_cast)  # (V, D)
                 elif wants_weight:
                     grad_weight += (grad_logits.T @ hidden_cast)[: len(weight)]
-                del grad_logits  # where it has memory of its own: as large as that of the next
+                del grad_logits  # free it before the next chunk, if cross_entropy allocated memory
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
@@ -215,8 +265,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):
-        # In place: these buffers become the gradients. A second backward is refused by autograd,
-        # which sees that what was saved has changed.
+        # Scale the saved buffers in place, so that they become the gradients without a copy.
+        # Autograd detects the change and raises an error if backward is called twice.
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden.mul_(grad_loss)
@@ -232,40 +282,62 @@ def logits_in_chunks(
     targets: Tensor,
     chunk_tokens: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits (C, V), fp32 or above, and targets (C,) of the positions that count, for metrics.
+    """Yield the logits and targets of the positions that count in chunks, for metrics.
 
-    The rows of `head(hidden)` whose target is not -100, chunk_tokens at a time, without gradient.
+    Positions with target -100 are left out. No gradient is computed.
+
+    Args:
+        hidden: Hidden states, (..., D).
+        head: Function from hidden states to logits.
+        targets: Target token ids, (...).
+        chunk_tokens: Largest number of rows C of a chunk. None chooses by device type.
+
+    Yields:
+        Logits (C, V) in fp32 or fp64, and targets (C,).
     """
     chunk_tokens = chunk_tokens or loss_rows(hidden.device.type)
     counts = targets != IGNORED
-    chunks = hidden[counts].split(chunk_tokens), targets[counts].split(chunk_tokens)
-    for chunk, chunk_targets in zip(*chunks, strict=True):
-        if len(chunk):  # of nothing there is one, empty
+    hidden_chunks = hidden[counts].split(chunk_tokens)
+    target_chunks = targets[counts].split(chunk_tokens)
+    for chunk, chunk_targets in zip(hidden_chunks, target_chunks, strict=True):
+        if len(chunk):  # split() of an empty tensor returns one empty chunk
             logits = head(chunk)
             yield logits.to(torch.promote_types(logits.dtype, torch.float32)), chunk_targets
 
 
-def cast_and_widen(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight (V, D) in dtype: of 16 bit it has rows of zeros up to a multiple of WIDTH.
+def cast_and_pad(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a weight (V, D) to a dtype, and pad a 16-bit result with zero rows.
 
-    Their logits are 0 and nobody's. In fp32 it is weight itself: a copy would cost its memory.
+    A 16-bit result is (W, D), where W is V rounded up to `VOCAB_MULTIPLE`. The logits of padding
+    rows are 0. A result in fp32 or fp64 is not padded, because padding would need a copy of the
+    weight.
     """
     if dtype == torch.promote_types(dtype, torch.float32):
         return weight.to(dtype)
-    wide = weight.new_zeros(round_up(len(weight), WIDTH), weight.shape[1], dtype=dtype)
-    wide[: len(weight)] = weight
-    return wide
+    padded = weight.new_zeros(round_up(len(weight), VOCAB_MULTIPLE), weight.shape[1], dtype=dtype)
+    padded[: len(weight)] = weight
+    return padded
 
 
 def round_up(number: int, multiple: int) -> int:
+    """Round a number up to a multiple of another number."""
     return -(-number // multiple) * multiple
 
 
 def reduce_total(total: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """A sum over the targets that count, or their mean."""
+    """Return the sum of the losses, or their mean over the targets that count.
+
+    Args:
+        total: Sum of the losses, a scalar.
+        targets: Target token ids of any shape.
+        reduction: "sum" or "mean".
+    """
     return total / {"sum": 1, "mean": count_targets(targets)}[reduction]
 
 
 def count_targets(targets: Tensor) -> Tensor:
-    """How many targets count, at least 1, as a tensor: reading it would wait for the device."""
+    """Return the number of targets that are not -100, but at least 1.
+
+    The result is a tensor on the device of the targets: an int would wait for the GPU.
+    """
     return (targets != IGNORED).sum().clamp(min=1)

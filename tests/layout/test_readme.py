@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.layout.test_rooms import MAY_IMPORT, modules, room
 
+import gptrain
 from gptrain.core import errors
 from gptrain.core.strategies import STRATEGIES
 from tests.campaign.scenarios import SCENARIOS
@@ -94,6 +95,9 @@ def test_every_train_command_runs(tmp_path, monkeypatch, capfd):
             assert re.search(r"^sample +def ", out, re.MULTILINE), out
     (export,) = [command for command in COMMANDS if "gptrain.export" in command]
     assert run_verb(export, monkeypatch) == 0
+    # An earlier test may have imported the package of `python -m gptrain.generate`, which hides the
+    # function of the same name.
+    monkeypatch.delitem(vars(gptrain), "generate", raising=False)
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(block, {})
 

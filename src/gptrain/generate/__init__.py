@@ -1,1 +1,1 @@
-"""The command `python -m gptrain.generate`; the function `gptrain.generate` is in `text`."""
+"""The command `python -m gptrain.generate`; the function `gptrain.generate` is in gptrain.text."""

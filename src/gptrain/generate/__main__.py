@@ -1,16 +1,23 @@
-"""Text from a trained net, shown as it is made; each prompt is told with what follows it.
+r"""Generate text with a trained net and print each prompt with its continuation.
 
     python -m gptrain.generate from_run=outputs/a prompt="def "
     python -m gptrain.generate from_run=outputs/a interactive=true     reads prompts until Ctrl-D
-    python -m gptrain.generate from_run=outputs/a prompt='["if ","for "]' stop=$'\\n\\n'
+    python -m gptrain.generate from_run=outputs/a prompt='["if ","for "]' stop=$'\n\n'
 
-    from_run     a run, a checkpoint of it, an exported folder; ckpt_path  best, last: of a run
-    prompt       a text, or a list of them; interactive  true: they are typed
-    n_tokens     at most; stop  a text or a list of them: ends before it; seed
-    temperature  0: the most probable token; top_k  top_p  leave out improbable tokens
-    cache        true: each position is computed once; false: for comparison
+    from_run     folder of a run, a checkpoint or an exported model
+    ckpt_path    best or last checkpoint of the run (best)
+    prompt       text, or a list of texts
+    interactive  true: read prompts from the terminal, one per line (false)
+    n_tokens     largest number of tokens to generate (256)
+    stop         text, or a list of texts, before which the continuation ends
+    temperature  divisor of the logits; 0 takes the most probable token (0.7)
+    top_k        draw only from this number of the most probable tokens
+    top_p        draw only from the most probable tokens that together reach this probability
+    seed         seed of the random numbers
+    cache        true: compute each position once; false: for comparison (true)
 
-A run's tokenizer lies in its folder; where there is none (data=tokens), a text is token ids.
+The tokenizer is read from the run's folder. If the folder has none (data=tokens), prompts and
+continuations are token ids.
 """
 
 from __future__ import annotations
@@ -32,17 +39,21 @@ DEFAULTS = {
     **dict.fromkeys(("prompt", "top_k", "top_p"), "null"),
     **{"n_tokens": 256, "temperature": 0.7, "stop": "[]", "cache": "true", "interactive": "false"},
 }
-OF_A_RUN = {"from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets",
-            "debug"}  # fmt: skip
+RUN_KEYS = {  # keys of a run that have an effect on the command
+    "from_run", "ckpt_path", "seed", "trainer", "trainer.accelerator", "allowed_targets", "debug",
+}  # fmt: skip
 
 
 class GenerateRun(RunConfig):
-    """The command's keys among those of a run, most of which have no effect on it."""
+    """Schema of the command: the keys of a run and those of the command.
+
+    Most keys of a run have no effect on the command. Setting one of them is an error.
+    """
 
     runs_here: ClassVar[bool] = False
     expands_run: ClassVar[bool] = False
 
-    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # it is needed
+    from_run: LocalPath  # ty: ignore[incompatible-mutable-override]  # required
     ckpt_path: Literal["best", "last"] | None  # ty: ignore[incompatible-mutable-override]
     prompt: Annotated[Prompt, Field(description="a text or a list of texts")]
     n_tokens: Count
@@ -55,13 +66,19 @@ class GenerateRun(RunConfig):
 
 
 def main() -> None:
-    """The command line, in which a prompt is taken as it is typed."""
-    sys.argv[1:] = [as_typed(word) for word in sys.argv[1:]]
+    """Run the command line. The text of `prompt` and `stop` needs no quotes for Hydra."""
+    sys.argv[1:] = [quote_text(word) for word in sys.argv[1:]]
     config.main(generate, GenerateRun, DEFAULTS, usage=__doc__)
 
 
-def as_typed(word: str) -> str:
-    """An override whose text is quoted for Hydra, unless it is a list or in quotes already."""
+def quote_text(word: str) -> str:
+    """Quote the value of `prompt=` and `stop=` for Hydra; return other words unchanged.
+
+    A value that Hydra reads as a list or as a quoted text is unchanged, too.
+
+    Args:
+        word: A word of the command line.
+    """
     key, equals, value = word.partition("=")
     is_text = equals and key in ("prompt", "stop")
     if not is_text or (value.startswith(("[", "'", '"')) and not parse([word])[1]):
@@ -70,40 +87,52 @@ def as_typed(word: str) -> str:
 
 
 def generate(cfg: GenerateRun) -> None:
-    """Writes what the net of from_run makes of each prompt, and on stderr how fast.
+    """Print each prompt with its continuation, and the speed to stderr.
 
-    Raises: ConfigError, with code 65 or 66 for a run that cannot be taken.
+    Raises:
+        ConfigError: If an option is invalid, or if `from_run` is damaged (exit code 65) or missing
+            (exit code 66).
     """
     check_effects()
+    # Import torch only now, so that an invalid option is reported without waiting for the import.
     from gptrain.assemble.load import load
     from gptrain.assemble.weights import named_source
-    from gptrain.runtime.devices import accelerator_of, set_threads  # torch
-    from gptrain.text.writing import Writer  # here, so that a wrong option is answered without
+    from gptrain.runtime.devices import accelerator_of, set_threads
+    from gptrain.text.writing import Writer
 
-    if (device := accelerator_of(asked := cfg.trainer.accelerator)) is None:
-        raise ConfigError.of("trainer.accelerator", asked, "not on this machine")
+    device = accelerator_of(cfg.trainer.accelerator)
+    if device is None:
+        raise ConfigError.of("trainer.accelerator", cfg.trainer.accelerator, "not on this machine")
     set_threads(1)
     with named_source("from_run", cfg.from_run):
-        which, allowed = cfg.ckpt_path or "best", cfg.allowed_targets
-        net, tokenizer = cast(Any, load(cfg.from_run, which, allowed, with_tokenizer=True))
-    given = ([] if cfg.interactive else "\n") if cfg.prompt is None else cfg.prompt
+        checkpoint = cfg.ckpt_path or "best"
+        loaded = load(cfg.from_run, checkpoint, cfg.allowed_targets, with_tokenizer=True)
+        net, tokenizer = cast(Any, loaded)
+    if cfg.prompt is None:
+        prompts = [] if cfg.interactive else ["\n"]
+    else:
+        prompts = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt
     writer = Writer(cfg, net.to(device), tokenizer, device)
-    for number, prompt in enumerate([given] if isinstance(given, str) else given):
-        print("---\n" if number else "", end="")
+    for number, prompt in enumerate(prompts):
+        if number:
+            print("---")
         writer.write(prompt)
     if cfg.interactive:
-        writer.answer()
+        writer.run_interactively()
 
 
 def check_effects() -> None:
-    """Raises: ConfigError for what was typed and would change nothing."""
-    typed = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
+    """Check that every key of the command line has an effect.
+
+    Raises:
+        ConfigError: If a key has no effect. Each such key is one issue.
+    """
+    keys = (word.lstrip("+~").partition("=")[0] for word in HydraConfig.get().overrides.task)
     message = "has no effect: the net is that of from_run, as it was trained"
-    idle = [
-        ConfigIssue(key, None, message) for key in typed if key not in OF_A_RUN | DEFAULTS.keys()
-    ]
-    if idle:
-        raise ConfigError(idle)
+    effective = RUN_KEYS | DEFAULTS.keys()
+    issues = [ConfigIssue(key, None, message) for key in keys if key not in effective]
+    if issues:
+        raise ConfigError(issues)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""How weights move: parameter groups, learning-rate schedules and their scaling, Muon.
+"""Parameter groups, learning-rate schedules, learning-rate scaling and the Muon optimizer.
 
-An optimizer is a class `(groups, lr=…, **options)`. It gets its groups from `decay_groups`, or from
-its own class method `parameter_groups`, as `Muon`. If its states are not two values per parameter,
-it says so in a static method `facts` (see `gptrain.costs.optimizers`).
-A schedule is a function of the optimizer step that returns the factor on the learning rate.
+An optimizer is a class `(groups, lr=…, **options)`. Its groups are made by `decay_groups`, or by its
+class method `parameter_groups` if it has one, as Muon does. An optimizer whose state is not two
+values per parameter reports its state in a static method `facts` (see `gptrain.costs.optimizers`).
+
+A schedule is a function from the optimizer step to the factor on the learning rate.
 """
 
 from gptrain.optim.groups import decay_groups, muon_groups, scaled_lr

@@ -1,12 +1,12 @@
-"""Learning-rate schedules: pure functions of the optimizer step, 0 being the first.
+"""Learning-rate schedules: functions from the optimizer step to a factor on the peak learning rate.
 
-Each returns the factor on the peak learning rate. It is start_factor at step 0 and rises in a
-straight line to 1 at step == warmup_steps; a decay starts there and reaches min_factor at the last
-step, total_steps - 1. Steps past the end hold min_factor. Where warm-up leaves no step to decay in,
-the last step is already at min_factor.
+The factor rises linearly from `start_factor` at step 0 to 1 at step `warmup_steps`. The decay, if
+the schedule has one, reaches `min_factor` at the last step, `total_steps - 1`, and later steps keep
+`min_factor`. If the warm-up leaves no step for the decay, the last step has `min_factor` at once.
 
-Each names those of the four keywords that it reads; the others are not given to it, so that one
-schedule can be changed for another by its name alone.
+A schedule may have the keyword arguments `warmup_steps`, `total_steps`, `start_factor` and
+`min_factor`. gptrain passes only those that the function has, so that a config can change to
+another schedule by its name alone.
 """
 
 import math
@@ -15,7 +15,17 @@ import math
 def warmup_cosine(
     step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_factor: float
 ) -> float:
-    """Warm-up, then half a cosine from 1 to min_factor. Source: arXiv:1608.03983."""
+    """Return the factor of a warm-up followed by half a cosine from 1 to `min_factor`.
+
+    Source: Loshchilov & Hutter 2017, arXiv:1608.03983.
+
+    Args:
+        step: Optimizer step, counted from 0.
+        warmup_steps: Number of steps of the warm-up.
+        total_steps: Number of steps of the run.
+        start_factor: Factor at step 0, if there is a warm-up.
+        min_factor: Factor from the last step on.
+    """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
     fraction = _fraction_done(step, warmup_steps, total_steps - 1)
@@ -25,7 +35,15 @@ def warmup_cosine(
 def warmup_linear(
     step: int, *, warmup_steps: int, total_steps: int, start_factor: float, min_factor: float
 ) -> float:
-    """Warm-up, then a straight line from 1 to min_factor."""
+    """Return the factor of a warm-up followed by a linear decay from 1 to `min_factor`.
+
+    Args:
+        step: Optimizer step, counted from 0.
+        warmup_steps: Number of steps of the warm-up.
+        total_steps: Number of steps of the run.
+        start_factor: Factor at step 0, if there is a warm-up.
+        min_factor: Factor from the last step on.
+    """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
     return 1 - (1 - min_factor) * _fraction_done(step, warmup_steps, total_steps - 1)
@@ -40,10 +58,19 @@ def warmup_stable_decay(
     min_factor: float,
     decay_steps: int,
 ) -> float:
-    """Warm-up, 1, then a straight line to min_factor over the run's last decay_steps.
+    """Return the factor of a warm-up, a constant phase at 1 and a linear decay to `min_factor`.
 
-    A run can be made longer from any checkpoint before the decay. Source: arXiv:2405.18392, where
-    a decay over a fifth of the run matches a cosine of the same length.
+    A run can be continued with more steps from any checkpoint before the decay.
+    Source: Hägele et al. 2024, arXiv:2405.18392, where a decay over a fifth of the run matches a
+    cosine of the same length.
+
+    Args:
+        step: Optimizer step, counted from 0.
+        warmup_steps: Number of steps of the warm-up.
+        total_steps: Number of steps of the run.
+        start_factor: Factor at step 0, if there is a warm-up.
+        min_factor: Factor from the last step on.
+        decay_steps: Number of steps of the decay at the end of the run.
     """
     if step < warmup_steps:
         return _warmup(step, warmup_steps, start_factor)
@@ -52,12 +79,18 @@ def warmup_stable_decay(
 
 
 def warmup_constant(step: int, *, warmup_steps: int, start_factor: float) -> float:
-    """Warm-up, then 1 for ever."""
+    """Return the factor of a warm-up followed by a constant phase at 1.
+
+    Args:
+        step: Optimizer step, counted from 0.
+        warmup_steps: Number of steps of the warm-up.
+        start_factor: Factor at step 0, if there is a warm-up.
+    """
     return _warmup(step, warmup_steps, start_factor) if step < warmup_steps else 1.0
 
 
 def constant(step: int) -> float:
-    """1 at every step."""
+    """Return 1 for every step."""
     return 1.0
 
 
@@ -66,5 +99,5 @@ def _warmup(step: int, warmup_steps: int, start_factor: float) -> float:
 
 
 def _fraction_done(step: int, start: int, end: int) -> float:
-    """0 up to start, 1 from end on, a straight line between."""
+    """Return 0 up to step `start`, 1 from step `end` on, and a linear function in between."""
     return 1.0 if step >= end else max(0, step - start) / max(1, end - start)

@@ -1,1 +1,1 @@
-"""Text from a trained net, and scores of given texts."""
+"""Generation of text by a trained net, and scores of given texts."""

@@ -1,4 +1,4 @@
-"""What a net writes: token after token, each drawn from its own predictions."""
+"""Sampling of tokens from the predictions of a net, one after another."""
 
 # B sequences, T tokens so far, V vocab
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """Settings of the distribution from which the next token is drawn.
 
     `top_k` and `top_p` apply to the distribution after the temperature. A token is drawn only if
     it passes both.
@@ -28,21 +28,22 @@ class Sampling:
     top_p: float | None = None
 
     def weights(self, logits: Tensor) -> Tensor:
-        """Turn logits (B, V) into weights (B, V): probabilities up to one factor for each row."""
+        """Turn logits (B, V) into probabilities (B, V), each row up to a constant factor."""
         logits = logits.float()
         if self.temperature == 0:
             return nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        # Subtract the highest logit: a low temperature would overflow.
+        # Subtract the highest logit, so that a low temperature causes no overflow.
         logits = (logits - logits.amax(-1, keepdim=True)) / self.temperature
         probabilities = torch.softmax(logits, -1)
         if self.top_k is self.top_p is None:
-            return probabilities  # sorting 50,000 probabilities takes longer than a small net
+            return probabilities  # no sort: for 50,000 tokens it takes longer than a small net
         ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
         kept = torch.ones_like(ranked, dtype=torch.bool)
         if self.top_k is not None:
             kept[:, self.top_k :] = False
         if self.top_p is not None:
-            kept &= ranked.cumsum(-1) - ranked < self.top_p  # more probable tokens do not reach it
+            # Keep a token if the more probable tokens together do not reach top_p.
+            kept &= ranked.cumsum(-1) - ranked < self.top_p
         return torch.zeros_like(ranked).scatter(-1, order, ranked * kept)
 
 
@@ -55,24 +56,30 @@ def generate(
     generator: torch.Generator,
     cache: bool = False,
 ) -> Iterator[int]:
-    """Yields n_tokens tokens, each as it is drawn, that follow a prompt of at least one.
+    """Draw tokens that follow a prompt, and yield each as soon as it is drawn.
 
-    The net sees the latest max_seq_len tokens, in evaluation mode.
+    The net reads the last `max_seq_len` tokens, or all if it has no such attribute. It is in
+    evaluation mode until the iterator ends.
 
     Args:
-        cache: each position is computed once where the net offers `new_cache` (see gptrain.models),
-            while the sequence is within max_seq_len; the tokens are the same.
+        net: Net with the contract of `gptrain.models`.
+        prompt: Token ids of the prompt, at least one.
+        n_tokens: Number of tokens to draw.
+        sampling: Settings of the distribution.
+        generator: Generator of the random numbers, on the device of the net.
+        cache: True to compute each position only once, if the net has `new_cache` and while the
+            sequence has at most `max_seq_len` tokens. The drawn tokens are the same.
     """
     tokens = new = torch.tensor([prompt], device=generator.device)  # (1, T)
-    limit = getattr(net, "max_seq_len", None) or 2**40  # of a net that has none: beyond any text
+    limit = getattr(net, "max_seq_len", None) or 2**40  # no limit: longer than any text
     new_cache = getattr(net, "new_cache", None)
-    held = new_cache() if cache and new_cache else None
+    kv_cache = new_cache() if cache and new_cache else None
     was_training = net.training
     net.eval()
     try:
-        for n_seen in range(len(prompt), len(prompt) + n_tokens):
-            is_held = held is not None and n_seen <= limit
-            logits = net(new, held) if is_held else net(tokens[:, -limit:])
+        for length in range(len(prompt), len(prompt) + n_tokens):
+            uses_cache = kv_cache is not None and length <= limit
+            logits = net(new, kv_cache) if uses_cache else net(tokens[:, -limit:])
             new = torch.multinomial(sampling.weights(logits[:, -1]), 1, generator=generator)
             tokens = torch.cat([tokens, new], 1)
             yield int(new)
@@ -81,6 +88,10 @@ def generate(
 
 
 def printable(text: str) -> str:
-    """Text for a terminal: control characters, and bytes that are no text, as a middle dot."""
+    """Make text safe for a terminal.
+
+    A middle dot replaces each control character except newline and tab, and each U+FFFD, which
+    stands for bytes that are not UTF-8.
+    """
     kept = (char if char.isprintable() or char in "\n\t" else "·" for char in text)
     return "".join(kept).replace("\N{REPLACEMENT CHARACTER}", "·")

@@ -1,6 +1,6 @@
-"""What a net thinks of given texts: how probable each token is after those before it."""
+"""Scores of given texts: the probability of each token after the tokens before it."""
 
-# N tokens of a text, T tokens of a window, V vocab
+# N tokens of a text, T max_seq_len of the net, V vocab
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.data.tokenizers import Tokenizer
-from gptrain.loss import losses_of_rows
+from gptrain.loss import token_losses
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of one text without its first token, which nothing comes before."""
+    """Score of one text. The first token is not scored, because no token comes before it.
 
-    log_probs: Tensor  # natural logarithms of the tokens' probabilities, (N - 1,) float32
-    n_bytes: int  # in UTF-8
+    Attributes:
+        log_probs: Natural logarithms of the probabilities of the tokens, (N - 1,) float32 on the
+            CPU.
+        n_bytes: Number of bytes of the text in UTF-8, without those of the first token.
+    """
+
+    log_probs: Tensor
+    n_bytes: int
 
     @property
     def nats(self) -> float:
-        """Cross entropy of the whole text."""
+        """Cross entropy of the text in nats: the sum over the scored tokens."""
         return -self.log_probs.double().sum().item()
 
     @property
     def perplexity(self) -> float:
-        """e to the mean of nats per token; NaN of a text of fewer than two tokens."""
+        """Perplexity per token: exp(nats / number of scored tokens). NaN without a scored token."""
         n_tokens = len(self.log_probs)
         return math.exp(self.nats / n_tokens) if n_tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable over tokenizers; NaN of a text of fewer than two tokens."""
+        """Cross entropy in bits per byte of text, comparable across tokenizers.
+
+        NaN if `n_bytes` is 0, as for a text of one token.
+        """
         return self.nats / math.log(2) / self.n_bytes if self.n_bytes else math.nan
 
 
@@ -43,43 +52,60 @@ class Score:
 def score(
     net: nn.Module, tokenizer: Tokenizer, texts: Sequence[str], *, context: int | None = None
 ) -> list[Score]:
-    """The score of each text, by the net on its device, in evaluation mode.
+    """Score texts with a net on the net's device, in evaluation mode.
 
-    A text that is longer than the net's max_seq_len is read in windows of that length, T, and each
-    token is scored in the first window in which `context` tokens or more come before it.
+    A text with more tokens than T, the `max_seq_len` of the net, is read in overlapping windows of
+    T tokens. Each token is scored in the first window in which at least `context` tokens come
+    before it.
 
     Args:
-        tokenizer: of the net, as of `gptrain.load(..., with_tokenizer=True)`.
-        context: from 1 to T, None: T // 2. T / (T + 1 - context) times as many tokens are read as
-            there are; at T every token is scored after as many as the net can see.
+        net: Net with the contract of `gptrain.models`.
+        tokenizer: Tokenizer of the net, as `gptrain.load(..., with_tokenizer=True)` returns it.
+        texts: Texts to score.
+        context: Smallest number of tokens before a scored token in all windows but the first, from
+            1 to T. Defaults to T // 2. The net reads T / (T + 1 - context) times the tokens of a
+            long text. With T each token is scored after as many tokens as the net can read.
 
-    Raises: ValueError for a context that the net does not have.
+    Returns:
+        One `Score` for each text.
+
+    Raises:
+        ValueError: If `context` is not from 1 to T.
     """
-    device, was_training = next(net.parameters()).device, net.training
+    device = next(net.parameters()).device
+    was_training = net.training
+    # A table of sizes is exact also for a token that is a part of a character, which decode()
+    # replaces by U+FFFD. Some tokenizers have none.
+    token_bytes = tokenizer.token_bytes  # (V,) or None
+    scores = []
     net.eval()
     try:
-        scores, sizes = [], tokenizer.token_bytes  # (V,); a part of a character is no text
         for text in texts:
             tokens = torch.tensor([int(token) for token in tokenizer.encode(text)])  # (N,)
             first = tokens[:1].tolist()
-            n_first = len(tokenizer.decode(first).encode()) if sizes is None else sizes[first].sum()
+            if token_bytes is None:
+                n_first_bytes = len(tokenizer.decode(first).encode())
+            else:
+                n_first_bytes = int(token_bytes[first].sum())
             log_probs = _log_probs(net, tokens.to(device), context)
-            scores.append(Score(log_probs, len(text.encode()) - int(n_first)))
-        return scores
+            scores.append(Score(log_probs, len(text.encode()) - n_first_bytes))
     finally:
         net.train(was_training)
+    return scores
 
 
 def _log_probs(net: nn.Module, tokens: Tensor, context: int | None) -> Tensor:
+    """Return the log probabilities (N - 1,) of all tokens (N,) but the first, on the CPU."""
     limit = getattr(net, "max_seq_len", None) or max(2, len(tokens))
     context = limit // 2 if context is None else context
     if not 0 < context <= limit:
         raise ValueError(f"context={context}: not from 1 to max_seq_len={limit}")
-    parts, n_done = [tokens.new_zeros(0, dtype=torch.float32)], 0  # targets that are scored
+    parts = [tokens.new_zeros(0, dtype=torch.float32)]
+    n_done = 0  # number of targets that are scored, of tokens[1:]
     while n_done < len(tokens) - 1:
         start = max(0, n_done - context + 1) if n_done else 0
         window = tokens[start : start + limit + 1]
-        logits = net(window[None, :-1])[0, n_done - start :]  # (T - context, V)
-        parts.append(-losses_of_rows(logits, window[n_done - start + 1 :], 0.0, 0.0))
+        logits = net(window[None, :-1])[0, n_done - start :]  # (T + 1 - context, V)
+        parts.append(-token_losses(logits, window[n_done - start + 1 :], 0.0, 0.0))
         n_done += len(parts[-1])
     return torch.cat(parts).cpu()

@@ -1,4 +1,4 @@
-"""What a net writes, as text: whole, or shown as it is made."""
+"""Generation of text from prompts: as strings, or printed token by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from gptrain.data.tokenizers import Tokenizer
 from gptrain.text import sampling
 from gptrain.text.sampling import Sampling, printable
 
-OPEN = "\N{REPLACEMENT CHARACTER}"  # what decodes to it may be the beginning of a character
+# Text of bytes that are not UTF-8, such as the first bytes of a character of several tokens
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def generate(
@@ -39,10 +40,12 @@ def generate(
         prompts: Texts of at least one token each.
         n_tokens: Number of tokens to generate for each prompt, at most.
         temperature: Divisor of the logits. At 0 the most probable token is taken.
-        top_k: Limit of `gptrain.text.sampling.Sampling`.
-        top_p: Limit of `gptrain.text.sampling.Sampling`.
-        stop: Texts that end a continuation. It ends before the first of them.
-        seed: Seed of the random numbers, which the prompts draw one after another.
+        top_k: Number of the most probable tokens that may be drawn. None sets no limit.
+        top_p: Probability that the tokens that may be drawn reach together, see
+            `gptrain.text.sampling.Sampling`. None sets no limit.
+        stop: Texts that end a continuation, which ends before the first of them.
+        seed: Seed of one random generator for all prompts. A prompt's continuation therefore
+            depends on the prompts before it.
 
     Returns:
         The continuation of each prompt, without the prompt.
@@ -51,20 +54,21 @@ def generate(
         ValueError: If a prompt has no token.
     """
     generator = torch.Generator(next(net.parameters()).device).manual_seed(seed)
-    how, texts = Sampling(temperature, top_k, top_p), []
+    settings = Sampling(temperature, top_k, top_p)
+    texts = []
     for prompt in prompts:
         tokens = [int(token) for token in tokenizer.encode(prompt)]
         if not tokens:
-            raise ValueError(f"prompt {prompt!r}: not one or more tokens")
-        made = sampling.generate(net, tokens, n_tokens, how, generator, cache=True)
-        pieces = characters(tokenizer, tokens, made)
-        next(pieces)  # the prompt
-        texts.append("".join(until(stop, pieces)))
+            raise ValueError(f"prompt {prompt!r}: has no tokens")
+        drawn = sampling.generate(net, tokens, n_tokens, settings, generator, cache=True)
+        pieces = decode_incrementally(tokenizer, tokens, drawn)
+        next(pieces)  # skip the prompt
+        texts.append("".join(cut_at_stop(stop, pieces)))
     return texts
 
 
-class Options(Protocol):
-    """Keys of the command `gptrain.generate`."""
+class GenerationOptions(Protocol):
+    """Keys of the command `gptrain.generate` that `Writer` reads."""
 
     seed: int
     n_tokens: int
@@ -76,83 +80,134 @@ class Options(Protocol):
 
 
 class Writer:
-    """Continues prompts by one net, with one series of random numbers."""
+    """Prints continuations of prompts, as soon as each token is drawn.
 
-    def __init__(self, cfg: Options, net: nn.Module, tokenizer: Tokenizer | None, device: str):
-        self.net, self.tokenizer = net, tokenizer or Numbers()
+    All prompts share one net and one random generator.
+
+    Args:
+        cfg: Options of the command.
+        net: Net with the contract of `gptrain.models`, on `device`.
+        tokenizer: Tokenizer of the net. None reads and prints token ids.
+        device: Device of the net.
+    """
+
+    def __init__(
+        self, cfg: GenerationOptions, net: nn.Module, tokenizer: Tokenizer | None, device: str
+    ):
+        self.net = net
+        self.tokenizer = tokenizer or TokenIds()
         self.stop = [cfg.stop] if isinstance(cfg.stop, str) else cfg.stop
-        how = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
-        generator = torch.Generator(device).manual_seed(cfg.seed)
-        self.options = (cfg.n_tokens, how, generator, cfg.cache)
+        self.n_tokens = cfg.n_tokens
+        self.sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+        self.generator = torch.Generator(device).manual_seed(cfg.seed)
+        self.cache = cfg.cache
 
     def write(self, prompt: str) -> None:
-        """Prints a prompt with what follows it, and on stderr how fast.   Raises: ConfigError."""
-        start_s, tokens = time.perf_counter(), [int(t) for t in self.tokenizer.encode(prompt)]
-        n_given, size = len(tokens), getattr(self.net, "vocab_size", sys.maxsize)
-        if not tokens or not 0 <= min(tokens) <= max(tokens) < size:
-            message = f"not one or more tokens of the net, which has 0 to {size - 1}"
+        """Print a prompt and its continuation, and then the speed to stderr.
+
+        Raises:
+            ConfigError: If the prompt has no token, or a token that the net does not know.
+        """
+        start_s = time.perf_counter()
+        tokens = [int(token) for token in self.tokenizer.encode(prompt)]
+        n_prompt = len(tokens)
+        vocab_size = getattr(self.net, "vocab_size", sys.maxsize)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            message = f"must be one or more tokens of the net, whose ids are 0 to {vocab_size - 1}"
             raise ConfigError.of("prompt", prompt, message)
-        made = sampling.generate(self.net, tokens, *self.options)
-        pieces = characters(self.tokenizer, tokens, made)
-        for piece in chain([next(pieces)], until(self.stop, pieces)):  # no stop is in the prompt
+        drawn = sampling.generate(
+            self.net, tokens, self.n_tokens, self.sampling, self.generator, self.cache
+        )
+        pieces = decode_incrementally(self.tokenizer, tokens, drawn)
+        prompt_text = next(pieces)  # stop texts in the prompt have no effect
+        for piece in chain([prompt_text], cut_at_stop(self.stop, pieces)):
             print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
         print(flush=True)
-        seconds, n_made = time.perf_counter() - start_s, len(tokens) - n_given
-        said = f"{n_made} tokens in {seconds:.2f} s, {n_made / seconds:.0f} tokens/s"
-        print(said, file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - start_s
+        n_drawn = len(tokens) - n_prompt
+        speed = f"{n_drawn} tokens in {seconds:.2f} s, {n_drawn / seconds:.0f} tokens/s"
+        print(speed, file=sys.stderr, flush=True)
 
-    def answer(self) -> None:
-        """Continues each line that is typed until Ctrl-D; Ctrl-C ends one text."""
-        is_typed = sys.stdin.isatty()
+    def run_interactively(self) -> None:
+        """Print the continuation of each line of stdin until its end or Ctrl-D.
+
+        Ctrl-C ends the current continuation. An invalid prompt prints its error.
+        """
+        is_terminal = sys.stdin.isatty()
         while True:
             try:
-                self.write(input("> " if is_typed else ""))
+                self.write(input("> " if is_terminal else ""))
             except ConfigError as error:
                 print(error, file=sys.stderr)
             except KeyboardInterrupt:
-                print(" (Ctrl-D ends it)")
+                print(" (press Ctrl-D to quit)")
             except EOFError:
-                return print(end="\n" * is_typed)
+                if is_terminal:
+                    print()
+                return
 
 
-class Numbers:
-    """For a run without a tokenizer: token ids with spaces, or commas, between them."""
+class TokenIds:
+    """Stand-in for a tokenizer: the text is token ids, separated by spaces or commas."""
 
     def encode(self, text: str) -> list[int]:
+        """Return the token ids that a text lists.
+
+        Raises:
+            ConfigError: If a word is not an integer.
+        """
         try:
             return [int(word) for word in text.replace(",", " ").split()]
         except ValueError:
-            message, hint = "no tokenizer lies in the run's folder", "token ids, as in '1 2 3'"
-            raise ConfigError.of("prompt", text, message, hint=hint) from None
+            message = "the run's folder has no tokenizer"
+            raise ConfigError.of("prompt", text, message, hint="token ids, as in '1 2 3'") from None
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Return the token ids, separated by spaces."""
         return " ".join(map(str, ids))
 
 
-def characters(
-    tokenizer: Tokenizer | Numbers, tokens: list[int], made: Iterable[int]
+def decode_incrementally(
+    tokenizer: Tokenizer | TokenIds, tokens: list[int], new_tokens: Iterable[int]
 ) -> Iterator[str]:
-    """The text of tokens, to which those made are added, then what each adds: whole characters."""
-    start = end = 0  # what follows end is new, and decoded with the piece before it as context
-    for new in chain([[]], zip(made)):
-        tokens += new
+    """Yield the text of some tokens, and then the text that each new token adds.
+
+    A character of several tokens is yielded when its last token is known. An incomplete character
+    at the end is yielded as U+FFFD.
+
+    Args:
+        tokenizer: Tokenizer of the net.
+        tokens: Token ids of the prompt. Each new token is appended to this list.
+        new_tokens: Token ids that follow the prompt.
+    """
+    # tokens[end:] is not yet yielded. tokens[start:end] is decoded with it as context, because the
+    # text of a token may depend on the token before it.
+    start = end = 0
+    for added in chain([[]], ([token] for token in new_tokens)):
+        tokens += added
         text = tokenizer.decode(tokens[start:])
-        if not text.endswith(OPEN):
+        if not text.endswith(REPLACEMENT):
             yield text[len(tokenizer.decode(tokens[start:end])) :]
             start, end = end, len(tokens)
     yield tokenizer.decode(tokens[start:])[len(tokenizer.decode(tokens[start:end])) :]
 
 
-def until(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
-    """Pieces up to the first stop text; what may begin one is held back until it does not."""
-    held = ""
+def cut_at_stop(stop: Sequence[str], pieces: Iterable[str]) -> Iterator[str]:
+    """Yield pieces of text up to the first stop text, without the stop text.
+
+    The end of a piece that may be the beginning of a stop text is yielded later, when the following
+    pieces show that it is not.
+    """
+    pending = ""
     for piece in pieces:
-        held += piece
-        if ends := [held.index(one) for one in stop if one in held]:
-            yield held[: min(ends)]
+        pending += piece
+        positions = [pending.index(text) for text in stop if text in pending]
+        if positions:
+            yield pending[: min(positions)]
             return
-        begun = (n for one in stop for n in range(len(one)) if held.endswith(one[:n]))
-        n_sure = len(held) - max(begun, default=0)
-        yield held[:n_sure]
-        held = held[n_sure:]
-    yield held
+        # Lengths of the beginnings of stop texts with which the pending text ends
+        open_lengths = (n for text in stop for n in range(len(text)) if pending.endswith(text[:n]))
+        n_safe = len(pending) - max(open_lengths, default=0)
+        yield pending[:n_safe]
+        pending = pending[n_safe:]
+    yield pending
