@@ -1,8 +1,8 @@
 """Parameter groups, learning-rate schedules, learning-rate scaling and the Muon optimizer.
 
-An optimizer is a class `(groups, lr=…, **options)`. Its groups are made by `decay_groups`, or by its
-class method `parameter_groups` if it has one, as Muon does. An optimizer whose state is not two
-values per parameter reports its state in a static method `facts` (see `gptrain.costs.optimizers`).
+An optimizer is a class `(groups, lr=…, **options)`. `decay_groups` makes its groups, or its class
+method `parameter_groups` if it has one, as Muon does. An optimizer whose state is not two values
+per parameter reports its state in a static method `facts` (see `gptrain.costs.optimizers`).
 
 A schedule is a function from the optimizer step to the factor on the learning rate.
 """
