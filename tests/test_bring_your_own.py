@@ -270,5 +270,6 @@ def test_a_net_of_another_contract_is_told_by_its_shapes():
 
     module = LanguageModel(Mean(9, 9), None)
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"Mean made \(2, 9\) of tokens \(2, 3\); .* \(B, T, V\)"):
+    message = r"Mean.forward returns shape \(2, 9\) for tokens of shape \(2, 3\); .* \(B, T, V\)"
+    with pytest.raises(ValueError, match=message):
         module.loss(tokens, tokens)
