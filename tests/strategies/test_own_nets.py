@@ -8,11 +8,9 @@ import pytest
 import runs as claims
 import torch
 import torch.distributed as dist
-from kinds import CONF
-from omegaconf import OmegaConf
 from ranks import on_ranks
 
-from gptrain.core.strategies import parallel_dims
+from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
 from gptrain.models import SimpleGPT
 from gptrain.parallel.comparison import is_of_library
@@ -24,7 +22,7 @@ SAMPLE = torch.randint(61, (40,), generator=torch.Generator().manual_seed(0))
 
 def build(name, net_class, sample=SAMPLE, **modes):
     """Build the strategy and the net of one rank as a run does."""
-    options = OmegaConf.load(CONF / f"{name}.yaml")
+    options = default_options(name)
     dims = parallel_dims(options, dist.get_world_size() if dist.is_initialized() else 1)
     torch.manual_seed(0)
     return build_strategy(net_class, options, dims, CPU, sample=sample, **modes)
