@@ -32,8 +32,8 @@ from gptrain.costs.optimizers import facts_of
 from gptrain.costs.speed import DamagedMeasurementError
 from gptrain.lit.callbacks.checkpoints import Checkpoints
 from gptrain.lit.callbacks.monitor import TrainingMonitor
+from gptrain.lit.callbacks.options import OptionTracker
 from gptrain.lit.callbacks.progress import ProgressBar
-from gptrain.lit.callbacks.typed import TypedOptions
 from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
 from gptrain.lit.lightning import (
     RankEnvironment,
@@ -153,7 +153,7 @@ def build_callbacks(
         for key, node in cfg.callbacks.items()
         if node is not None
     }
-    return [steps, *theirs, TypedOptions(typed), checkpoints]
+    return [steps, *theirs, OptionTracker(typed), checkpoints]
 
 
 def check_callbacks(cfg: RunConfig, strategy: str) -> None:

@@ -1,4 +1,4 @@
-"""Steps and evaluations in which no target counts, because all are -100."""
+"""Checks for training steps and evaluations in which every target is -100, so none counts."""
 
 import logging
 from collections.abc import Sequence
@@ -15,22 +15,26 @@ NO_TARGET = "no target counts, all are -100"
 
 
 class MissingTargets:
-    """Refuses a first step without any target, and counts later ones.
+    """Reports steps without any target: an error in the first step, a warning in a later step.
 
     Attributes:
-        n_steps: Optimizer steps of this start that had no target.
-        is_last: Whether the last step was one of them. It has no loss: train/loss keeps the value
-            of the step before, because 0 would look like success.
+        n_steps: Number of optimizer steps without a target, in this start of the run.
+        is_last: Whether the last step had no target. Such a step has no loss, and train/loss keeps
+            the value of the step before, because 0 would look like success.
     """
 
     def __init__(self) -> None:
-        self.n_steps, self.is_last = 0, False
+        self.n_steps = 0
+        self.is_last = False
 
     def check_step(self, trainer: Trainer) -> None:
-        """Look at the targets that the losses of a step have counted, over all data ranks.
+        """Check that the losses of this step have counted a target on any data-parallel rank.
+
+        The first step without a target is logged as a warning. Later ones are only counted. Does
+        nothing if training_step computes its loss without gptrain's loss functions.
 
         Raises:
-            DataError: If the very first step of the run has none.
+            DataError: If the first step of the run has no target.
         """
         n_targets = strategy_of(trainer).step_mean.n_targets
         self.is_last = n_targets is not None and float(n_targets) == 0
@@ -43,23 +47,28 @@ class MissingTargets:
             raise DataError(f"data.train: {NO_TARGET} in step 0; samples: {samples}; {needed}")
         self.n_steps += 1
         if self.n_steps == 1 and trainer.is_global_zero:
-            where = f"step {step}; samples: {samples}"
-            said = "warning: data.train: %s in %s; steps like it are counted"
-            log.warning(said, NO_TARGET, where)
+            log.warning(
+                "warning: data.train: %s in step %d; samples: %s; "
+                "further steps without a target are counted and not logged",
+                NO_TARGET,
+                step,
+                samples,
+            )
 
 
 def check_evaluated(trainer: Trainer) -> None:
-    """Check that an evaluation by a step of the user's own has read a target.
+    """Check that the batches of an evaluation had a target that counts.
 
-    Nothing is known of batches that are neither a pair nor a dict with integer targets or labels.
-    All ranks must call it.
+    For modules whose validation_step or test_step does not use gptrain's loss. A batch that is
+    neither a pair nor a dict with integer targets or labels counts as a batch with a target. All
+    ranks must call it.
 
     Raises:
-        DataError: On all ranks, if all targets were -100.
+        DataError: On all ranks, if all targets of the evaluation were -100.
     """
     loader = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
     counts: Sequence[int | None] = getattr(loader, "step_targets", ())
-    n_known = sum(1 if count is None else count for count in counts)
-    total = torch.tensor(n_known, dtype=torch.float32, device=trainer.strategy.root_device)
+    n_targets = sum(1 if count is None else count for count in counts)
+    total = torch.tensor(n_targets, dtype=torch.float32, device=trainer.strategy.root_device)
     if counts and float(trainer.strategy.reduce(total, reduce_op="sum")) == 0:
         raise DataError(f"data.{'test' if trainer.testing else 'val'}: {NO_TARGET}")

@@ -57,7 +57,7 @@ class Vote:
         All ranks must call it at the same points of the run.
 
         Args:
-            *votes: This rank's vote on each question. One all-reduce carries all of them.
+            *votes: Votes of this rank, one for each question. One all-reduce carries all of them.
 
         Returns:
             The results of the previous call in the order of its votes, or None at the first call.

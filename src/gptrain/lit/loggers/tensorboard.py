@@ -91,7 +91,7 @@ class TensorBoardLogger(pl_loggers.TensorBoardLogger):
 
     @rank_zero_only
     def discard_after(self, step: int) -> None:
-        """Tell TensorBoard to ignore earlier points after `step`, and write the configuration.
+        """Make TensorBoard ignore points after `step`, and write the configuration as a text.
 
         The points stay in the event files. A SessionLog START event makes TensorBoard skip them.
 

@@ -1,0 +1,227 @@
+"""Options of callbacks, metrics and schedules that the user changes when a run resumes.
+
+A state_dict often holds options as well as counters: the state of EarlyStopping contains its
+patience, and the state of a torch schedule contains all its arguments. Loading the state would
+overwrite a changed option with its old value. `OptionTracker` therefore saves the options that each
+object had right after __init__. On resume it compares them with the options of the new objects, and
+sets an option again only if the two differ. All other values come from the checkpoint, so that a
+counter that has the name of an argument continues.
+
+In this module a *part* is a callback, a metric or a schedule, and an *option* is an argument of its
+__init__ that the part keeps in an attribute.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from gptrain.lit.lightning import strategy_of
+
+log = logging.getLogger(__name__)
+LARGEST_OPTION_TENSOR = 4096  # number of elements; a larger tensor is data, not an option
+Options: TypeAlias = dict[str, dict[str, Any]]  # key of a part -> name of an option -> plain value
+
+
+class OptionTracker(Callback):
+    """Saves the options of callbacks, metrics and schedules, and sets changed options on resume.
+
+    Args:
+        configured: Config key of each callback, such as `callbacks.stop`, -> the callback and its
+            config node.
+
+    Attributes:
+        options: Options of this run as plain values. Every checkpoint contains them.
+    """
+
+    def __init__(self, configured: Mapping[str, tuple[Callback, Mapping[str, Any]]]) -> None:
+        self.configured = configured
+        self.options: Options = {}
+        # Key of a part -> the part, its options after __init__, its options in the config.
+        self._parts: dict[str, tuple[object, dict[str, Any], Mapping[str, Any]]] = {}
+        self._is_resumed = False
+        self._loaded: Options | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Track the callbacks of the config and the metrics of the module."""
+        for key, (callback, node) in self.configured.items():
+            self.track(key, callback, node)
+        for name, metric in getattr(pl_module, "metrics", nn.ModuleDict()).items():
+            self.track(f"module.metrics.{name}", metric)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the options to gptrain's checkpoints, but not to files of Lightning callbacks."""
+        if strategy_of(trainer).saves_to_store:
+            checkpoint["options"] = self.options
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the options of the checkpoint until all states are loaded."""
+        self._is_resumed = trainer.state.fn == "fit"
+        self._loaded = checkpoint.get("options")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set changed options of callbacks and metrics, whose states Lightning has now loaded.
+
+        Lightning loads the states of the schedules after this hook.
+        """
+        for index, scheduled in enumerate(trainer.lr_scheduler_configs):
+            key = "scheduler" if index == 0 else f"scheduler.{index}"
+            self.track(key, scheduled.scheduler)
+        self._apply_and_log(trainer, "callbacks.", "module.")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set changed options of schedules, whose states Lightning has now loaded."""
+        self._apply_and_log(trainer, "scheduler")
+
+    def _apply_and_log(self, trainer: Trainer, *prefixes: str) -> None:
+        """Set changed options on every rank, and log the changes on rank 0."""
+        if not self._is_resumed:
+            return
+        for message in self.apply_changes(self._loaded, prefixes):
+            if trainer.is_global_zero:
+                log.warning("%s", message)
+
+    def track(self, key: str, part: object, node: Mapping[str, Any] | None = None) -> None:
+        """Record the options of a part right after __init__.
+
+        Args:
+            key: Config key of the part, such as `callbacks.stop`.
+            part: Callback, metric or schedule.
+            node: Config node of the part. None if the part has no node.
+        """
+        initial = {name: deepcopy(value) for name, value in find_options(part)}
+        configured = {
+            name: value
+            for name, value in (node or {}).items()
+            if not name.startswith("_") and is_option(value)
+        }
+        self._parts[key] = part, initial, configured
+        # Some classes change an option in __init__, such as EarlyStopping the sign of min_delta.
+        # Such an option is compared and printed with its value in the config.
+        self.options[key] = {name: plain(value) for name, value in (initial | configured).items()}
+
+    def apply_changes(self, saved: Options | None, prefixes: tuple[str, ...]) -> Iterator[str]:
+        """Set changed options again after the states of the parts were loaded.
+
+        Args:
+            saved: Options in the checkpoint. None for a checkpoint of an older version, which has
+                no options. Every option that the config contains is then set again.
+            prefixes: Prefixes of the keys of the parts to change.
+
+        Yields:
+            One message for each changed option.
+        """
+        for key, (part, initial, configured) in self._parts.items():
+            if not key.startswith(prefixes) or (saved is not None and key not in saved):
+                continue
+            if saved is None:
+                before = {name: plain(value) for name, value in find_options(part)}
+                now = {n: plain(initial[n]) for n in initial if n.lstrip("_") in configured}
+            else:
+                before = saved[key]
+                now = self.options[key]
+            changed = [name for name in now if name in before and before[name] != now[name]]
+            for name in changed:
+                restore_option(part, name, initial)
+            if isinstance(part, ModelCheckpoint) and "save_top_k" in changed:
+                shorten_ranking(part)
+            # If both `_name` and `name` changed, the message has the value of `name`, which comes
+            # later in the list.
+            for name, source in {name.lstrip("_"): name for name in changed}.items():
+                yield f"resumed with {key}.{name}: {before[source]} before, {now[source]} now"
+
+
+def restore_option(part: object, name: str, initial: Mapping[str, Any]) -> None:
+    """Set the attributes `name` and `_name` of a part to copies of their initial values.
+
+    Args:
+        part: Callback, metric or schedule. An attribute without an initial value is left alone.
+        name: Name of the option.
+        initial: Attribute -> value right after __init__.
+    """
+    for attribute in (name, f"_{name}"):
+        if attribute in initial:
+            value = deepcopy(initial[attribute])
+            if isinstance(value, Tensor):
+                value = value.to(getattr(part, attribute).device)
+            setattr(part, attribute, value)
+
+
+def find_options(part: object) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each attribute that keeps an argument of __init__.
+
+    For an argument `name` these are the attributes `name`, `_name` and `names`, and the buffers of
+    a metric, if `is_option` accepts the value.
+    """
+    attributes = dict(getattr(part, "__dict__", {}))
+    if isinstance(part, nn.Module):
+        attributes |= dict(part.named_buffers(recurse=False))
+    for name in argument_names(type(part)):
+        for attribute in (name, f"_{name}", f"{name}s"):  # torch keeps min_lr in min_lrs
+            if attribute in attributes and is_option(attributes[attribute]):
+                yield attribute, attributes[attribute]
+
+
+def argument_names(part_class: type) -> dict[str, None]:
+    """Return the argument names of __init__ of a class and its base classes, without repeats."""
+    inits = (base.__init__ for base in part_class.__mro__[:-1] if "__init__" in vars(base))
+    return {name: None for init in inits for name in inspect.signature(init).parameters}
+
+
+def is_option(value: object) -> bool:
+    """Return whether a value can be an option.
+
+    Options are numbers, strings, None, durations, small tensors, and containers of these. Absolute
+    paths are no options, because they change when a run folder is moved.
+    """
+    if isinstance(value, (str, Path)):
+        return not Path(value).is_absolute()
+    if isinstance(value, Tensor):
+        return value.numel() <= LARGEST_OPTION_TENSOR
+    if isinstance(value, Mapping):
+        return all(map(is_option, value)) and all(map(is_option, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_option, value))
+    return isinstance(value, (bool, int, float, timedelta, type(None)))
+
+
+def plain(value: Any) -> Any:
+    """Convert an option to values that compare with == and that a checkpoint can contain."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return str(value) if isinstance(value, (timedelta, Path)) else value
+
+
+def shorten_ranking(callback: ModelCheckpoint) -> None:
+    """Remove all but the best `save_top_k` files from a ModelCheckpoint's ranking.
+
+    The files stay on disk. Lightning removes the worst file only if the ranking has exactly
+    `save_top_k` entries, so that a longer ranking would keep growing.
+    """
+    ranked = callback.best_k_models
+    n_kept = callback.save_top_k
+    if n_kept < 0 or len(ranked) <= n_kept:
+        return
+    order = sorted(ranked, key=lambda path: float(ranked[path]), reverse=callback.mode == "max")
+    callback.best_k_models = {path: ranked[path] for path in order[:n_kept]}
+    if n_kept:
+        worst = order[n_kept - 1]
+        callback.kth_best_model_path = worst
+        callback.kth_value = ranked[worst]
