@@ -14,7 +14,7 @@ from gptrain.checkpoints.writer import SaveFailedError
 from gptrain.core.errors import EXIT_CODES, UNKNOWN, ConfigError, ConfigIssue, ending_of, exit_code
 from gptrain.data import DataError
 from gptrain.runtime.process import attempt_folder
-from gptrain.runtime.rank import forget_old_starts
+from gptrain.runtime.rank import remove_old_starts
 from gptrain.runtime.watchdog import Heartbeat, read_progress
 
 
@@ -81,7 +81,7 @@ def test_heartbeats_of_this_attempt_stay_and_older_ones_go(tmp_path):
     now = Heartbeat(mine, rank=1)  # has opened its file before rank 0 cleans up
     Heartbeat(folder / "123-45.67-0", rank=0)
     (folder / "of a stranger").symlink_to(victim)
-    forget_old_starts(tmp_path)
+    remove_old_starts(tmp_path)
     assert list(folder.iterdir()) == [mine]
     now.beat(7)
     (progress,) = read_progress(mine)

@@ -16,8 +16,8 @@ from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
 from gptrain.lit.strategies.base import Ranks, SingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
-from gptrain.runtime.devices import RunDevices, find_machine, set_threads
-from gptrain.runtime.process import Process, calm_threads
+from gptrain.runtime.devices import RunDevices, find_devices, set_threads
+from gptrain.runtime.process import Process, stop_idle_spinning
 from tests.command_line import compose_run
 
 
@@ -33,7 +33,7 @@ def visible(monkeypatch):
 
 
 def machine_of(devices):
-    return find_machine(
+    return find_devices(
         OmegaConf.create({"trainer": {"accelerator": "cuda", "devices": devices, "num_nodes": 1}})
     )
 
@@ -158,5 +158,5 @@ def test_threads_are_calmed_where_the_user_has_not_said_how_they_wait(name, monk
     assert os.environ["GOMP_SPINCOUNT"] == "1000"
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv(name, "5")
-    calm_threads()
+    stop_idle_spinning()
     assert os.environ.get("GOMP_SPINCOUNT") == ("5" if name == "GOMP_SPINCOUNT" else None)

@@ -102,7 +102,7 @@ def test_a_job_that_was_refused_last_does_not_say_what_is_best(four, show):
     "words, code, said",
     [
         (["--wher", "a=1"], 2, "error: unrecognized arguments: --wher"),
-        (["--diff"], 2, "error: --diff: compares two runs, and these are 4"),
+        (["--diff"], 2, "error: --diff: needs exactly two runs, found 4"),
         (["nowhere"], 66, "error: no run in nowhere"),
     ],
 )

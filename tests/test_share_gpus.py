@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 
-from gptrain.runtime.process import take_gpus
+from gptrain.runtime.process import reserve_gpus
 
 TAKE = """
 import os, sys
-from gptrain.runtime.process import take_gpus
-take_gpus(int(sys.argv[1]))
+from gptrain.runtime.process import reserve_gpus
+reserve_gpus(int(sys.argv[1]))
 print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
 sys.stdin.read()
 """
@@ -41,5 +41,5 @@ def test_jobs_share_out_the_gpus_and_the_last_one_waits_for_the_first():
 def test_elsewhere_all_that_is_visible_stays_visible(monkeypatch):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "900,901,902")
-    take_gpus(1)
+    reserve_gpus(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "900,901,902"

@@ -75,7 +75,7 @@ def bench(cfg: DictConfig) -> None:
     import torch  # here, so that a wrong option is answered without it
 
     from gptrain import runtime
-    from gptrain.runtime.devices import find_machine, native_precision, set_threads
+    from gptrain.runtime.devices import find_devices, native_precision, set_threads
 
     cfg, mine = runtime.settle(cfg), typed_words()
     folder = Path(cfg.run_dir)
@@ -83,7 +83,7 @@ def bench(cfg: DictConfig) -> None:
         results = target.race(cfg, mine)
         found = {"target_loss": cfg.target_loss, "configs": results}
         return report(found, target.table(results), folder)
-    machine = find_machine(cfg)
+    machine = find_devices(cfg)
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = native_precision(machine)
     spec = make_spec(cfg, machine.accelerator)

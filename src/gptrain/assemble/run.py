@@ -57,7 +57,7 @@ from gptrain.lit.strategies import build_strategy
 from gptrain.parallel.mesh import after_rank_0, from_rank_0, start_group
 from gptrain.parallel.placement import build_on_meta_device
 from gptrain.parallel.requirements import check_fit
-from gptrain.runtime.devices import RunDevices, find_machine, set_threads
+from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, rank_variables, store_path, this_process
 from gptrain.runtime.watchdog import Guard
 
@@ -105,7 +105,7 @@ def check(cfg: RunConfig) -> None:
 
     Raises: ConfigError.
     """
-    dims = parallel_dims(cfg.strategy, find_machine(cfg).world_size)
+    dims = parallel_dims(cfg.strategy, find_devices(cfg).world_size)
     name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
         made = module_class(cfg, name)
@@ -124,7 +124,7 @@ def check(cfg: RunConfig) -> None:
 
 def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
-    process, machine = this_process(), find_machine(cfg)
+    process, machine = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, machine.world_size)
     device = machine.device(process.local_rank)
     if guard is not None:

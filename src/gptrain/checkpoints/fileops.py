@@ -27,7 +27,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(
+def write_new_file(
     path: Path, data: bytes | memoryview, progress: Callable[[], None] | None = None
 ) -> None:
     """A new file with these bytes, on the disk; its name is safe after `sync_folder`."""
@@ -47,7 +47,7 @@ def replace(path: Path, data: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.unlink(missing_ok=True)  # of a dead process that had our number
     try:
-        write_whole(beside, data)
+        write_new_file(beside, data)
         os.rename(beside, path)
     except OSError:
         beside.unlink(missing_ok=True)

@@ -77,14 +77,14 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
             are copied to a device. They die with the file: not for a state that trains on the CPU.
     Raises: UnsafeCheckpointError, DamagedCheckpointError, FileNotFoundError.
     """
-    with one_line_refusals(path), open_regular(path) as file:
+    with one_line_errors(path), open_regular(path) as file:
         is_mapped = mmap and zipfile.is_zipfile(file)
         file.seek(0)
         return _load(path if is_mapped else file, mmap=is_mapped)
 
 
 @contextmanager
-def one_line_refusals(path: str | Path) -> Generator[None, None, None]:
+def one_line_errors(path: str | Path) -> Generator[None, None, None]:
     """Makes one UnsafeCheckpointError or DamagedCheckpointError of all that loading from
     path may raise.
     """
@@ -112,7 +112,7 @@ class SafeFileSystemReader(FileSystemReader):
         Raises: UnsafeCheckpointError, DamagedCheckpointError.
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
-        with one_line_refusals(path):
+        with one_line_errors(path):
             if not path.exists():
                 raise ValueError("it is missing")
             metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path))).load()
@@ -126,7 +126,7 @@ class SafeFileSystemReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fills the plan's tensors and values."""
-        with one_line_refusals(os.fspath(self.path)):
+        with one_line_errors(os.fspath(self.path)):
             return super().read_data(plan, cast(LoadPlanner, _PlainValues(planner)))
 
 

@@ -35,12 +35,12 @@ def sign_record(run_dir: str | Path) -> None:
     """
     file, key = Path(run_dir) / ".hydra" / SIGNATURE_NAME, read_key(make=True)
     if key is None:
-        forget_signature(run_dir)
+        remove_signature(run_dir)
     else:
         fileops.replace(file, _sign(key, run_dir, _read_records(run_dir)))
 
 
-def forget_signature(run_dir: str | Path) -> None:
+def remove_signature(run_dir: str | Path) -> None:
     """Remove the signature of a run, if it has one."""
     (Path(run_dir) / ".hydra" / SIGNATURE_NAME).unlink(missing_ok=True)
 

@@ -92,7 +92,7 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
         fileops.replace(path, status)
         return True
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    fileops.write_whole(beside, status)
+    fileops.write_new_file(beside, status)
     try:
         os.link(beside, path)
     except OSError:

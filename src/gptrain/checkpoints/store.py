@@ -92,7 +92,7 @@ class CheckpointStore:
         draft = CheckpointWriter(
             self._hidden("draft", step), rank, gather, needed_bytes, self.progress
         )
-        with draft.same_answer():
+        with draft.same_error_on_all_ranks():
             if rank == 0:
                 self.check_space(needed_bytes)
                 if not self.folder.exists():
@@ -100,7 +100,7 @@ class CheckpointStore:
                     fileops.sync_folder(self.folder.parent)
                 fileops.remove_tree(draft.path)  # of a save that failed and could not be removed
                 os.mkdir(draft.path)
-        with draft.same_answer():
+        with draft.same_error_on_all_ranks():
             yield draft
         about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
         self._unfinished = draft, about
@@ -127,7 +127,7 @@ class CheckpointStore:
             return
         (draft, about), self._unfinished = self._unfinished, None
         files_of_ranks = draft.finish()
-        with draft.same_answer():
+        with draft.same_error_on_all_ranks():
             if draft.rank == 0:
                 self._commit(draft.path, about, files_of_ranks)
         if draft.rank == 0:
@@ -160,7 +160,7 @@ class CheckpointStore:
                 CheckpointWriter(self._hidden("draft", step), rank, gather, 0, self.progress),
                 None,
             )
-            with draft.same_answer():
+            with draft.same_error_on_all_ranks():
                 if rank == 0:
                     fileops.remove_tree(draft.path)
                     os.mkdir(draft.path)
@@ -171,7 +171,7 @@ class CheckpointStore:
         if about is not None:
             return
         files_of_ranks = draft.finish()
-        with draft.same_answer():
+        with draft.same_error_on_all_ranks():
             if rank == 0:
                 self._commit_amendment(draft.path, step, metrics, files_of_ranks)
         if rank == 0:
@@ -278,7 +278,7 @@ class CheckpointStore:
         entries = sorted(entry for files in files_of_ranks for entry in files.items())
         about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
         target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
-        fileops.write_whole(draft / manifest.MANIFEST_NAME, manifest.seal(about))
+        fileops.write_new_file(draft / manifest.MANIFEST_NAME, manifest.seal(about))
         fileops.sync_folder(draft)
         if target.exists():
             os.rename(target, old)

@@ -97,14 +97,14 @@ class CheckpointWriter:
 
     def finish(self) -> list[dict[str, dict]]:
         """The entries of every rank's files, once all are on the disk. Raises: SaveFailedError."""
-        with self.same_answer():
+        with self.same_error_on_all_ranks():
             entries = {}
             for written in self._written:
                 entries |= written.result()
         return self.gather(entries)
 
     @contextmanager
-    def same_answer(self) -> Generator[None, None, None]:
+    def same_error_on_all_ranks(self) -> Generator[None, None, None]:
         """Lets all ranks raise the first rank's SaveFailedError, so that none goes on or waits
         alone.
 
@@ -143,7 +143,7 @@ class CheckpointWriter:
     def _write_file(self, path: Path, content: memoryview) -> dict:
         """Its entry in the manifest, after it was read back."""
         entry = {"bytes": content.nbytes, "sha256": hashlib.sha256(content).hexdigest()}
-        fileops.write_whole(path, content, self._beat)
+        fileops.write_new_file(path, content, self._beat)
         if found := difference(path, entry, self._beat):
             raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
         return entry

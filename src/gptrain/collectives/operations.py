@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptrain.core.schema import RunConfig
 from gptrain.parallel.mesh import start_group
-from gptrain.runtime.devices import find_machine, set_threads
+from gptrain.runtime.devices import find_devices, set_threads
 from gptrain.runtime.measure import wait_for
 from gptrain.runtime.process import rank_variables, store_path, this_process
 
@@ -40,7 +40,7 @@ COLLECTIVES = {
 @contextmanager
 def group_of(cfg: RunConfig) -> Generator[torch.device, None, None]:
     """The device of this rank, which is in a group with all others as long as the block runs."""
-    machine, rank = find_machine(cfg), this_process().rank
+    machine, rank = find_devices(cfg), this_process().rank
     backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size
     device = machine.device(this_process().local_rank)
     set_threads(machine.n_local)

@@ -47,7 +47,7 @@ from gptrain.core.errors import (
     quoted,
 )
 from gptrain.core.schema import RunConfig
-from gptrain.runtime.process import calm_threads, take_gpus, this_process
+from gptrain.runtime.process import reserve_gpus, stop_idle_spinning, this_process
 from gptrain.runtime.streams import flush_output, prepare_streams
 
 LINGER_S = 10.0  # ranks start within seconds of each other
@@ -72,7 +72,7 @@ def main(
         conf: the project's folder of yaml; None: that of the project in which the command is typed.
     """
     prepare_streams(schema.runs_here)
-    calm_threads()
+    stop_idle_spinning()
     locations.enter(conf)
     code = run_command(job, sys.argv[1:], schema, defaults, usage)
     output_code = flush_output()
@@ -271,7 +271,7 @@ def _run(
                 if finished := find_finished(node):
                     codes.append(errors.DONE)
                     return report_finished(finished, cfg.objective)
-                take_gpus(cfg.trainer.devices)
+                reserve_gpus(cfg.trainer.devices)
                 _print(check(cfg, schema, folder=node.runtime.output_dir)[1])
             value = job(typed(cfg, schema, node.runtime.output_dir))
         except (Exception, SystemExit, KeyboardInterrupt) as error:

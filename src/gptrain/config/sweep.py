@@ -18,8 +18,8 @@ from gptrain.config.compose import line_of, parse
 from gptrain.config.from_run import is_left_out, typed_again
 from gptrain.core import labels
 from gptrain.core.shell import override, train_command
-from gptrain.runs.folder import OVERRIDES, WRONG, RunRecord, read_run, read_runs
-from gptrain.runs.table import ranked, same, table, text_table
+from gptrain.runs.folder import MALFORMED_FILE_ERRORS, OVERRIDES, RunRecord, read_run, read_runs
+from gptrain.runs.table import is_same_value, rank_runs, table, text_table
 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "max_tokens")
 LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
@@ -52,11 +52,13 @@ def find_finished(node: DictConfig) -> RunRecord | None:
     """
     try:
         run = read_run(Path(node.runtime.output_dir))
-    except WRONG:  # no run is there, or its files cannot be read: the checks of the job report it
+    except MALFORMED_FILE_ERRORS:
+        # There is no run, or its files cannot be read: the checks of the job report that.
         return None
     then, now = _identity(run.overrides), _identity(node.overrides.task)
     is_same = all(
-        same(then.get(key), now.get(key)) or (key in LENGTHS and _reaches(then[key], now[key]))
+        is_same_value(then.get(key), now.get(key))
+        or (key in LENGTHS and _reaches(then[key], now[key]))
         for key in then.keys() | now.keys()
     )
     return run if run.is_done and is_same else None
@@ -93,7 +95,7 @@ def report_sweep(folder: Path, searched: Sequence[str] = ()) -> None:
         OSError: If results.csv cannot be written.
     """
     if runs := read_runs([folder]):
-        metric, runs = ranked(runs)
+        metric, runs = rank_runs(runs)
         print(f"\n{text_table(runs, metric)}")
         every = sorted({name for run in runs for name in run.metrics})
         with open(folder / "results.csv", "w", newline="") as file:

@@ -15,7 +15,7 @@ from gptrain.checkpoints.status import to_json
 from gptrain.ladder.law import COUNTS, LEVEL, best_for, fit_law, law_loss, left_out
 from gptrain.ladder.options import Options
 from gptrain.ladder.sizes import Phases, Size
-from gptrain.runs.table import aligned
+from gptrain.runs.table import align_columns
 
 FILE = "ladder.json"
 FORMS = {
@@ -39,7 +39,7 @@ def plan_table(
     line = f"target    {target.counts['all']:,} parameters, {tokens:.4g} tokens, "
     line += f"{tokens * target.flops_per_token:.3g} FLOPs, {duration(target.hours(tokens))}"
     ladder = f"ladder    {flops:.3g} FLOPs, {duration(hours)} on {here}"
-    return "\n".join([aligned(table), ladder, f"{line} on {place}"])
+    return "\n".join([align_columns(table), ladder, f"{line} on {place}"])
 
 
 def duration(hours: float) -> str:
@@ -81,7 +81,7 @@ def conclude(
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
     """Print the tables and write ladder.json and ladder.png."""
-    print("\n".join([aligned(rows(facts)), *lines(facts)]))
+    print("\n".join([align_columns(rows(facts)), *lines(facts)]))
     law = facts["law"]
     content = facts | {"law": asdict(law), "constants": law.named}
     fileops.replace(folder / FILE, to_json(content))

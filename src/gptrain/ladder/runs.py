@@ -18,7 +18,7 @@ from gptrain.core.errors import BAD_DATA, DONE, FAILED, FOLDER_UNUSABLE, ConfigE
 from gptrain.core.shell import override
 from gptrain.ladder.sizes import Phases, Size, merged
 from gptrain.runs.folder import OVERRIDES, read_run
-from gptrain.runs.table import same
+from gptrain.runs.table import is_same_value
 
 # With other values of these it is the same run: where and how it runs, what it keeps.
 INDIFFERENT = (
@@ -100,7 +100,7 @@ def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
     then, now = there.typed, replace(there, overrides=expand(words)).typed
     for key in sorted(now.keys() | then.keys()):
         old, new = then.get(key), now.get(key)
-        if not key.startswith(INDIFFERENT) and not same(old, new):
+        if not key.startswith(INDIFFERENT) and not is_same_value(old, new):
             run = run_dir.relative_to(folder)
             message = f"{run} was run with {key}={old}, and this is {key}={new}"
             hint, code = "another run_dir", FOLDER_UNUSABLE

@@ -19,7 +19,7 @@ from gptrain.core.small_files import DataError
 from gptrain.data import BatchReader, EvalBatches, Mixture, SampleOrder, TrainBatches, collate
 from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
-from gptrain.runtime.signals import hold_back, ignore_in_worker, kill_workers
+from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
 
 SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
 
@@ -166,7 +166,7 @@ class Loader(DataLoader):
 
     # A generator around torch's iterator.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
-        with hold_back():
+        with block_stop_signals():
             batches = super().__iter__()
         atexit.unregister(kill_workers)  # once
         atexit.register(kill_workers)

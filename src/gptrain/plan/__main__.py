@@ -38,7 +38,7 @@ from gptrain.costs.hardware import DEVICES, LINKS, device_of
 from gptrain.costs.speed import DamagedMeasurementError, Machine, machine_of, this_machine, unit_of
 from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
-from gptrain.runs.table import aligned
+from gptrain.runs.table import align_columns
 from gptrain.runtime.process import count_devices, count_nodes
 
 FLAGS = ("--json", "--doctor", "--trace", "--measure")
@@ -197,7 +197,7 @@ def held_lines(found: dict[str, Any]) -> list[str]:
         held = (f"{row['bytes_per_device'][part] / size:.2f}" for part in PARTS)
         cells.append([name, *held, "yes" if row["fits"] else "no"])
     head = f"{found['parameters'] / 1e6:,.1f} M parameters, {machine['name']}"
-    return [f"{head} ({machine['source']})", aligned(cells)]
+    return [f"{head} ({machine['source']})", align_columns(cells)]
 
 
 def step_lines(rows: dict[str, Any]) -> list[str]:
@@ -214,7 +214,7 @@ def step_lines(rows: dict[str, Any]) -> list[str]:
             *(f"{row[key]:,.1f}" if key in row else "-" for key in ("hours", "device_hours")),
             max(wire, key=wire.get).rpartition(" ")[2] if wire else "-",
         ])  # fmt: skip
-    return [aligned(cells)]
+    return [align_columns(cells)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Runs side by side, read from their folders.
+"""Compare runs and remove their surplus checkpoints, by reading the files in their folders.
 
 python -m gptrain.runs outputs/train                      a table, the best run first
-python -m gptrain.runs outputs --json                     the same for programs
-python -m gptrain.runs --diff outputs/a outputs/b         what differs between two
-python -m gptrain.runs --prune outputs/a             deletes checkpoints but best and newest
+python -m gptrain.runs outputs --json                     the same as JSON
+python -m gptrain.runs --diff outputs/a outputs/b         keys in which two runs differ
+python -m gptrain.runs --prune outputs/a                  deletes all checkpoints but the best
+                                                          and the newest
 """

@@ -1,4 +1,4 @@
-"""The command: which runs, and how they are shown."""
+"""Command line of `python -m gptrain.runs`."""
 
 from __future__ import annotations
 
@@ -13,25 +13,35 @@ from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, Parser, printable
 from gptrain.core.locations import default_output_dir
 from gptrain.runs.folder import RunRecord, read_runs
 from gptrain.runs.prune import prune
-from gptrain.runs.table import aligned, differing, names, ranked, text_table
+from gptrain.runs.table import align_columns, differing_keys, rank_runs, run_names, text_table
 from gptrain.runtime.streams import flush_output, prepare_streams
 
-AS_JSON = ("overrides", "metrics", "steps", "seconds", "ended")
-EACH_ITS_OWN = {"overrides", "command", "started"}
+JSON_FIELDS = ("overrides", "metrics", "steps", "seconds", "ended")
+NEVER_COMPARED = {"overrides", "command", "started"}
 
 
 def main() -> NoReturn:
-    """The command line."""
+    """Parse the arguments, print the answer and exit."""
     raw = argparse.RawDescriptionHelpFormatter
     head: dict[str, Any] = {"description": package.__doc__, "formatter_class": raw}
     parser = Parser("python -m gptrain.runs", allow_abbrev=False, **head)
     outputs = Path(default_output_dir())
-    parser.add_argument("folders", nargs="*", type=Path, default=[outputs], help="or above them")
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        default=[outputs],
+        help="run folders, or folders above them",
+    )
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--json", action="store_true", help="a list, the best run first")
-    shown.add_argument("--diff", action="store_true", help="what differs between two runs")
-    shown.add_argument("--prune", action="store_true", help="deletes all but best and newest")
-    parser.add_argument("--yes", action="store_true", help="of --prune: deletes without a question")
+    shown.add_argument("--json", action="store_true", help="print a JSON list, the best run first")
+    shown.add_argument(
+        "--diff", action="store_true", help="print the keys in which two runs differ"
+    )
+    shown.add_argument(
+        "--prune", action="store_true", help="delete all checkpoints but the best and newest"
+    )
+    parser.add_argument("--yes", action="store_true", help="with --prune: delete without asking")
     prepare_streams(is_run=False)
     try:
         print(answer(parser.parse_args()))
@@ -42,9 +52,14 @@ def main() -> NoReturn:
 
 
 def answer(args: argparse.Namespace) -> str:
-    """What is printed. Raises: ConfigError."""
+    """Return the text that the command prints. With --prune, delete checkpoints, too.
+
+    Raises:
+        ConfigError: If the arguments do not fit together, no run is found, or a run cannot be
+            pruned.
+    """
     if args.yes and not args.prune:
-        raise ConfigError.of("--yes", None, "confirms --prune, which was not typed")
+        raise ConfigError.of("--yes", None, "has an effect with --prune only")
     if args.prune and args.folders == [Path(default_output_dir())]:
         raise ConfigError.of("--prune", None, "needs a folder", hint="--prune FOLDER")
     runs = read_runs(args.folders)
@@ -55,23 +70,27 @@ def answer(args: argparse.Namespace) -> str:
         return prune(runs, args.yes)
     if args.diff:
         return difference(runs)
-    metric, runs = ranked(runs)
+    metric, runs = rank_runs(runs)
     if args.json:
-        rows = [{"run": str(run.path)} | {k: getattr(run, k) for k in AS_JSON} for run in runs]
+        rows = [{"run": str(run.path)} | {k: getattr(run, k) for k in JSON_FIELDS} for run in runs]
         return json.dumps(rows, indent=1)
     return text_table(runs, metric)
 
 
 def difference(runs: list[RunRecord]) -> str:
-    """Config, versions, code, machine and metrics where two runs differ."""
+    """Return the keys of config.yaml and result.json in which two runs differ, as a table.
+
+    Raises:
+        ConfigError: If there are not exactly two runs.
+    """
     if len(runs) != 2:
-        raise ConfigError.of("--diff", None, f"compares two runs, and these are {len(runs)}")
+        raise ConfigError.of("--diff", None, f"needs exactly two runs, found {len(runs)}")
     sides = [run.config | run.result | {"ended": run.ended} for run in runs]
-    rows = [["", *map(printable, names(runs))]]
-    for key in differing(sides):
-        if key not in EACH_ITS_OWN:
+    rows = [["", *map(printable, run_names(runs))]]
+    for key in differing_keys(sides):
+        if key not in NEVER_COMPARED:
             rows.append([printable(key), *(printable(side.get(key, "-")) for side in sides)])
-    return aligned(rows)
+    return align_columns(rows)
 
 
 if __name__ == "__main__":

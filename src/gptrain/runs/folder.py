@@ -1,4 +1,7 @@
-"""What a run folder says of its run, whoever wrote it: small files are read, nothing executed."""
+"""Record of a run, read from its folder.
+
+The folder may come from anybody: its small files are parsed, and nothing in them is executed.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,24 @@ from gptrain.checkpoints.store import CheckpointStore
 from gptrain.core.errors import DONE, ConfigIssue
 from gptrain.core.small_files import flatten, read_facts, read_json, read_yaml
 
-# Of files that are not as ours are, whoever wrote them.
-WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
+# Errors that a file of another form than gptrain's may cause while it is read.
+MALFORMED_FILE_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
 OVERRIDES, CONFIG = ".hydra/overrides.yaml", ".hydra/config.yaml"
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run.
+    """One run, as its folder describes it.
 
     Attributes:
-        overrides: as typed.
-        metrics: final ones; of a run that is not done those of its newest checkpoint.
-        is_done: whether it came to an end of its own.
-        ended, detail: why it ended, in a word or two, and more of it.
+        path: Folder of the run.
+        overrides: Overrides as they were typed.
+        metrics: Final metrics, or those of the newest checkpoint if the run is not done.
+        steps: Number of optimizer steps, if it is known.
+        seconds: Time that the run took, in seconds, if it is done.
+        is_done: True if the run reached its own end.
+        ended: Reason of the end in a word or two, such as "done", "running" or "lost".
+        detail: Explanation of the reason. May be empty.
     """
 
     path: Path
@@ -45,43 +52,52 @@ class RunRecord:
 
     @property
     def typed(self) -> dict[str, str]:
-        """Key -> value of the overrides."""
+        """Values of the overrides by key, without the `+` of new keys."""
         pairs = (override.partition("=") for override in self.overrides)
         return {key.lstrip("+"): value for key, _, value in pairs}
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The composed config, dotted key -> value."""
+        """Values of the composed config by dotted key."""
         return flatten(read_facts(self.path / CONFIG, read_yaml))
 
     @property
     def result(self) -> dict[str, Any]:
-        """All of result.json, dotted key -> value."""
+        """Values of result.json by dotted key."""
         return flatten(read_facts(self.path / RESULT_NAME))
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """The runs at or below each folder, once; one that cannot be read is a warning."""
+    """Return the runs at or below each folder, each once. Print a warning for an unreadable run."""
     runs = []
-    found = (file.parents[1] for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
-    for path in dict.fromkeys(found):
+    files = (file for folder in folders for file in sorted(folder.rglob(OVERRIDES)))
+    for path in dict.fromkeys(file.parents[1] for file in files):
         try:
             runs.append(read_run(path))
-        except WRONG as error:
+        except MALFORMED_FILE_ERRORS as error:
             message = f"{path}: {error or type(error).__name__}"
             print(ConfigIssue("", None, message, code=DONE).line, file=sys.stderr)
     return runs
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run of a folder. Raises: one of WRONG."""
-    overrides, path = read_yaml(folder / OVERRIDES), folder / RESULT_NAME
-    result = read_json(path) if path.exists() else {}
-    status, is_running = read_status(folder) or {}, is_held(folder)
+    """Return the record of the run in a folder.
+
+    Raises:
+        OSError, ValueError, …: One of `MALFORMED_FILE_ERRORS`, if a file cannot be read or has
+            another form than gptrain's.
+    """
+    overrides = read_yaml(folder / OVERRIDES)
+    result_path = folder / RESULT_NAME
+    result = read_json(result_path) if result_path.exists() else {}
+    status = read_status(folder) or {}
+    is_running = is_held(folder)
     is_done = bool(status or result) and status.get("exit_code", DONE) == DONE and not is_running
     if is_done:
-        facts, why = result, result.get("ended", {})
-        ended, detail = why.get("reason", "done"), why.get("detail", "")
+        facts = result
+        reason = result.get("ended", {})
+        ended = reason.get("reason", "done")
+        detail = reason.get("detail", "")
     else:
         facts = _newest_checkpoint(folder) or {"steps": status.get("step")}
         ended = "running" if is_running else status.get("cause", "lost")
@@ -89,7 +105,7 @@ def read_run(folder: Path) -> RunRecord:
     metrics = facts.get("metrics", {}).items()
     return RunRecord(
         path=folder,
-        overrides=[str(one) for one in overrides],
+        overrides=[str(override) for override in overrides],
         metrics={name: value for name, value in metrics if _number(value) is not None},
         steps=_number(facts.get("steps")),
         seconds=_number(facts.get("seconds")),
@@ -100,7 +116,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _newest_checkpoint(folder: Path) -> dict[str, Any]:
-    """Steps and metrics of the newest checkpoint, by its manifest."""
+    """Return steps and metrics of the newest checkpoint from its manifest, or {} without one."""
     if path := CheckpointStore(folder / CHECKPOINTS_NAME).newest():
         with suppress(DamagedCheckpointError):
             manifest = read_manifest(path)
@@ -109,5 +125,5 @@ def _newest_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite figure, else None."""
+    """Return the value if it is a finite number, else None."""
     return value if type(value) in (int, float) and math.isfinite(value) else None

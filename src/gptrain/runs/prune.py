@@ -1,4 +1,4 @@
-"""Deletes the checkpoints of runs, all but the newest and the best."""
+"""Deletion of all checkpoints of a run but the newest and the best."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from gptrain.runs.folder import RunRecord
 
 @dataclass(frozen=True)
 class Surplus:
-    """The checkpoints of one run that a prune deletes, and those that it keeps."""
+    """Checkpoints of one run that are deleted and kept.
+
+    Attributes:
+        run: Folder of the run.
+        kept: Folders of the checkpoints that are kept.
+        deleted: Folders of the checkpoints that are deleted.
+    """
 
     run: Path
     kept: list[Path]
@@ -27,20 +33,23 @@ class Surplus:
 
 
 def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
-    """Delete all but the newest and the best checkpoint of each run, and return what was done.
+    """Delete all but the newest and the best checkpoint of each run, and return a summary.
 
-    Everything is shown before anything is deleted. Copies in a mirror stay.
+    Prints what will be deleted and kept before anything is deleted. Does not touch the copies in a
+    mirror.
 
     Args:
-        is_confirmed: Whether --yes was typed; otherwise a person at a terminal is asked.
+        runs: Runs whose checkpoints are deleted.
+        is_confirmed: True if --yes was typed. Otherwise the user at the terminal is asked.
 
     Raises:
-        ConfigError: If a run is going on, its checkpoints are a link, or nobody confirmed.
+        ConfigError: If a run is active, the folder of its checkpoints is a link, no checkpoint is
+            intact, or the deletion was not confirmed.
     """
-    found = [find_surplus(run) for run in runs]
-    chosen = [surplus for surplus in found if surplus.deleted]
+    surpluses = [find_surplus(run) for run in runs]
+    chosen = [surplus for surplus in surpluses if surplus.deleted]
     if not chosen:
-        return "nothing to delete: each run has its newest and its best checkpoint alone"
+        return "nothing to delete: each run has only its newest and its best checkpoint"
     for surplus in chosen:
         for path in surplus.deleted:
             print(f"delete    {printable(path)} · {size_of(path) / 2**20:,.1f} MiB")
@@ -49,29 +58,35 @@ def prune(runs: Sequence[RunRecord], is_confirmed: bool) -> str:
     n_bytes = sum(size_of(path) for surplus in chosen for path in surplus.deleted)
     n_paths = sum(len(surplus.deleted) for surplus in chosen)
     if not is_confirmed and not ask(f"delete {n_paths} checkpoints? [y/N] "):
-        raise ConfigError.of("--prune", None, "nothing was deleted", hint="--prune FOLDER --yes")
+        raise ConfigError.of(
+            "--prune", None, "nothing was deleted: not confirmed", hint="--prune FOLDER --yes"
+        )
     for surplus in chosen:
-        with RunLock(surplus.run, wait_s=0.0):  # no start of this run may read them meanwhile
+        with RunLock(surplus.run, wait_s=0.0):  # keeps the run from starting meanwhile
             for path in surplus.deleted:
-                shutil.rmtree(path)  # which removes a link and does not follow it
+                shutil.rmtree(path)  # does not follow links in the folder
     return f"deleted {n_paths} checkpoints, {n_bytes / 2**20:,.1f} MiB; copies in a mirror stay"
 
 
 def find_surplus(run: RunRecord) -> Surplus:
-    """Return which checkpoints of a run are neither the newest nor the best.
+    """Return the checkpoints of a run that are neither the newest nor the best, and the kept ones.
+
+    Reads every byte of the kept checkpoints to verify them. If the newest checkpoint is damaged,
+    the newest intact one is kept as well.
 
     Raises:
-        ConfigError: If the run is going on, or its folder of checkpoints lies behind a link.
+        ConfigError: If the run is active, its lock or the folder of its checkpoints is a link, or
+            no checkpoint is intact.
     """
     folder = run.path / CHECKPOINTS_NAME
     if run.ended == "running":
-        raise refused(run.path, "is running; wait for it, or stop it")
+        raise refused(run.path, "is running; wait for its end, or stop it")
     if folder.is_symlink() or (run.path / LOCK_NAME).is_symlink():
-        raise refused(folder, "a link; what it leads to is not deleted")
+        raise refused(folder, "is a link; checkpoints behind a link are not deleted")
     store = CheckpointStore(folder)
     monitor = str(run.config.get("checkpoint.monitor", "val/loss"))
     mode = "max" if run.config.get("checkpoint.mode") == "max" else "min"
-    try:  # every byte of what is kept is read: a damaged newest one is not relied upon
+    try:
         verified = [store.best(monitor, mode), store.newest_good()]
     except NoGoodCheckpointError as error:
         raise refused(folder, f"nothing was deleted: {first_line(error)}") from error
@@ -83,15 +98,16 @@ def find_surplus(run: RunRecord) -> Surplus:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of the files of a folder, without following a link."""
-    modes = (entry.lstat() for entry in path.rglob("*"))
-    return sum(mode.st_size for mode in modes if stat.S_ISREG(mode.st_mode))
+    """Return the size of all files in a folder, in bytes. Links are not followed."""
+    entries = (entry.lstat() for entry in path.rglob("*"))
+    return sum(entry.st_size for entry in entries if stat.S_ISREG(entry.st_mode))
 
 
 def ask(question: str, read: Callable[[str], str] = input) -> bool:
-    """Return whether a person at a terminal answers yes; without a terminal nobody does."""
+    """Ask the user at the terminal and return whether the answer is yes. False without a terminal."""
     return sys.stdin.isatty() and read(question).strip().lower() in ("y", "yes")
 
 
 def refused(path: Path, message: str) -> ConfigError:
+    """Return the error of a run that cannot be pruned."""
     return ConfigError.of("--prune", str(path), message, code=FOLDER_UNUSABLE)

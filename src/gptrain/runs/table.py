@@ -1,4 +1,4 @@
-"""Runs in a table: what varied, who is best."""
+"""Comparison of runs: a table with the best run first, and the keys in which runs differ."""
 
 from __future__ import annotations
 
@@ -11,50 +11,68 @@ from typing import Any
 from gptrain.core.errors import printable
 from gptrain.runs.folder import RunRecord
 
-SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # beside the objective
-PLACES = ("_dir", "dirpath", "from_run", "ckpt_path", "checkpoint")  # keys of where, not of what
-CELL = 32  # characters of a value; an ending has all it needs
-MARK = " *"  # behind the steps of a run
+SHOWN = ("train/loss", "val/loss", "test/loss", "perf/tokens_per_s")  # metrics after the objective
+# Endings of keys that hold a location: equal runs may have different ones.
+LOCATION_KEYS = ("_dir", "dirpath", "from_run", "ckpt_path", "checkpoint")
+CELL = 32  # maximum width of a value, in characters; the column `ended` is not cut
+MARK = " *"  # appended to the number of steps of a run
 MARKED = (
     "another number of steps than most of these runs: the metrics do not compare like with like"
 )
-SPELT = {"None": "null", "True": "true", "False": "false"}
+YAML_SPELLING = {"None": "null", "True": "true", "False": "false"}
 
 
-def differing(sides: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values are not the same in all, but for places."""
-    keys = dict.fromkeys(key for side in sides for key in side if not key.endswith(PLACES))
-    return [key for key in keys if not all(same(one.get(key), sides[0].get(key)) for one in sides)]
+def differing_keys(sides: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values are not equal in all mappings, in order of first appearance.
+
+    A missing key counts as None. Keys that hold a location (`LOCATION_KEYS`) are left out.
+    """
+    keys = dict.fromkeys(key for side in sides for key in side if not key.endswith(LOCATION_KEYS))
+    first = sides[0]
+    return [
+        key
+        for key in keys
+        if not all(is_same_value(side.get(key), first.get(key)) for side in sides)
+    ]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are one, however they are spelt: 1e-3 is 0.001, null None."""
+def is_same_value(value: Any, other: Any) -> bool:
+    """Return whether two values are equal. 1e-3 equals 0.001, and null equals None."""
     try:
-        return float(one) == float(other)
+        return float(value) == float(other)
     except (TypeError, ValueError, OverflowError):
-        return SPELT.get(str(one), str(one)) == SPELT.get(str(other), str(other))
+        text, other_text = str(value), str(other)
+        return YAML_SPELLING.get(text, text) == YAML_SPELLING.get(other_text, other_text)
 
 
-def ranked(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
-    """The objective of the last run that began, and the runs by it: the best first."""
+def rank_runs(runs: Sequence[RunRecord]) -> tuple[str, list[RunRecord]]:
+    """Return the objective and the runs sorted by it, the best first.
+
+    The objective and its direction are taken from the config of the last run in `runs` that has
+    one. Runs without the metric come last.
+    """
     config = next((run.config for run in reversed(runs) if run.config), {})
     metric = str(config.get("objective", "val/loss"))
     sign = -1 if config.get("checkpoint.mode") == "max" else 1
     return metric, sorted(runs, key=lambda run: sign * run.metrics.get(metric, sign * math.inf))
 
 
-def names(runs: Sequence[RunRecord]) -> list[str]:
-    """Each run's folder, without what is common to all."""
+def run_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the path of each run's folder, relative to the folder that holds all of the runs."""
     paths = [os.path.abspath(run.path) for run in runs]
     common = os.path.commonpath(map(os.path.dirname, paths))
     return [os.path.relpath(path, common) for path in paths]
 
 
 def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
-    """A head and a row a run: its name, what was typed differently, metrics, how it ended."""
-    keys = differing([run.typed for run in runs])
+    """Return the table of some runs: a row of column names, then one row per run.
+
+    The columns are the run's name, the overrides in which the runs differ, the metrics, steps,
+    seconds, and how the run ended. A value that a run does not have is None.
+    """
+    keys = differing_keys([run.typed for run in runs])
     rows: list[list[Any]] = [["run", *keys, *metrics, "steps", "seconds", "ended"]]
-    for run, name in zip(runs, names(runs), strict=True):
+    for run, name in zip(runs, run_names(runs), strict=True):
         values = *map(run.typed.get, keys), *map(run.metrics.get, metrics)
         seconds = None if run.seconds is None else round(run.seconds, 1)
         ending = printable(f"{run.ended}: {run.detail}" if run.detail else run.ended)
@@ -63,32 +81,39 @@ def table(runs: Sequence[RunRecord], metrics: Sequence[str]) -> list[list[Any]]:
 
 
 def text_table(runs: Sequence[RunRecord], metric: str) -> str:
-    """Return the table for a terminal, with a mark at runs of another length than most of them."""
-    shown = [one for one in dict.fromkeys((metric, *SHOWN)) if any(one in r.metrics for r in runs)]
-    head, *rows = table(runs, shown)
-    place = head.index("steps")
+    """Return the table for a terminal. Runs of an unusual length have a mark and a footnote.
+
+    Args:
+        runs: Runs in the order of the rows.
+        metric: Name of the objective, which is the first metric of the table.
+    """
+    candidates = dict.fromkeys((metric, *SHOWN))
+    metrics = [name for name in candidates if any(name in run.metrics for run in runs)]
+    head, *rows = table(runs, metrics)
+    steps_column = head.index("steps")
     is_marked = [steps_differ(run, runs, metric) for run in runs]
-    cells = [[printable(name), *map(cell, row), end] for name, *row, end in (head, *rows)]
+    cells = [[printable(name), *map(format_cell, row), end] for name, *row, end in (head, *rows)]
     for row, marked in zip(cells[1:], is_marked, strict=True):
-        row[place] += MARK if marked else ""
-    return aligned(cells) + (f"\n{MARK.strip()} {MARKED}" if any(is_marked) else "")
+        row[steps_column] += MARK if marked else ""
+    footnote = f"\n{MARK.strip()} {MARKED}" if any(is_marked) else ""
+    return align_columns(cells) + footnote
 
 
 def steps_differ(run: RunRecord, runs: Sequence[RunRecord], metric: str) -> bool:
-    """Return whether a run has another number of steps than most of the runs it is ranked with."""
-    lengths = Counter(sorted(one.steps for one in runs if metric in one.metrics and one.steps))
+    """Return whether a run has another number of steps than most runs that have the metric."""
+    lengths = Counter(sorted(r.steps for r in runs if metric in r.metrics and r.steps))
     return metric in run.metrics and bool(lengths) and run.steps != lengths.most_common(1)[0][0]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text as columns."""
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of texts as lines whose columns are padded to equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 
-def cell(value: Any) -> str:
-    """A number in five digits, thousands in groups; text cut at `CELL` characters."""
+def format_cell(value: Any) -> str:
+    """Return a number with five significant digits or grouped thousands, a text cut at `CELL`."""
     if type(value) not in (int, float):
         return printable("" if value is None else value)[:CELL]
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.5g}"

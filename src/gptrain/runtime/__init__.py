@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.lock import LOST_HOST_S, NAMED_AFTER_S, RunLock
-from gptrain.checkpoints.signature import forget_signature, read_signed_record, sign_record
+from gptrain.checkpoints.signature import read_signed_record, remove_signature, sign_record
 from gptrain.core import locations
 from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import this_process
@@ -42,21 +42,21 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
     """
     process = this_process()
     with StopFlag() as stop:
-        from gptrain.runtime.devices import find_machine  # torch
-        from gptrain.runtime.rank import forget_old_starts, run_rank, start_log
+        from gptrain.runtime.devices import find_devices  # torch
+        from gptrain.runtime.rank import remove_old_starts, run_rank, start_log
         from gptrain.runtime.supervisor import is_restart, prepare_start, supervise
 
-        machine, again = find_machine(cfg), is_restart()
+        machine, again = find_devices(cfg), is_restart()
         if process.rank > 0:  # rank 0 holds the folder, and sends the checkpoint's path
-            tell_folder(cfg.run_dir)
+            report_folder(cfg.run_dir)
             return run_rank(train, cfg, stop)
         # The lock is free again when this process ends, however it ends.
         with RunLock(cfg.run_dir, LOST_HOST_S if again else NAMED_AFTER_S) as lock:
             start_log()
             cfg = prepare_start(cfg, find_checkpoint, lock, machine.world_size, again)
-            forget_old_starts(cfg.run_dir)
+            remove_old_starts(cfg.run_dir)
             keep_config(cfg)
-            tell_folder(cfg.run_dir)
+            report_folder(cfg.run_dir)
             if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
                 return run_rank(train, cfg, stop)
             again = partial(
@@ -65,7 +65,7 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
             return supervise(train, cfg, machine.n_local, again, stop)
 
 
-def tell_folder(run_dir: str) -> None:
+def report_folder(run_dir: str) -> None:
     """Report the folder of the run that starts to `gptrain.fit`, if that started this process.
 
     If the process of `gptrain.fit` ends before the run, the run is asked to save and to stop.
@@ -91,6 +91,6 @@ def keep_config(cfg: RunConfig) -> None:
     for name, record in records.items():
         fileops.replace(folder / f"{name}.yaml", OmegaConf.to_yaml(record).encode())
     if cfg.from_run and read_signed_record(Path(cfg.from_run).expanduser()) is None:
-        forget_signature(cfg.run_dir)
+        remove_signature(cfg.run_dir)
     else:
         sign_record(cfg.run_dir)

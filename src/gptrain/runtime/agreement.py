@@ -49,7 +49,7 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
 def _write_once(path: Path, value: Any) -> None:
     """Write a file, all of it at once, unless there is one of this name already."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    fileops.write_whole(beside, json.dumps(value).encode())
+    fileops.write_new_file(beside, json.dumps(value).encode())
     with suppress(FileExistsError):
         os.link(beside, path)
     beside.unlink()

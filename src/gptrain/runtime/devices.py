@@ -49,7 +49,7 @@ class RunDevices:
         return torch.device(self.accelerator if self.accelerator == "mps" else "cpu")
 
 
-def find_machine(cfg: RunConfig) -> RunDevices:
+def find_devices(cfg: RunConfig) -> RunDevices:
     """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
     devices, n_nodes = cfg.trainer.devices, count_nodes(cfg.trainer.num_nodes)

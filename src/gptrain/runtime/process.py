@@ -27,7 +27,7 @@ PORTS = range(20000, 30000)  # below those that Linux gives to clients
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 ATTEMPTS_NAME = ".beats"  # in the run folder, a folder for each start
 _START_S = time.time()  # of this process, nearly
-_held: list[ExitStack] = []  # names of GPUs that are this process's
+_reservations: list[ExitStack] = []  # names of GPUs that are this process's
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def count_nodes(num_nodes: int | str) -> int:
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
 
 
-def calm_threads() -> None:
+def stop_idle_spinning() -> None:
     """Keeps idle OpenMP threads from spinning; call it before torch is imported.
 
     Beside a busy process two that spin for each other made a run three times slower than one; after
@@ -220,7 +220,7 @@ def attempt() -> str:
     return re.sub("[^A-Za-z0-9_-]", "_", f"{job}-{env.get('MASTER_PORT')}")
 
 
-def take_gpus(devices: Any) -> None:
+def reserve_gpus(devices: Any) -> None:
     """Leaves a job of submitit_local so many GPUs, that no other job has, once they are free.
 
     submitit shows the same `hydra.launcher.gpus_per_node` to all jobs. A name in Linux's abstract
@@ -232,17 +232,17 @@ def take_gpus(devices: Any) -> None:
     gpus = shown.split(",")
     n = min(count_devices(devices) or len(gpus), len(gpus))
     blocks = [gpus[first : first + n] for first in range(0, len(gpus) - n + 1, n)]
-    while (taken := next(filter(_hold, blocks), None)) is None:
+    while (taken := next(filter(_reserve, blocks), None)) is None:
         time.sleep(0.2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
 
 
-def _hold(names: list[str]) -> bool:
+def _reserve(names: list[str]) -> bool:
     """Whether all of the names were free, and are this process's now."""
     with ExitStack() as sockets, suppress(OSError):
         for name in names:
             sockets.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0gptrain-gpu-{name}")
-        _held.append(sockets.pop_all())
+        _reservations.append(sockets.pop_all())
         return True
     return False
 

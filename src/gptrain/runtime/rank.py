@@ -60,7 +60,7 @@ def run_rank(
             rank=rank,
             timeout_s=cfg.launcher.timeout_s or cfg.strategy.timeout_s,
             parent_pid=parent_pid,
-            about=partial(resume_facts, cfg),
+            describe=partial(resume_facts, cfg),
         )
         with guard:
             guard.leave_if_asked()
@@ -75,7 +75,7 @@ def run_rank(
             time.sleep(PEERS_REPORT_S)
         report_ending(cfg, ending, rank, guard.heartbeat.step if guard else None)
         if this_process().is_rank:
-            leave(ending.code)
+            exit_rank(ending.code)
         raise JobFailedError(ending.code, ending.line) from error
     if rank == 0:
         record_ending(cfg, Ending(errors.DONE, "done", "done"), rank, guard.heartbeat.step)
@@ -109,7 +109,7 @@ def rank_process(
         return runpy.run_path(script)[name](*arguments)
 
     run_rank(train, cfg, StopFlag().install(), parent_pid)
-    leave(errors.DONE)
+    exit_rank(errors.DONE)
 
 
 def start_log() -> None:
@@ -120,7 +120,7 @@ def start_log() -> None:
             handler.flush()
 
 
-def leave(code: int) -> NoReturn:
+def exit_rank(code: int) -> NoReturn:
     """End a rank by os._exit. After sys.exit a process group's destructor waits for lost ranks."""
     logging.shutdown()
     sys.stdout.flush()
@@ -212,7 +212,7 @@ def ways_to_save_memory(cfg: RunConfig) -> str:
     return f"a micro-batch is {batch_size} sequences of {tokens}; try {', or '.join(ways)}"
 
 
-def forget_old_starts(run_dir: str | Path) -> None:
+def remove_old_starts(run_dir: str | Path) -> None:
     """Removes what earlier starts left; other ranks may have begun to write what is of this one."""
     mine = attempt_folder(run_dir)
     for path in mine.parent.glob("*"):

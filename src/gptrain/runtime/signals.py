@@ -78,7 +78,7 @@ class StopFlag:
 
 
 @contextmanager
-def hold_back() -> Generator[None, None, None]:
+def block_stop_signals() -> Generator[None, None, None]:
     """No stop signal reaches this thread, nor the processes that it starts meanwhile.
 
     A child keeps them waiting until it has handlers of its own: there is no moment at which a

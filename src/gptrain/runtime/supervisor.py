@@ -43,7 +43,7 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.small_files import UnreadableFileError, read_facts, read_json
 from gptrain.runtime.process import ATTEMPTS_NAME, RESTART_COUNTS
 from gptrain.runtime.rank import newest_checkpoint, rank_process, report_ending
-from gptrain.runtime.signals import StopFlag, hold_back
+from gptrain.runtime.signals import StopFlag, block_stop_signals
 from gptrain.runtime.watchdog import (
     StallWatch,
     furthest_behind,
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
 POLL_S = 0.2  # heartbeats are read so often, maybe over a network
 GRACE_S = 6.0  # for the others to leave by themselves once one has failed
-LINGER_S = 3.0  # for live ranks to print their stacks once one is hung
+PRINT_STACKS_S = 3.0  # for live ranks to print their stacks once one is hung
 RANKS_FIRST_S = 3.0  # a rank that sees its own hang prints more than the supervisor can
 SAVING = ("save", "mirror")  # phases of a heartbeat
 RESTARTS_NAME = ".restarts"
@@ -160,7 +160,7 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
         for rank in range(n_ranks):
             place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(target=rank_process, args=(*job, place, os.getpid()))
-            with hold_back():  # a signal waits until the rank can take it as a request
+            with block_stop_signals():  # a signal waits until the rank can take it as a request
                 process.start()
             ranks.append(process)
         watch(cfg, ranks, stop, folder)
@@ -224,7 +224,7 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
                 line = f"error: rank {failed} ended with code {code} before it could begin"
                 report_ending(cfg, Ending(FAILED, "error", line), failed)
         elif alive and (silent := stalls.silent_ranks()):
-            deadline_s = time.monotonic() + LINGER_S
+            deadline_s = time.monotonic() + PRINT_STACKS_S
             last = furthest_behind(silent)
             line = f"error: {hang_message(silent, stalls.limit_s(last))}"
             report_ending(cfg, Ending(HUNG, "hang", line), last.rank, last.step, replace=True)

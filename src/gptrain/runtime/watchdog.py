@@ -1,10 +1,10 @@
-"""No rank waits for ever: heartbeats of the ranks, and the watch over them inside and outside.
+"""Detection of ranks that hang: heartbeats, and threads and processes that watch them.
 
 The main thread of a rank writes a heartbeat whenever it makes progress: after a step, a validation
 batch, a piece of a file. A rank is silent if its last heartbeat is older than the timeout, or than
 the longer time that this heartbeat allowed for the phase that begins. When one rank is stopped, the
-others soon wait for it in a collective operation and are silent, too: which of them is the stopped
-one may stay unknown.
+other ranks soon wait for that rank in a collective operation and are silent, too. So the silent
+ranks do not always reveal which rank was stopped.
 
 A thread in every rank ends the rank when there is nothing left to wait for: its parent process is
 gone, another rank has failed (the collective operations will never complete), or its own main
@@ -163,16 +163,20 @@ class Guard:
     """A context around the training function that ends this rank when it waits in vain.
 
     Args:
-        beats: Folder of the heartbeats, which all ranks share.
-        stop: True once the run was asked to stop. The caller has installed its signal handlers.
+        run_dir: Folder of the run, in which status.json is read and written.
+        beats: Folder of the heartbeats of all ranks.
+        stop: Flag that is true once the run was asked to stop. Its signal handlers are installed
+            by the caller.
+        rank: Global rank of this process.
         timeout_s: Time that the main thread may take for its next heartbeat, in seconds.
-        parent_pid: Process number of the supervisor, without which this rank ends. None if no
-            supervisor started this process: the shell of a run may end.
-        about: Function that returns what to add to the status of a hang: checkpoint, resume.
+        parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
+            None if a person started this process; the shell of a run may end before the run.
+        describe: Function that returns more facts for the status of a hang: the checkpoint and the
+            command that resumes from it.
 
     Attributes:
         heartbeat: Heartbeat of this rank.
-        doing: What the rank is doing, for the report of an exception.
+        doing: Description of the current activity, for the report of an exception.
     """
 
     def __init__(
@@ -184,14 +188,14 @@ class Guard:
         rank: int,
         timeout_s: float,
         parent_pid: int | None = None,
-        about: Callable[[], dict] = dict,
+        describe: Callable[[], dict] = dict,
     ) -> None:
         self.stop, self.heartbeat, self.doing = stop, Heartbeat(beats, rank), ""
-        self._run_dir, self._about = Path(run_dir), about
+        self._run_dir, self._describe = Path(run_dir), describe
         self._timeout_s, self._parent_pid = timeout_s, parent_pid
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._old_status = read_status(run_dir)  # of an earlier attempt
+        self._old_status = read_status(run_dir)  # status of the previous start
 
     def __enter__(self) -> "Guard":
         self._thread.start()
@@ -244,13 +248,20 @@ class Guard:
                 self._hang(limit_s)
 
     def _new_failure(self) -> dict | None:
-        """Return the status of this start once a rank has failed, and None until then."""
+        """Return the status that a failed rank has written since this start, or None."""
         status = read_status(self._run_dir)
         ends_ranks = status is not None and exit_code(status["exit_code"]).ends_ranks
         return status if ends_ranks and status != self._old_status else None
 
     def _leave(self, reason: str, exit_code: int) -> None:
-        """End this rank: at once after a hang, else if it does not end by itself in GRACE_S."""
+        """End this process: at once after a hang, otherwise after `GRACE_S`.
+
+        Returns without an effect if the training function ends within `GRACE_S`.
+
+        Args:
+            reason: Reason, which is printed.
+            exit_code: Exit code of this process.
+        """
         is_hang = exit_code == HUNG
         if is_hang or not self._done.wait(GRACE_S):
             self._print(f"leaving: {reason}", stacks=is_hang)
@@ -269,10 +280,10 @@ class Guard:
         silent = [progress for progress in after if progress in before] or [own]
         message = hang_message(silent, limit_s)
         self._print(message, stacks=True)
-        about: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "message": message}
-        about |= {"rank": furthest_behind(silent).rank, "step": own.step}
+        status: dict[str, Any] = {"cause": "hang", "exit_code": HUNG, "message": message}
+        status |= {"rank": furthest_behind(silent).rank, "step": own.step}
         with contextlib.suppress(OSError):  # a full disk must not keep a hung rank alive
-            write_status(self._run_dir, **about | self._about())
+            write_status(self._run_dir, **status | self._describe())
         if not self._done.wait(2 * POLL_S):  # let the other ranks read the status and print stacks
             os._exit(HUNG)
 
