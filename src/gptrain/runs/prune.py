@@ -104,7 +104,7 @@ def size_of(path: Path) -> int:
 
 
 def ask(question: str, read: Callable[[str], str] = input) -> bool:
-    """Ask the user at the terminal and return whether the answer is yes. False without a terminal."""
+    """Ask the user and return whether the answer is yes. Return False without a terminal."""
     return sys.stdin.isatty() and read(question).strip().lower() in ("y", "yes")
 
 
