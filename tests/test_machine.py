@@ -14,7 +14,7 @@ from gptrain.assemble import run as assemble
 from gptrain.assemble.trainer import assign_devices
 from gptrain.config.cli import main
 from gptrain.lit.lightning import RankEnvironment
-from gptrain.lit.strategies.base import Ranks, SingleDevice
+from gptrain.lit.strategies.base import LightningMultiRank, LightningSingleDevice
 from gptrain.parallel.strategy import ParallelStrategy
 from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, stop_idle_spinning
@@ -73,7 +73,7 @@ def test_a_rank_that_sees_one_gpu_takes_it(visible, monkeypatch):
 def test_lightning_puts_each_rank_where_we_do(machine, count, visible):
     visible(count)
     for rank in range(2):
-        trainer = make_trainer(Ranks(ParallelStrategy()), machine, rank)
+        trainer = make_trainer(LightningMultiRank(ParallelStrategy()), machine, rank)
         assert trainer.strategy.root_device == machine.device(rank)
         assert (trainer.world_size, trainer.num_devices) == (2, 2)
 
@@ -108,7 +108,7 @@ def test_lightning_takes_a_single_gpu_of_any_number(visible):
     visible(4)
     machine = RunDevices("cuda", 1, 1, (3,))
     trainer = make_trainer(
-        SingleDevice(ParallelStrategy(device=machine.device(0))), machine, rank=0
+        LightningSingleDevice(ParallelStrategy(device=machine.device(0))), machine, rank=0
     )
     assert trainer.strategy.root_device == torch.device("cuda", 3)
 

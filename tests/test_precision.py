@@ -57,7 +57,7 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
 
     from gptrain.data import DummyTextDataset, collate
     from gptrain.lit import LanguageModel
-    from gptrain.lit.strategies.base import SingleDevice
+    from gptrain.lit.strategies.base import LightningSingleDevice
     from gptrain.models import SimpleGPT
     from gptrain.parallel.strategy import ParallelStrategy
 
@@ -65,7 +65,7 @@ def test_under_a_loss_scaler_gradients_are_clipped_by_their_own_norm(fused):
     module = LanguageModel(net, lambda m: torch.optim.AdamW(m.parameters(), fused=fused))
     data = torch.utils.data.DataLoader(DummyTextDataset(8, 9, 31), 8, collate_fn=collate)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    strategy = SingleDevice(ParallelStrategy())
+    strategy = LightningSingleDevice(ParallelStrategy())
     trainer = pl.Trainer(
         accelerator="cpu", max_steps=1, gradient_clip_val=0.5, logger=False, strategy=strategy,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

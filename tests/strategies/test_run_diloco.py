@@ -132,7 +132,7 @@ def test_a_run_stopped_within_a_validation_of_a_round_goes_on_bit_for_bit(runs):
 def test_another_number_of_replicas_goes_on_with_the_first_ones_state(runs):
     words, begun = (*TWO, *SHORT, "ckpt_path=last"), stopped(runs)
     resumed = runs(*words, "trainer.devices=1", begun=begun)
-    assert "all replicas go on with the first one's" in resumed.said
+    assert "all replicas resume with the first one's" in resumed.said
     assert resumed.n_steps == 6
     refused = runs(*words, "strategy.sync_every=3", begun=begun, code=2)
     assert "strategy.sync_every" in refused.said

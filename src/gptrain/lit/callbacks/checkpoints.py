@@ -241,7 +241,7 @@ class Checkpoints(Checkpoint):
         if self.saved == (step, validated):
             self.finish(trainer)
             return
-        amends = self.saved == (step, False) and all(gather(strategy.is_as_saved()))
+        amends = self.saved == (step, False) and all(gather(strategy.is_unchanged_since_save()))
         self.saved = step, validated
         if amends:
             self._amend(trainer)

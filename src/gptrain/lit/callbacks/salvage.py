@@ -65,4 +65,4 @@ def allow_amendment(trainer: Trainer, path: Path) -> None:
             state = load_file(path / STATE_NAME, mmap=True)
             can_amend = ("replicas" in state) == strategy.has_replicas
     if all(gather(can_amend)):
-        strategy.note_saved(state)
+        strategy.take_fingerprints(state)

@@ -1,4 +1,8 @@
-"""Lightning's side of the strategies, one shell; the work itself is done by gptrain.parallel."""
+"""Lightning strategies of gptrain, and the function that builds the net and its strategy.
+
+`gptrain.parallel` does the work: partitioning, losses and gradients. This package connects it to
+Lightning's loop and to checkpoints.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,64 +42,91 @@ def build_strategy(
     n_nodes: int = 1,
     sample: Tensor | None = None,
 ) -> tuple[nn.Module, LightningStrategy]:
-    """The net as this rank holds it, with the weights of a single process, and its strategy.
+    """Build the part of the net that this rank holds, and the Lightning strategy that trains it.
 
-    The process group exists already, but for `single`; that the net fits was checked before.
+    The weights are those that a single process would get from the same seed. The process group must
+    exist, except for `single`, and `parallel.requirements.check_fit` must have accepted the net.
 
     Args:
-        make_net: draws the net's seed from torch's CPU generator.
-        options: the `strategy` group.
-        precision: Lightning's name.
-        sample: Tokens (T,) on which a net that is not the library's own is compared with its plain
-            form, before it is made. None compares nothing.
+        make_net: Function that builds the full net. It draws the initial weights from PyTorch's
+            global CPU generator.
+        options: Options of the `strategy` group.
+        dims: Number of ranks along each axis of the device mesh.
+        device: Device of this rank.
+        compile: Value of model.compile.
+        activation_checkpointing: Value of model.activation_checkpointing.
+        precision: Precision as Lightning names it, such as `bf16-mixed`.
+        n_nodes: Number of nodes of the job.
+        sample: Tokens (T,) of one sample. A net that is not a class of gptrain is first run on them
+            both in its plain form and under the strategy, and the results are compared. None skips
+            this comparison.
 
     Raises:
-        IncompatibleModelError: If the strategy would train another function than the net's.
+        IncompatibleModelError: If the comparison finds that the strategy would train another
+            function than the plain net computes.
     """
     name = strategy_name(options.name, dims.world_size)
+    row = STRATEGIES[name]
     with torch.random.fork_rng(devices=[]):
-        whole = build_on_meta_device(make_net)
-    made: type[ParallelStrategy] = resolve_name(STRATEGIES[name].made)
-    with unset_fake_temporarily():  # a plan traces without numbers, but ranks are counted by some
-        parallel = made(options, dims, device, precision, n_nodes)
+        full_net = build_on_meta_device(make_net)
+    parallel_class: type[ParallelStrategy] = resolve_name(row.made)
+    # The planner calls this function under FakeTensorMode, whose tensors have no values. A device
+    # mesh needs tensors with values.
+    with unset_fake_temporarily():
+        parallel = parallel_class(options, dims, device, precision, n_nodes)
 
     @unset_fake_temporarily()
     def partition(net: Any, parallel: ParallelStrategy = parallel, compile: str = compile) -> None:
+        """Turn a full net into the part that this rank runs, in place."""
         parallel.split(net)
         apply_activation_checkpointing(net, activation_checkpointing)
         apply_compile(net, compile)
         parallel.shard(net)
 
-    place = "cpu" if options.keeps_weights_on_cpu else device
-    if sample is not None and needs_comparison(whole, parallel, activation_checkpointing):
-        before = rng.capture()
+    weights_device = "cpu" if options.keeps_weights_on_cpu else device
+    if sample is not None and needs_comparison(full_net, parallel, activation_checkpointing):
+        rng_state = rng.capture()
 
-        def make_again() -> nn.Module:
-            rng.restore(before)
+        def make_same_net() -> nn.Module:
+            """Build the full net with the same initial weights in every call."""
+            rng.restore(rng_state)
             return make_net()
 
+        key, contract = contract_of(name, full_net)
+        partition_eager = partial(partition, compile="none")
+        comparison = Comparison(
+            make_same_net, partition_eager, parallel, weights_device, key, contract
+        )
         try:
-            eager = partial(partition, compile="none")
-            Comparison(make_again, eager, parallel, place, *contract_of(name, whole)).check(sample)
+            comparison.check(sample)
         finally:
-            rng.restore(before)
-    net = make_net_on(place, make_net, partition)
-    strategy: LightningStrategy = resolve_name(STRATEGIES[name].lightning)(parallel)
-    n_parameters = sum(parameter.numel() for parameter in whole.parameters())
-    n_matrix_weights = count_matrix_weights(whole)
-    strategy.info = StrategyInfo(name, type(whole).__name__, n_parameters, n_matrix_weights)
+            rng.restore(rng_state)
+    net = make_net_on(weights_device, make_net, partition)
+    strategy: LightningStrategy = resolve_name(row.lightning)(parallel)
+    n_parameters = sum(parameter.numel() for parameter in full_net.parameters())
+    n_matrix_weights = count_matrix_weights(full_net)
+    strategy.info = StrategyInfo(name, type(full_net).__name__, n_parameters, n_matrix_weights)
     return net, strategy
 
 
 def contract_of(name: str, net: nn.Module) -> tuple[str, str]:
-    """Return the key and the end of the message for a net that breaks a strategy's contract."""
+    """Return what an error says about a net that breaks the contract of a strategy.
+
+    Args:
+        name: Strategy of the run.
+        net: Net, partitioned or not.
+
+    Returns:
+        The config key that the error names, and the end of its message: the contract and, if the
+        strategy has requirements, the strategies that can train the net without them.
+    """
     row = STRATEGIES[name]
     contract = f"{row.contract} (see gptrain.models)"
-    if not row.check:  # it runs any net; the net contradicts itself
+    if not row.check:  # the strategy takes any net, so the fault is in the net itself
         return "model._target_", contract
-    others = [
+    alternatives = [
         other
-        for other, it in STRATEGIES.items()
-        if not it.check and all(hasattr(net, need) for need in it.needs)
+        for other, other_row in STRATEGIES.items()
+        if not other_row.check and all(hasattr(net, need) for need in other_row.needs)
     ]
-    return "strategy.name", f"{contract}; strategies that work without: {', '.join(others)}"
+    return "strategy.name", f"{contract}; strategies that work without: {', '.join(alternatives)}"

@@ -1,8 +1,11 @@
-"""What every strategy of ours adds to Lightning's: its steps and checkpoints by `parallel`.
+"""Lightning strategies that delegate the steps and the checkpoints of a run to gptrain.
 
-In a file the net's tensors have the bare net's names, and what a module holds beside its net has
-`module.` in front. Within Lightning's hooks a checkpoint has Lightning's own names, so that
-callbacks that copy a module (EMA) find what they would find in any Lightning project.
+`LightningStrategy` is the common part. The three classes below it combine it with a strategy of
+Lightning: `LightningSingleDevice`, `LightningMultiRank` and `LightningPartitioned`.
+
+A checkpoint file names the net's tensors as the bare net does, and a tensor of the module outside
+`net` with the prefix `module.`. Inside of Lightning's hooks a checkpoint has Lightning's own names
+instead, so that callbacks that copy a module (EMA) work as in any Lightning project.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -32,16 +35,24 @@ from gptrain.parallel import state as states
 from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.parallel.strategy import ParallelStrategy, StepMean
 
-INDEX_NAME = ".metadata"  # of torch.distributed.checkpoint: there in sharded checkpoints alone
+INDEX_NAME = ".metadata"  # index file of torch.distributed.checkpoint, in sharded checkpoints only
 ONE_OPTIMIZER = (
-    "steps, schedule and checkpoints of a run are those of one optimizer in Lightning's loop; "
-    "give one optimizer groups with options of their own"
+    "a run counts, schedules and saves the steps of one optimizer in Lightning's loop; "
+    "use one optimizer with several parameter groups"
 )
 
 
 @dataclass(frozen=True)
 class StrategyInfo:
-    """What a strategy was asked for, and the net before it was partitioned."""
+    """Facts about the run's strategy, and about the net before it was partitioned.
+
+    Attributes:
+        name: Name of the strategy, such as `ddp`.
+        net_name: Class name of the net.
+        n_parameters: Number of parameters of the full net. Tied weights count once.
+        n_matrix_weights: Number of weights that are multiplied with every token, see
+            `perf.count_matrix_weights`.
+    """
 
     name: str
     net_name: str
@@ -50,61 +61,78 @@ class StrategyInfo:
 
 
 class LightningStrategy(Strategy):
-    """Mixed in front of one of Lightning's strategies; what it computes `parallel` does.
+    """Mixin for Lightning's strategies that delegates all computation to `self.parallel`.
 
-    A sharded save keeps tensors in the ranks' own files; what is left, counters and options, is in
-    the same file as that of a whole one. Either is read whatever this strategy itself would write.
+    A save is either unsharded or sharded. An unsharded save is one file, which rank 0 writes. In a
+    sharded save every rank writes its shards of the net and of the optimizer state to files of its
+    own; the one file of rank 0 then holds what is left, such as counters and options. Every
+    strategy can load both kinds.
 
     Args:
-        parallel: partitions and trains the net.   more: of Lightning's strategy.
+        parallel: Object that partitions and trains the net.
+        arguments: Positional arguments of Lightning's strategy.
+        keywords: Keyword arguments of Lightning's strategy.
 
     Attributes:
-        info: what it was made for.
-        check_finite: called once the norm is known, before the optimizer's step; may raise
-            NonFiniteError.
-        grad_norm: of all gradients before clipping, of the last step.
-        micro_steps: arguments of training_step, and random numbers, of this step's micro-steps.
-        micro_losses: what training_step returned in each micro-step of this step, detached.
-        correction: what the gradients of this step were multiplied by: 1 but where training_step
-            gave its loss other targets than the batch has.
-        saves_to_store: what is being saved is one of our checkpoints, not a file of Lightning's.
-        saved: fingerprints of what a validation may amend: of the state file of rank 0, and of this
-            rank's own files. None where the newest save needs no amendment.
-        is_updating: the optimizer may have changed some parameters and not yet the others.
-        fresh_options: of the optimizer's groups as they were built, before a checkpoint's.
+        info: Facts about the strategy and the net. `build_strategy` sets them.
+        check_finite: Function that is called between the computation of `grad_norm` and the
+            optimizer's update. It may raise NonFiniteError.
+        grad_norm: Norm of all gradients of the last step before clipping, a scalar tensor that is
+            identical on all ranks that take the step together.
+        micro_steps: Arguments, keyword arguments and random generator states of training_step, for
+            each micro-step of the current step.
+        micro_losses: Loss of each micro-step of the current step as Lightning passes it to
+            `backward`: detached, and divided by the number of accumulated micro-steps.
+        correction: Factor that was applied to the gradients of the last step. It is 1 unless
+            training_step passes other targets to the loss than the batch has.
+        step_mean: Divisor of the losses of the current step.
+        saves_to_store: True while a checkpoint of gptrain is saved, and not a file of Lightning's
+            ModelCheckpoint.
+        saved: Fingerprints of the newest save's tensors: of rank 0's state file, and of the files
+            that only this rank writes. None if no validation will amend this save.
+        is_updating: True while the optimizer may have updated some parameters but not all.
+        fresh_options: Options of each parameter group as the config gives them, before a checkpoint
+            replaced them. They are known after a checkpoint was loaded.
+        has_replicas: True if a save contains files of several replicas of the net (DiLoCo).
     """
 
     info: StrategyInfo
     check_finite: Callable[[pl.Trainer, Optimizer], None] | None = None
     grad_norm: Tensor | None = None
     correction: Tensor | float = 1.0
-    saves_to_store = is_updating = False
+    saves_to_store = False
+    is_updating = False
     saved: tuple[amendment.Fingerprints, amendment.Fingerprints] | None = None
-    has_replicas = False  # a save has files of replicas of the net
+    has_replicas = False
     step_mean: StepMean
     micro_losses: list[Tensor]
     micro_steps: list[tuple[Any, Any, dict[str, Any]]]
     fresh_options: list[dict[str, Any]]
-    _gradients_finished = False  # those of this step
-    _loaded: Path
+    _gradients_finished = False  # True after the first call of `clip` in a step
+    _loaded: Path  # file or folder of the checkpoint that was loaded last
 
-    def __init__(self, parallel: ParallelStrategy, *more: Any, **options: Any):
-        super().__init__(*more, **options)
+    def __init__(self, parallel: ParallelStrategy, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
         self.parallel = parallel
 
     @property
     def module(self) -> pl.LightningModule:
-        """What is trained."""
+        """LightningModule of the run, without a DDP wrapper."""
         return cast(pl.LightningModule, self.lightning_module)
 
     @property
     def net(self) -> nn.Module:
-        """Its net."""
+        """Net of the LightningModule."""
         return self.module.get_submodule("net")
 
     # Steps
 
     def setup_optimizers(self, trainer: Any) -> None:
+        """Build the optimizer and prepare `self.parallel` for training.
+
+        Raises:
+            IncompatibleModelError: If the module's configure_optimizers returns several optimizers.
+        """
         try:
             super().setup_optimizers(trainer)
         except RuntimeError as error:
@@ -119,24 +147,32 @@ class LightningStrategy(Strategy):
         self.step_mean = StepMean(self.parallel.data_group, self.root_device)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Before a step: how many targets its micro-batches have, over all data ranks."""
+        """Compute the divisor of the losses before the first micro-batch of a step.
+
+        gptrain's data loader reads all micro-batches of a step at once and so knows the number of
+        their targets. With a user's own data loader the other micro-batches are assumed to have as
+        many targets as the first one.
+        """
         trainer = self.module.trainer
         if batch_idx % trainer.accumulate_grad_batches:
             return
         loader = trainer.train_dataloader
-        if ahead := getattr(loader, "step_targets", None):
-            self.step_mean.compute_divisor(ahead.pop(0) or 0, getattr(loader, "read_ahead", 1))
-        else:  # not our loader: as if the other micro-batches had as many
+        if step_targets := getattr(loader, "step_targets", None):
+            n_targets = step_targets.pop(0) or 0
+            self.step_mean.compute_divisor(n_targets, getattr(loader, "read_ahead", 1))
+        else:
             self.step_mean.compute_divisor(count_batch_targets(batch) or 0, 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop the last step's gradients before a new step's forward pass.
+        """Run the module's training_step; before the first micro-step, free the old gradients.
 
-        Lightning drops them after it, which costs 4 bytes per parameter at the peak of memory.
+        Lightning frees them after the forward pass, which raises the peak memory by the size of the
+        gradients: 4 bytes per parameter in fp32.
         """
         trainer = self.module.trainer
         if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
-            self.micro_losses, self.micro_steps = [], []
+            self.micro_losses = []
+            self.micro_steps = []
             self._gradients_finished = False
             self.step_mean.reset_counts()
             for optimizer in self.optimizers:
@@ -151,52 +187,79 @@ class LightningStrategy(Strategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """Keep the micro-step's loss for `step_loss`, then run Lightning's backward pass."""
         self.micro_losses.append(closure_loss.detach())
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> None:
-        """Scale all gradients to a norm of at most max_norm.   Raises: NonFiniteError."""
+        """Complete the gradients of a step, measure their norm into `grad_norm`, and clip them.
+
+        The first call in a step also synchronizes gradients that `self.parallel` has not
+        synchronized yet, and applies `correction`. A module that clips in its own way may call this
+        method again. All ranks must call it.
+
+        Args:
+            optimizer: Optimizer of the run.
+            max_norm: Largest norm after clipping. None only measures the norm.
+
+        Raises:
+            NonFiniteError: If `check_finite` finds a loss or a gradient that is NaN or infinite.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = None
-        if not self._gradients_finished:  # called again by a module that clips in its own way
+        if not self._gradients_finished:
             self.parallel.finish_gradients()
-            self.correction = scale = self.step_mean.correction()
+            scale = self.step_mean.correction()
+            self.correction = scale
             self._gradients_finished = True
         self.grad_norm = self.parallel.measure_and_clip(parameters, max_norm, scale)
         if self.check_finite is not None:
             self.check_finite(self.module.trainer, optimizer)
-        self.is_updating = True  # until the step is counted, see Steps.on_train_batch_end
+        self.is_updating = True  # TrainingMonitor.on_train_batch_end sets it to False
 
     def step_loss(self) -> Tensor:
-        """Mean over this rank's micro-steps of what training_step returned, of the last step."""
-        n_accumulated = self.module.trainer.accumulate_grad_batches  # divided by already
+        """Return the mean loss of this rank's micro-steps in the last step, after `correction`."""
+        n_accumulated = self.module.trainer.accumulate_grad_batches
+        # Lightning has divided each loss by n_accumulated.
         return torch.stack(self.micro_losses).mean() * n_accumulated * self.correction
 
     # Checkpoints
 
     @property
     def _writes_shards(self) -> bool:
-        """Whether this save leaves the net's tensors to `ShardWriter`."""
+        """True if the current save is sharded, so that `ShardWriter` writes the net's tensors."""
         return self.parallel.is_partitioned and self.saves_to_store
 
     def saved_parameters(self) -> dict[str, nn.Parameter]:
-        """Name in a checkpoint -> parameter, each once."""
+        """Return name in a checkpoint -> parameter of the module. Tied weights appear once.
+
+        In a pipeline these are the parameters of this rank's stages.
+        """
         return states.saved_parameters(self.module, self.parallel.stages)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on rank 0; in a sharded save what lies beside the net alone."""
+        """Return the module's state dict, as far as it belongs in the state file of rank 0.
+
+        All ranks must call this method. In a sharded save the result has no tensors of the net. In
+        an unsharded save of a partitioned net only rank 0 gets the net's tensors, on the CPU.
+        """
         state = super().lightning_module_state_dict()
         if not self.parallel.is_partitioned:
             return state
-        beside = {name: value for name, value in state.items() if not name.startswith(NET)}
+        extra = _without_net(state)
         if self._writes_shards:
-            return beside
+            return extra
         net = states.full_net_state(self.net, self.parallel.stages)
-        return {f"{NET}{name}": tensor for name, tensor in net.items()} | beside
+        return {f"{NET}{name}": tensor for name, tensor in net.items()} | extra
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by names; in a sharded save the options of its groups alone."""
-        parameters, stages = self.saved_parameters(), self.parallel.stages
+        """Return the optimizer's state dict with parameter names in place of numbers.
+
+        All ranks must call this method. In a sharded save the result has only the options of the
+        parameter groups. In an unsharded save only rank 0 gets the tensors, on the CPU.
+        """
+        parameters = self.saved_parameters()
+        stages = self.parallel.stages
         if self._writes_shards:
             groups = states.named_groups(parameters, optimizer, stages)
             return {"state": {}, "param_groups": groups}
@@ -205,20 +268,24 @@ class LightningStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write Lightning's file, or a checkpoint of our store.
+        """Save a checkpoint. All ranks must call this method; it changes `checkpoint` in place.
 
         Args:
-            storage_options: The draft of a checkpoint, or a dict that takes the file of an
-                amendment. None writes Lightning's file.
+            checkpoint: State dict that Lightning has collected. Its tensors get their names in a
+                checkpoint file.
+            filepath: Path for Lightning's own file. Other saves ignore it.
+            storage_options: A CheckpointWriter saves a new checkpoint of gptrain. A dict amends the
+                newest one after its validation: rank 0 puts the bytes of the small file
+                `amendment.NAME` into the dict. None writes Lightning's own file.
         """
-        amends = self.saves_to_store and isinstance(storage_options, dict)
-        if self._writes_shards and not amends:
+        is_amendment = self.saves_to_store and isinstance(storage_options, dict)
+        if self._writes_shards and not is_amendment:
             dcp.save(self.own_state(), storage_writer=ShardWriter(storage_options))
         checkpoint["state_dict"] = to_saved_names(checkpoint["state_dict"])
         if storage_options is None:
             super().save_checkpoint(checkpoint, filepath)
             return
-        if amends and self.saved is not None:
+        if is_amendment and self.saved is not None:
             if self.is_global_zero:
                 storage_options[amendment.NAME] = amendment.amend(checkpoint, self.saved[0])
             return
@@ -227,106 +294,174 @@ class LightningStrategy(Strategy):
                 torch.save(checkpoint, file)
         self.saved = None
         if not checkpoint["validated"]:
-            self.note_saved(checkpoint)
+            self.take_fingerprints(checkpoint)
 
     def own_state(self) -> Any:
-        """Return what this rank writes into files of its own; empty where it shares them all."""
+        """Return the state that only this rank saves: its shards of the net and the optimizer.
+
+        Returns:
+            An empty dict if the net is not partitioned.
+        """
         if not self.parallel.is_partitioned:
             return {}
-        parameters, stages = self.saved_parameters(), self.parallel.stages
-        return states.sharded_state(self.net, parameters, self.optimizers[0], stages)
+        parameters = self.saved_parameters()
+        return states.sharded_state(self.net, parameters, self.optimizers[0], self.parallel.stages)
 
-    def note_saved(self, checkpoint: Any) -> None:
-        """Take fingerprints of a save that `save_checkpoint` may amend after a validation."""
-        of_file = amendment.fingerprints(checkpoint) if self.is_global_zero else {}
-        self.saved = of_file, amendment.fingerprints(self.own_state())
+    def take_fingerprints(self, checkpoint: Any) -> None:
+        """Set `saved` to the fingerprints of a save that a validation may amend.
 
-    def is_as_saved(self) -> bool:
-        """Whether this rank's own files need not be written again; all ranks must agree."""
-        return self.saved is not None and amendment.is_unchanged(self.own_state(), self.saved[1])
+        Args:
+            checkpoint: Content of rank 0's state file. Other ranks ignore it.
+        """
+        of_state_file = amendment.fingerprints(checkpoint) if self.is_global_zero else {}
+        self.saved = (of_state_file, amendment.fingerprints(self.own_state()))
+
+    def is_unchanged_since_save(self) -> bool:
+        """Return whether the tensors of this rank's own files are those of the newest save.
+
+        The newest checkpoint can be amended, instead of saved again, only if all ranks return True.
+        """
+        if self.saved is None:
+            return False
+        return amendment.is_unchanged(self.own_state(), self.saved[1])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """Tensors, on the CPU, and plain values; of a checkpoint's folder, or a file."""
-        self._loaded = path = Path(checkpoint_path)
+        """Load a checkpoint of gptrain, or a file of Lightning's, on the CPU.
+
+        Tensors in the ranks' own files of a sharded checkpoint are read later, by
+        `load_model_state_dict` and `load_optimizer_state_dict`.
+
+        Args:
+            checkpoint_path: Folder of a checkpoint, or path of a file.
+            weights_only: Ignored. Only tensors and plain values are ever loaded.
+
+        Returns:
+            The checkpoint with Lightning's names of the tensors.
+        """
+        path = Path(checkpoint_path)
+        self._loaded = path
         checkpoint = amendment.load_state(path) if path.is_dir() else load_file(path)
         checkpoint["state_dict"] = from_saved_names(checkpoint["state_dict"])
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        reader, state = self._reader(), checkpoint["state_dict"]
+        """Copy this rank's part of a checkpoint into the module. All ranks must call this method.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`.
+            strict: Whether names outside `net` must be equal. Names of the net always must.
+
+        Raises:
+            ValueError: If the checkpoint does not fit the module.
+        """
+        reader = self._shard_reader()
+        state = checkpoint["state_dict"]
         if reader is None and not self.parallel.is_partitioned:
             super().load_model_state_dict(checkpoint, strict)
             return
         net = {n.removeprefix(NET): t for n, t in state.items() if n.startswith(NET)}
         states.load_net_state(self.net, reader or net, stages=self.parallel.stages)
-        beside = {name: value for name, value in state.items() if not name.startswith(NET)}
-        missing, unexpected = self.module.load_state_dict(beside, strict=False)
-        lost = [name for name in missing if not name.startswith(NET)] + list(unexpected)
-        if lost and strict:
-            raise ValueError(f"{self._loaded} does not fit the module beside its net: {lost}")
+        missing, unexpected = self.module.load_state_dict(_without_net(state), strict=False)
+        unmatched = [name for name in missing if not name.startswith(NET)] + list(unexpected)
+        if unmatched and strict:
+            raise ValueError(
+                f"{self._loaded}: does not fit the module outside its net; missing or unexpected: "
+                f"{', '.join(unmatched)}"
+            )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        optimizer, state = self.optimizers[0], checkpoint["optimizer_states"][0]
+        """Load this rank's part of the optimizer state, and set `fresh_options`.
+
+        All ranks must call this method. It adapts the states of the learning rate schedules in
+        `checkpoint` if the optimizer has another number of parameter groups here.
+
+        Args:
+            checkpoint: Result of `load_checkpoint`.
+        """
+        optimizer = self.optimizers[0]
+        state = checkpoint["optimizer_states"][0]
         self.fresh_options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        source, parameters = self._reader() or state["state"], self.saved_parameters()
+        source = self._shard_reader() or state["state"]
+        parameters = self.saved_parameters()
         states.load_optimizer_state(parameters, optimizer, source, state["param_groups"])
-        groups = optimizer.param_groups  # of a pipeline's stage there may be fewer
+        groups = optimizer.param_groups  # a pipeline stage may have fewer groups than were saved
         for schedule in checkpoint["lr_schedulers"]:
             if len(schedule.get("base_lrs", groups)) != len(groups):
                 schedule["base_lrs"] = [group["initial_lr"] for group in groups]
                 schedule["_last_lr"] = [group["lr"] for group in groups]
-                schedule |= {"lr_lambdas": []} if "lr_lambdas" in schedule else {}
+                if "lr_lambdas" in schedule:
+                    schedule["lr_lambdas"] = []
 
-    def _reader(self) -> SafeFileSystemReader | None:
+    def _shard_reader(self) -> SafeFileSystemReader | None:
+        """Return a reader of the loaded checkpoint's shards, or None if it is unsharded."""
         is_sharded = (self._loaded / INDEX_NAME).exists()
         return SafeFileSystemReader(self._loaded) if is_sharded else None
 
 
-class SingleDevice(LightningStrategy, SingleDeviceStrategy):
-    """One device."""
+class LightningSingleDevice(LightningStrategy, SingleDeviceStrategy):
+    """Trains on one device, without a process group."""
 
     def __init__(self, parallel: ParallelStrategy):
         super().__init__(parallel, parallel.device)
 
 
-class Ranks(LightningStrategy, DDPStrategy):
-    """Several ranks, whose process group exists already; DDP wraps the module where it is used.
+class LightningMultiRank(LightningStrategy, DDPStrategy):
+    """Trains on several ranks of a process group that exists already.
 
-    Lightning would seed every rank alike here, and dropout with it.
+    The module is wrapped in DistributedDataParallel if `parallel.ddp_arguments` is not None.
     """
 
     def __init__(self, parallel: ParallelStrategy):
         super().__init__(parallel, **(parallel.ddp_arguments or {}))
 
     def setup_distributed(self) -> None:
+        """Set the ranks in Lightning; do not start a process group and do not seed the generators.
+
+        Lightning would seed all ranks with the same number, so that their dropout masks would be
+        identical.
+        """
         self.set_world_ranks()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks; a mean of integers is not rounded.
+        """Reduce a tensor over all ranks. The mean of an integer tensor is a float tensor.
 
-        Lightning 2.6 writes the mean into the tensor of integers. With evaluation batches of 18
-        samples on one rank and 19 on the other, `self.log(name, value, sync_dist=True)` then
-        divides a mean of sums by 18, and not by 18.5.
+        Lightning 2.6 rounds the mean of an integer tensor. With evaluation batches of 18 samples on
+        one rank and 19 on another, `self.log(name, value, sync_dist=True)` would then divide the
+        sum by 18 instead of 18.5.
         """
         is_mean = str(reduce_op).lower() in ("mean", "avg")
         if is_mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            # MPS has no float64.
             tensor = tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
         return super().reduce(tensor, group, reduce_op)
 
     def configure_ddp(self) -> None:
+        """Wrap the module in DistributedDataParallel and register `parallel.comm_hook`, if any.
+
+        Lightning would register a communication hook on GPUs only.
+        """
         if self.parallel.ddp_arguments is not None:
             super().configure_ddp()
-        if self.parallel.comm_hook is not None:  # Lightning registers hooks on GPUs only
+        if self.parallel.comm_hook is not None:
             cast(DistributedDataParallel, self.model).register_comm_hook(*self.parallel.comm_hook)
 
 
-class PartitionedRanks(Ranks):
-    """The net is where it is to be: Lightning would synchronize ranks' weights, and move them."""
+class LightningPartitioned(LightningMultiRank):
+    """Trains a net whose parts are already on their ranks and devices.
+
+    Lightning's own steps that would broadcast the weights of rank 0, move the net to the device and
+    wrap the module are skipped.
+    """
 
     def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the accelerator, the precision and, in a fit, the optimizer.
+
+        Metrics of the module are synchronized among the data ranks only, because all ranks of one
+        data rank update them with the same values.
+        """
         cast(Accelerator, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(cast(nn.Module, self.model))
         self.model_to_device()
@@ -334,30 +469,42 @@ class PartitionedRanks(Ranks):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         metrics = cast(nn.Module, self.model).get_submodule("metrics")
-        for metric in metrics.modules():  # fed alike on all ranks of a data rank
+        for metric in metrics.modules():
             if isinstance(metric, Metric):
                 metric.process_group = self.parallel.data_group
 
     def model_to_device(self) -> None:
+        """Move everything but the net to the device; CPU-offloaded shards of the net stay."""
         module: Any = self.model
         net = module.net
-        module.net = None  # offloaded shards stay where they are
+        module.net = None
         module.to(self.root_device)
         module.net = net
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients without communication inside the block."""
         with self.parallel.without_gradient_sync():
             yield
 
     def teardown(self) -> None:
+        """Tear down Lightning's parts of the run, but do not move the net to the CPU."""
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             cast(Accelerator, part).teardown()
 
 
 def check_optimization(module: pl.LightningModule) -> None:
-    """Raises: IncompatibleModelError for manual optimization."""
+    """Check that Lightning's automatic optimization runs the module.
+
+    Raises:
+        IncompatibleModelError: If the module has automatic_optimization=False.
+    """
     if not module.automatic_optimization:
         raise IncompatibleModelError(
             "module._target_", f"automatic_optimization=False: {ONE_OPTIMIZER}"
         )
+
+
+def _without_net(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a module's state dict that do not belong to its net."""
+    return {name: value for name, value in state.items() if not name.startswith(NET)}

@@ -1,4 +1,4 @@
-"""When the replicas of DiLoCo meet in Lightning's loop, and what each leaves in a checkpoint."""
+"""DiLoCo in Lightning's loop: times of the synchronization, and replicas in a checkpoint."""
 
 import logging
 from collections.abc import Mapping
@@ -10,87 +10,119 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
 from gptrain.checkpoints.safe_load import load_file
-from gptrain.lit.strategies.base import Ranks
+from gptrain.lit.strategies.base import LightningMultiRank
 from gptrain.lit.strategies.saved_names import from_saved_names, to_saved_names
 from gptrain.parallel import diloco
 
 log = logging.getLogger(__name__)
 
 
-class LightningDiLoCo(Ranks):
-    """Replicas that train by themselves for many steps before all meet.
+class LightningDiLoCo(LightningMultiRank):
+    """Trains replicas of the net that synchronize only every `strategy.sync_every` steps.
 
-    They meet after every `sync_every`-th step of the run, where a step is validated, and after the
-    last. A save holds what each replica is at that step, so that a run goes on bit for bit from the
-    middle of a round too: the first one's in the checkpoint's own file, together with what they
-    share, the others' in a file each.
+    The replicas also synchronize before a validation and after the last step of the run.
+
+    A checkpoint holds the weights and the optimizer state of every replica, so that a run resumes
+    bit for bit between two synchronizations as well. The first replica is saved in the state file,
+    together with the state of the outer optimizer; every other replica is saved in a file of its
+    own.
     """
 
     has_replicas = True
     parallel: diloco.DiLoCo
-    _shared: dict[str, Any] | None = None  # of a checkpoint
+    _outer_state: dict[str, Any] | None = None  # loaded from a checkpoint, not yet applied
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        returned = super().optimizer_step(optimizer, *args, **kwargs)
+        """Run the inner optimizer's step, and synchronize the replicas if it is due."""
+        result = super().optimizer_step(optimizer, *args, **kwargs)
         trainer = self.module.trainer
-        step = trainer.global_step + 1  # Lightning counts it later
+        step = trainer.global_step + 1  # Lightning increases global_step after this hook
         if step % self.parallel.options.sync_every == 0 or step == trainer.max_steps:
             self.parallel.sync(step)
-        return returned
+        return result
 
     def on_validation_start(self) -> None:
-        """What is validated, or saved with its loss, is all replicas' in common."""
+        """Synchronize the replicas, so that all ranks validate the same weights.
+
+        Does nothing outside of a fit, in the sanity check, or if the last step has synchronized.
+        """
         trainer = self.module.trainer
-        is_within = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if is_within and self.parallel.synced_step != trainer.global_step:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if is_fitting and self.parallel.synced_step != trainer.global_step:
             self.parallel.sync(trainer.global_step)
 
-    # States
+    # Checkpoints
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
+        """Save a checkpoint, with a file for each replica if it is a new checkpoint of gptrain.
+
+        Args:
+            checkpoint: State dict that Lightning has collected on this rank.
+            filepath: Path for Lightning's own file.
+            storage_options: See `LightningStrategy.save_checkpoint`.
+        """
         if self.saves_to_store:
             checkpoint["replicas"] = self.parallel.state()
-            own = self.own_state()
-            if own and not isinstance(storage_options, dict):
-                own["state_dict"] = to_saved_names(checkpoint["state_dict"])
+            replica_state = self.own_state()
+            is_amendment = isinstance(storage_options, dict)
+            if replica_state and not is_amendment:
+                # A callback may have replaced the weights in `checkpoint`, by averages for example.
+                replica_state["state_dict"] = to_saved_names(checkpoint["state_dict"])
                 with storage_options.open(replica_name(self.parallel.sync_group.rank())) as file:
-                    torch.save(own, file)
+                    torch.save(replica_state, file)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of this rank's replica, if that is not the first and this its rank 0."""
-        if not self.parallel.sync_group.rank() or self.parallel.replica_group.rank():
+        """Return the weights and the optimizer state of this rank's replica.
+
+        Returns:
+            An empty dict on ranks of the first replica, which the state file holds, and on all
+            ranks but the first one of another replica.
+        """
+        is_first_replica = self.parallel.sync_group.rank() == 0
+        is_first_rank = self.parallel.replica_group.rank() == 0
+        if is_first_replica or not is_first_rank:
             return {}
-        parameters, state = self.saved_parameters(), self.optimizers[0].state
+        state = self.optimizers[0].state
         return {
             "state_dict": to_saved_names(self.lightning_module_state_dict()),
-            "optimizer": {name: state.get(p, {}) for name, p in parameters.items()},
+            "optimizer": {name: state.get(p, {}) for name, p in self.saved_parameters().items()},
         }
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
-        """In a training what this replica was; on another number of them what the first was."""
+        """Load a checkpoint; in a fit, replace the first replica's state by this rank's replica.
+
+        If the checkpoint has another number of replicas than this run, all replicas start from the
+        first one, and a warning says so. Outside of a fit all ranks use the first replica.
+
+        Args:
+            checkpoint_path: Folder of a checkpoint, or path of a file.
+            weights_only: Ignored, see `LightningStrategy.load_checkpoint`.
+        """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._shared = checkpoint.pop("replicas", None)
-        if self._shared is None or self.module.trainer.state.fn != TrainerFn.FITTING:
+        self._outer_state = checkpoint.pop("replicas", None)
+        if self._outer_state is None or self.module.trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        if self._shared["number"] != self.parallel.sync_group.size():
+        replica = self.parallel.sync_group.rank()
+        if self._outer_state["number"] != self.parallel.sync_group.size():
             if self.is_global_zero:
-                log.warning("all replicas go on with the first one's weights and optimizer")
-        elif number := self.parallel.sync_group.rank():
-            mine = load_file(Path(checkpoint_path) / replica_name(number))
-            checkpoint["state_dict"] = from_saved_names(mine["state_dict"])
-            checkpoint["optimizer_states"][0]["state"] = mine["optimizer"]
+                log.warning("all replicas resume with the first one's weights and optimizer state")
+        elif replica != 0:
+            saved = load_file(Path(checkpoint_path) / replica_name(replica))
+            checkpoint["state_dict"] = from_saved_names(saved["state_dict"])
+            checkpoint["optimizer_states"][0]["state"] = saved["optimizer"]
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of the inner optimizer, and of the outer one if the checkpoint has it."""
         super().load_optimizer_state_dict(checkpoint)
-        if self._shared is not None:
-            self.parallel.load(self._shared)
-            self._shared = None
+        if self._outer_state is not None:
+            self.parallel.load(self._outer_state)
+            self._outer_state = None
 
 
-def replica_name(number: int) -> str:
-    """The file of a checkpoint that holds the weights and the optimizer's state of one replica."""
-    return f"replica-{number:04d}.ckpt"
+def replica_name(replica: int) -> str:
+    """Return the name of a checkpoint's file with the weights and optimizer state of a replica."""
+    return f"replica-{replica:04d}.ckpt"

@@ -1,4 +1,4 @@
-"""Names of a module's tensors in a checkpoint, and back."""
+"""Conversion between a LightningModule's tensor names and the names in a checkpoint file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,16 +9,23 @@ NET = "net."
 
 
 def to_saved_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state by names of a file: `net.head.weight` is `head.weight` there.
+    """Rename the entries of a module's state dict for a checkpoint file.
 
-    What lies outside the net, `gain` of the module say, is `module.gain`.
+    `net.head.weight` becomes `head.weight`. A tensor outside of `net` gets a prefix: `gain` becomes
+    `module.gain`.
     """
-    return {n.removeprefix(NET) if n.startswith(NET) else EXTRA_PREFIX + n: state[n] for n in state}
+    return {
+        name.removeprefix(NET) if name.startswith(NET) else EXTRA_PREFIX + name: value
+        for name, value in state.items()
+    }
 
 
 def from_saved_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's state under the module's own names."""
+    """Rename the entries of a checkpoint file for a module; the inverse of `to_saved_names`.
+
+    `head.weight` becomes `net.head.weight`, and `module.gain` becomes `gain`.
+    """
     return {
-        n.removeprefix(EXTRA_PREFIX) if n.startswith(EXTRA_PREFIX) else NET + n: state[n]
-        for n in state
+        name.removeprefix(EXTRA_PREFIX) if name.startswith(EXTRA_PREFIX) else NET + name: value
+        for name, value in state.items()
     }
