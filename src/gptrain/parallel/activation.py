@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, and how it is compiled. Names of parameters stay."""
+"""Activation checkpointing and torch.compile, without a change of parameter names."""
 
 from functools import partial
 
@@ -7,7 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 _aten = torch.ops.aten
-# Nearly all of a block's FLOPs; the rest (norms, GELU, dropout, sums) is bound by memory.
+# Matrix multiplications and attention are nearly all of a block's FLOPs. Norms, GELU, dropout and
+# sums are limited by memory bandwidth.
 _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
     getattr(_aten, f"_scaled_dot_product_{kind}").default
     for kind in (
@@ -17,12 +18,16 @@ _EXPENSIVE = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default] + [
 
 
 def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
-    """Make each of net.blocks recompute activations in its backward pass, the same numbers.
+    """Make each of `net.blocks` recompute activations in its backward pass.
+
+    The results are the same, dropout included. Does nothing if mode is "none".
 
     Args:
-        mode: "none" keeps everything. "full" keeps a block's input alone and runs it twice: least
-            memory, a third more FLOPs. "selective" keeps the outputs of matrix products and of
-            attention and recomputes what is cheap between them: no FLOPs worth counting.
+        net: Net whose blocks are changed in place.
+        mode: "none" keeps all activations. "full" keeps only the input of a block and runs the
+            block twice: least memory, a third more FLOPs. "selective" keeps the outputs of matrix
+            multiplications and attention and recomputes the cheap operations between them: hardly
+            any additional FLOPs.
     """
     if mode == "none":
         return
@@ -30,21 +35,25 @@ def apply_activation_checkpointing(net: nn.Module, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
     for block in net.get_submodule("blocks").children():
-        # The forward, not the module, is wrapped: no prefix in the names, hooks run once.
+        # Wrapping `forward` instead of the module adds no prefix to parameter names, and module
+        # hooks run once.
         block.forward = partial(checkpoint, block.forward, **options)
 
 
 def apply_compile(net: nn.Module, mode: str) -> None:
-    """Compile net's forward passes in place, at their first call.
+    """Compile the net's forward passes in place. torch compiles them when they are first called.
 
     Args:
-        mode: "none"; "blocks" compiles one block and reuses it for all alike, which is several
-            times faster to compile; "model" compiles the whole.
+        net: Net that is changed in place.
+        mode: "none" compiles nothing. "blocks" compiles one block and reuses the code for all equal
+            blocks, which compiles several times faster than "model". "model" compiles the entire
+            forward pass.
     """
     if mode == "blocks":
         for block in net.get_submodule("blocks").children():
-            block.forward = torch.compile(block.forward)  # FSDP's hooks, around it, stay outside
+            # FSDP's hooks run around `forward` and are not compiled.
+            block.forward = torch.compile(block.forward)
     elif mode == "model":
-        for name in ("forward", "hidden"):  # the chunked loss calls the second
+        for name in ("forward", "hidden"):  # the chunked loss calls `hidden`
             if hasattr(net, name):
                 setattr(net, name, torch.compile(getattr(net, name)))

@@ -1,7 +1,7 @@
-"""Whole tensors and the slices that ranks hold: to make a net of slices, to fill, to gather.
+"""Full tensors and the shards that ranks hold: building a partitioned net, copying, gathering.
 
-Slices are DTensor's: torch.chunk's, so that all ranks hold the same number of rows, the last ones
-fewer or none.
+Shards are those of DTensor, which splits a dimension like torch.chunk: all ranks hold the same
+number of rows, except that the last ranks may hold fewer or none.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,19 @@ from gptrain.parallel.requirements import tied_names
 
 
 def build_on_meta_device(make_net: Callable[[], nn.Module]) -> nn.Module:
-    """The net on the meta device, without memory; on the CPU where its class needs real numbers."""
-    before = torch.random.get_rng_state()
+    """Build the net on the meta device, or on the CPU if its constructor needs real values.
+
+    Tensors on the meta device have a shape, but no memory and no values.
+
+    Args:
+        make_net: Function without arguments that builds the net.
+    """
+    rng_state = torch.random.get_rng_state()
     try:
         with torch.device("meta"):
             return make_net()
-    except (RuntimeError, TypeError):  # of `x.item() for x in torch.linspace(0, 1, n)`, `.numpy()`
-        torch.random.set_rng_state(before)
+    except (RuntimeError, TypeError):  # the constructor calls .item() or .numpy() on a tensor
+        torch.random.set_rng_state(rng_state)
         return make_net()
 
 
@@ -30,77 +36,114 @@ def make_net_on(
     make_net: Callable[[], nn.Module],
     partition: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """Net made by make_net, partitioned in place by partition(net), with weights on device.
+    """Build the net, partition it in place, and initialize its weights on a device.
 
-    A net with `init_parameter` and without buffers is made and partitioned on the meta device and
-    filled one parameter at a time: a rank never holds more than its slices and one whole parameter.
-    Any other net is made whole on the CPU, then partitioned.
-    Both draw from the global CPU generator what one call of make_net draws, so the same seed gives
-    the weights of a single process.
+    A net with `init_parameter` and without buffers is built and partitioned on the meta device, and
+    its parameters are initialized one after another: a rank never holds more than its own shards
+    and one full parameter. Any other net is built in full on the CPU, and then partitioned.
+
+    In both cases the global CPU generator is used as by one call of `make_net`, so that a seed
+    gives the weights that a single process would have.
+
+    Args:
+        device: Device of the weights.
+        make_net: Function without arguments that builds the net.
+        partition: Function that partitions the net in place.
     """
-    before = torch.random.get_rng_state()
+    rng_state = torch.random.get_rng_state()
     net = build_on_meta_device(make_net)
     if not can_init_by_parameter(net):
         if any(tensor.is_meta for tensor in (*net.parameters(), *net.buffers())):
-            torch.random.set_rng_state(before)
+            torch.random.set_rng_state(rng_state)
             net = make_net()
         partition(net)
         return net.to(device)
-    first_name = tied_names(net)  # also of a weight whose first name this rank does not hold
+    # Looked up before the partition: afterwards this rank may lack the first name of a tied weight.
+    first_names = tied_names(net)
     partition(net)
     allocate(net, device)
     for name, parameter in net.named_parameters():
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-        cast(Any, net).init_parameter(first_name.get(name, name), whole)
-        copy_from_full(parameter, whole)
+        full = torch.empty(parameter.shape, dtype=parameter.dtype)
+        cast(Any, net).init_parameter(first_names.get(name, name), full)
+        copy_from_full(parameter, full)
     return net
 
 
 def can_init_by_parameter(net: nn.Module) -> bool:
-    """Whether its weights can be drawn one by one, after it was made on the meta device."""
+    """Return whether the net can be built on the meta device and initialized afterwards.
+
+    Such a net has `init_parameter`, and no buffers, whose values nobody would compute.
+    """
     return hasattr(net, "init_parameter") and not any(True for _ in net.buffers())
 
 
 def allocate(net: nn.Module, device: torch.device | str) -> None:
-    """Gives tensors without values to a net of the meta device; a tied one stays one."""
+    """Allocate the uninitialized tensors of a net that is on the meta device.
+
+    Tied parameters stay tied.
+    """
     tied = tied_names(net)
-    net.to_empty(device=device)  # makes a parameter of each name, also of a tied one
+    net.to_empty(device=device)  # creates a separate parameter for each name of a tied parameter
     for second, first in tied.items():
         owner, _, name = second.rpartition(".")
         setattr(net.get_submodule(owner), name, net.get_parameter(first))
 
 
 @torch.no_grad()
-def copy_from_full(target: Tensor, whole: Tensor) -> None:
-    """Copy whole into a plain tensor, or this rank's slice of it into a DTensor; no communication.
+def copy_from_full(target: Tensor, full: Tensor) -> None:
+    """Copy a full tensor into `target`, or only this rank's shard if `target` is a DTensor.
 
-    Raises: ValueError if the shapes differ.
+    There is no communication: every rank must pass the same full tensor.
+
+    Args:
+        target: Plain tensor or DTensor. Its values are replaced.
+        full: Full tensor of the same shape.
+
+    Raises:
+        ValueError: If the shapes differ.
     """
-    if target.shape != whole.shape:
-        raise ValueError(f"shapes differ: {tuple(target.shape)} here, {tuple(whole.shape)} given")
+    if target.shape != full.shape:
+        raise ValueError(
+            f"cannot copy a tensor of shape {tuple(full.shape)}; "
+            f"allowed: the shape of its target, {tuple(target.shape)}"
+        )
     if isinstance(target, DTensor):
-        mesh, placements = target.device_mesh, target.placements
-        whole = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
-    local_shard(target).copy_(local_shard(whole))
+        full = distribute_tensor(
+            full.detach(), target.device_mesh, target.placements, src_data_rank=None
+        )
+    local_shard(target).copy_(local_shard(full))
 
 
 def shard_like(value: Any, parameter: Tensor) -> Any:
-    """This rank's slice of a whole tensor of the parameter's shape; anything else as it is."""
+    """Shard a full tensor in the same way as a parameter, without communication.
+
+    Args:
+        value: Full tensor of the parameter's shape. Any other value is returned unchanged.
+        parameter: Plain tensor or DTensor.
+
+    Returns:
+        Copy of `value` that is a DTensor if the parameter is a DTensor, on its device.
+    """
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
-    mine = torch.empty_like(parameter.detach(), dtype=value.dtype)
-    copy_from_full(mine, value)
-    return mine
+    sharded = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    copy_from_full(sharded, value)
+    return sharded
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is."""
+    """Return this rank's shard of a DTensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, on every rank; a plain tensor as it is. Collective."""
-    if isinstance(tensor, DTensor):  # an offloaded one lies where its mesh cannot gather it
-        tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+    """All-gather the shards of a DTensor, or return a plain tensor unchanged; detached.
+
+    All ranks of the DTensor's mesh must call this function. The result is on the mesh's device.
+    """
+    if isinstance(tensor, DTensor):
+        # FSDP's CPU offload keeps shards on the CPU. A GPU mesh can only gather GPU tensors.
+        on_mesh = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+        tensor = on_mesh.full_tensor()
     return tensor.detach()

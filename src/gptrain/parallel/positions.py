@@ -1,4 +1,4 @@
-"""Learned positions of a checkpoint whose sequences have another length than the net's."""
+"""Load learned positions from a checkpoint with another sequence length than the net."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -9,28 +9,32 @@ from torch import Tensor, nn
 from gptrain.parallel.placement import copy_from_full, full_tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
-TABLE = "position_embedding"  # a role of tensor_plan
+TABLE = "position_embedding"  # role in tensor_plan
 
 
-def find_tables(net: nn.Module, here: Shapes, there: Shapes) -> dict[str, int | None]:
-    """Return the tensors of a net that differ from a checkpoint's in the number of positions alone.
+def find_tables(net: nn.Module, net_shapes: Shapes, saved_shapes: Shapes) -> dict[str, int | None]:
+    """Find the tensors whose shapes in net and checkpoint differ only in the number of positions.
 
-    A net with a `tensor_plan` names its tables by their role. In any other net with a `max_seq_len`
-    a table is a tensor that differs in dimensions of that size, and in the same way as all others.
+    A net with `tensor_plan` names these tables by their role. In another net with `max_seq_len`, a
+    tensor is a table if it differs only in dimensions of the size `max_seq_len`, and if all tensors
+    that differ have the same old size in these dimensions.
 
     Args:
-        here: Name -> shape of the net's tensors.
-        there: Name -> shape of the checkpoint's tensors.
+        net: Net to be loaded.
+        net_shapes: Name -> shape of the net's tensors.
+        saved_shapes: Name -> shape of the checkpoint's tensors.
 
     Returns:
-        Name -> dimension of the positions; None for a buffer, whose values the net computes.
+        Name -> dimension of the positions. The dimension is None for a buffer: the net computes its
+        values, nothing is loaded.
     """
-    length, buffers = getattr(net, "max_seq_len", None), dict(net.named_buffers())
+    length = getattr(net, "max_seq_len", None)
+    buffers = dict(net.named_buffers())
     plan = getattr(net, "tensor_plan", None)
     tables: dict[str, int | None] = {}
     old_lengths = set()
-    for name, shape in here.items():
-        old = there.get(name, shape)
+    for name, shape in net_shapes.items():
+        old = saved_shapes.get(name, shape)
         if len(old) != len(shape) or old == shape:
             continue
         dims = [dim for dim, size in enumerate(shape) if old[dim] != size]
@@ -47,9 +51,16 @@ def find_tables(net: nn.Module, here: Shapes, there: Shapes) -> dict[str, int | 
 def is_table(
     name: str, plan: Mapping[str, str] | None, length: int | None, vocab_size: int | None
 ) -> bool:
-    """Return whether a parameter whose size is max_seq_len may be a table of positions."""
+    """Return whether a parameter with a dimension of size max_seq_len is a table of positions.
+
+    Args:
+        name: Name of the parameter.
+        plan: `tensor_plan` of the net. None if the net has none.
+        length: `max_seq_len` of the net.
+        vocab_size: `vocab_size` of the net.
+    """
     if plan is None:
-        return length != vocab_size  # else it may as well be a table of tokens
+        return length != vocab_size  # with equal sizes it could be the table of tokens
     owner = name.rpartition(".")[0]
     role = next((role for pattern, role in plan.items() if fnmatch(owner, pattern)), None)
     return role == TABLE
@@ -57,9 +68,14 @@ def is_table(
 
 @torch.no_grad()
 def fill_positions(target: Tensor, source: Tensor, dim: int) -> None:
-    """Copy the first positions of a full tensor into a tensor or a shard, and leave the others.
+    """Copy positions of `source` into `target`, as many as both have; keep the rest of `target`.
 
-    Ranks that hold shards of one tensor must all call it.
+    All ranks that hold a shard of `target` must call this function.
+
+    Args:
+        target: Plain tensor or DTensor.
+        source: Full tensor with another number of positions.
+        dim: Dimension of the positions.
     """
     full = full_tensor(target).clone()
     n_positions = min(full.shape[dim], source.shape[dim])

@@ -1,4 +1,4 @@
-"""Whether a net has what an option needs; asked of the net alone, before there are any ranks."""
+"""Check that a net has the attributes that an option needs, before any rank starts."""
 
 from collections.abc import Callable
 from pkgutil import resolve_name
@@ -14,7 +14,10 @@ from gptrain.core.strategies import (
 
 
 class Net(nn.Module):
-    """For a type checker: attributes that a net may have (gptrain.models), once it was asked."""
+    """Declare, for the type checker, the optional attributes of a net (see `gptrain.models`).
+
+    A net need not be an instance of this class: `check_fit` looks for the attributes.
+    """
 
     blocks: nn.ModuleList
     embed: Callable[[Tensor], Tensor]
@@ -26,10 +29,10 @@ class Net(nn.Module):
 
 
 class IncompatibleModelError(ValueError):
-    """A net that lacks what was asked of it; the one error here that the user can repair.
+    """The net or the module does not support an option of the config.
 
     Attributes:
-        key: the option that asked, as in the config.
+        key: Key of the option, for example "strategy.name".
     """
 
     def __init__(self, key: str, message: str):
@@ -45,35 +48,50 @@ def check_fit(
     compile: str,
     activation_checkpointing: str,
 ) -> None:
-    """Raises: IncompatibleModelError for the first thing that the net lacks; it may lie on the
-    meta device.
+    """Check that a net has everything that strategy, compile and checkpointing need.
 
     Args:
-        options: the `strategy` group.   dims: ranks along each axis.
+        net: Net, for example on the meta device.
+        options: Options of the `strategy` group.
+        dims: Number of ranks along each axis.
+        compile: Value of `model.compile`.
+        activation_checkpointing: Value of `model.activation_checkpointing`.
+
+    Raises:
+        IncompatibleModelError: If the net lacks an attribute, or if it cannot be divided over the
+            ranks. The message names the first problem only.
     """
     row = STRATEGIES[strategy_name(options.name, dims.world_size)]
-    if missing := [name for name in row.needs if not hasattr(net, name)]:
-        rows = STRATEGIES.items()
-        others = [name for name, it in rows if all(hasattr(net, need) for need in it.needs)]
+    missing = [name for name in row.needs if not hasattr(net, name)]
+    if missing:
+        allowed = [
+            name
+            for name, strategy in STRATEGIES.items()
+            if all(hasattr(net, need) for need in strategy.needs)
+        ]
         raise IncompatibleModelError(
             "strategy.name",
             f"needs {', '.join(missing)} of {type(net).__name__} (see gptrain.models); strategies "
-            f"that work without: {', '.join(others)}",
+            f"that work without: {', '.join(allowed)}",
         )
     modes = {"model.activation_checkpointing": activation_checkpointing, "model.compile": compile}
     for key, mode in modes.items():
         if mode not in ("none", "model") and not hasattr(net, "blocks"):
-            others = "none, model" if key == "model.compile" else "none"
+            allowed = "none, model" if key == "model.compile" else "none"
             message = f"{mode} works block by block and needs `blocks` of {type(net).__name__}"
             raise IncompatibleModelError(
-                key, f"{message}, an nn.ModuleList (see gptrain.models); without: {others}"
+                key, f"{message}, an nn.ModuleList (see gptrain.models); without: {allowed}"
             )
     if row.check:
         resolve_name(row.check)(net, options, dims)
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:
-    """Second name of a parameter that has two -> its first."""
+    """Return the further names of tied parameters, each with the parameter's first name.
+
+    For example `{"head.weight": "token_embedding.weight"}`. A tied parameter is one nn.Parameter
+    that several modules share.
+    """
     first: dict[nn.Parameter, str] = {}
     return {
         name: first[parameter]

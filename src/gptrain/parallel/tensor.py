@@ -1,23 +1,24 @@
-"""Tensor parallelism: matrices split by columns or rows over ranks, and the sequence between them.
+"""Tensor and sequence parallelism: weights split by columns or rows, activations by positions.
 
-A layer's first matrices are split by outputs, its last by inputs, so that a rank computes whole
-heads and its part of the MLP alone. Partial sums are reduce-scattered into slices of the sequence,
-on which norms, dropout and the residual stream work, and gathered again after each norm; the
-gradients go the reverse way. Each collective sends (n-1)/n of the whole tensor per rank, half of an
-all-reduce. Dropout only sees what this rank alone holds: ranks draw from different seeds.
+The first matrices of attention and MLP are split by outputs and the last by inputs, so that a rank
+computes its own heads and its own part of the MLP without communication. The partial sums are
+reduce-scattered into shards of the sequence. Norms, dropout and the residual stream work on these
+shards, which are all-gathered after each norm. Gradients take the reverse way. Each collective
+sends (n-1)/n of the full tensor per rank, half as much as an all-reduce. Every rank applies dropout
+to its own positions or heads, so the ranks use different seeds.
 Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
 
-Parameters become DTensors (for the optimizer, FSDP and checkpoints); layers compute on their local
-parts with the collectives below. DTensor's own sequence parallelism needs T to be a multiple of the
-ranks, and pays its dispatcher at every operation; here the sequence is padded at its end, which a
-causal net cannot see.
+Parameters are DTensors, for the optimizer, FSDP and checkpoints. The layers compute on local shards
+with the collectives of this file. DTensor's own SequenceParallel requires that T is a multiple of
+the number of ranks, and its dispatcher runs at every operation. This file pads the sequence at its
+end instead, which does not change the logits of a causal net.
 
-The loss takes a rank's columns of the logits, a chunk of tokens at a time, with their gradients in
-the same pass; ranks exchange three numbers a token.
+The loss is computed from each rank's columns of the logits, in chunks of tokens, with the gradients
+in the same pass. The ranks exchange three numbers per token.
 """
 
-# V vocab, v this rank's part of it, D d_model, B batch, T time, C tokens of a chunk,
-# T' time padded to a multiple of n ranks, t = T' / n
+# B batch, T time, D d_model, V vocab, C tokens of a chunk, n ranks of the tensor axis,
+# v rows of V on this rank, T' = T padded to a multiple of n, t = T' / n
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
@@ -35,19 +36,24 @@ from gptrain.core.strategies import ParallelDims, StrategyOptions
 from gptrain.loss import chunked_next_token_loss, cross_entropy_in_place
 from gptrain.parallel.requirements import IncompatibleModelError, Net
 
-# Renamed in torch 2.13, which warns of the old names.
+# torch 2.13 renamed these functions and warns about the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the net in place over the mesh's "tensor" axis, as its tensor_plan says.
+    """Split the net in place over the "tensor" axis of a mesh, as `net.tensor_plan` says.
 
-    forward still gives whole logits (B, T, V) on every rank. `hidden` gives whole hidden states
-    whose gradient is summed over ranks: take the loss of `vocab_parallel_loss`, which knows.
-    A weight tied to another stays tied.
+    Tied weights stay tied. `net(tokens)` still returns the full logits (B, T, V) on every rank.
+    `net.hidden(tokens)` returns the full hidden states (B, T, D); its backward pass sums their
+    gradient over the ranks, so that only `vocab_parallel_loss` may be computed from them.
+
+    Args:
+        net: Net with `tensor_plan`, identical on all ranks or on the meta device.
+        mesh: Device mesh with an axis "tensor".
     """
-    group, net = mesh["tensor"].get_group(), cast(Net, net)
+    group = mesh["tensor"].get_group()
+    net = cast(Net, net)
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
@@ -57,7 +63,7 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
                 sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
             setattr(module, key, sharded[parameter])
         if role is not None:
-            module.__class__ = _mixed(role, type(module))
+            module.__class__ = _mixed_class(role, type(module))
             module.tensor_group = group
     net.forward = partial(_without_padding, net.forward)
     if hasattr(net, "hidden"):
@@ -65,16 +71,24 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims) -> None:
-    """Raises: IncompatibleModelError if the net cannot be split over so many ranks; says
-    what it lacks.
+    """Check that the net can be split over `dims.tensor` ranks.
+
+    Args:
+        net: Net with `tensor_plan` and `n_heads`, for example on the meta device.
+        options: Options of the `strategy` group. This check does not depend on them.
+        dims: Number of ranks along each axis.
+
+    Raises:
+        IncompatibleModelError: If the ranks do not divide the heads, or if a layer does not fit its
+            role in `net.tensor_plan`.
     """
-    for name in ("n_kv_heads", "n_heads"):  # those of k and v may be fewer
+    for name in ("n_kv_heads", "n_heads"):  # k and v may have fewer heads than q
         heads = getattr(net, name, net.n_heads)
         if heads % dims.tensor:
             allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise IncompatibleModelError(
                 "strategy.tensor_parallel_size",
-                f"{dims.tensor} ranks do not divide {name}={heads}, each must hold whole heads; "
+                f"{dims.tensor} ranks do not divide {name}={heads}; a rank holds whole heads; "
                 f"allowed: {allowed}",
             )
     unknown = sorted(set(net.tensor_plan.values()) - set(_ROLES))
@@ -85,34 +99,41 @@ def check_tensor_parallel(net: Net, options: StrategyOptions, dims: ParallelDims
             f"allowed: {', '.join(_ROLES)}",
         )
     for name, role in _roles(net):
-        layer, known = net.get_submodule(name), _ROLES[role][1]
-        fits = isinstance(layer, known) if known is _NORMS else type(layer) in known
+        layer = net.get_submodule(name)
+        allowed_types = _ROLES[role][1]
+        if allowed_types is _NORMS:
+            fits = isinstance(layer, allowed_types)
+        else:
+            fits = type(layer) in allowed_types
         if not fits or (role == "vocab_head" and layer.bias is not None):
+            type_names = " and ".join(kind.__name__ for kind in allowed_types)
+            condition = " without bias" if role == "vocab_head" else ""
             raise IncompatibleModelError(
                 "strategy.name",
-                f"tensor_plan makes {name} {role}: it is a {type(layer).__name__}, the role is for "
-                f"{' and '.join(kind.__name__ for kind in known)}"
-                f"{' without bias' if role == 'vocab_head' else ''}",
+                f"tensor_plan gives {name} the role {role}, but {name} is a "
+                f"{type(layer).__name__}; allowed: {type_names}{condition}",
             )
 
 
 def partial_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Parameters whose gradients are sums over one rank's slice of the sequence or heads only.
+    """Return the replicated parameters whose gradients cover only this rank's positions or heads.
 
-    Norms, the position table, and biases added to slices: to be summed over the tensor group once
-    per optimizer step (`gradients.sum_gradients`).
+    These are the parameters of norms, the position table, and biases that are added to a shard of
+    the sequence. Their gradients must be summed over the tensor axis once per optimizer step, see
+    `gradients.sum_gradients`.
     """
-    found: list[nn.Parameter] = []
+    parameters: list[nn.Parameter] = []
     for name, role in _roles(cast(Net, net)):
         module = net.get_submodule(name)
         if role in ("sequence", "per_head", "position_embedding"):
-            found += module.parameters(recurse=False)
+            parameters += module.parameters(recurse=False)
         elif role == "rowwise" and isinstance(module.bias, nn.Parameter):
-            found.append(module.bias)
-    return found
+            parameters.append(module.bias)
+    return parameters
 
 
 def _roles(net: Net) -> Iterator[tuple[str, str]]:
+    """Yield name and role of each layer in `net.tensor_plan`; the first matching pattern counts."""
     for name, _ in net.named_modules():
         for pattern, role in net.tensor_plan.items():
             if fnmatch(name, pattern):
@@ -122,48 +143,60 @@ def _roles(net: Net) -> Iterator[tuple[str, str]]:
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
     placements = [Replicate() if dim is None else Shard(dim)]
-    whole = parameter.detach()  # alike on all ranks
-    shard = distribute_tensor(whole, mesh["tensor"], placements, src_data_rank=None)
+    # src_data_rank=None sends nothing: the full parameter is identical on all ranks.
+    shard = distribute_tensor(parameter.detach(), mesh["tensor"], placements, src_data_rank=None)
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _without_padding(method, tokens: Tensor, *more) -> Tensor:
-    y, n_tokens = method(tokens, *more), tokens.shape[1]  # (B, T', ...)
-    return y if y.shape[1] == n_tokens else y[:, :n_tokens].clone()  # FSDP warns of views
+def _without_padding(method, tokens: Tensor, *arguments) -> Tensor:
+    """Call a method of the net and remove the padding of the sequence from its result."""
+    result = method(tokens, *arguments)  # (B, T', ...)
+    n_tokens = tokens.shape[1]
+    if result.shape[1] == n_tokens:
+        return result
+    return result[:, :n_tokens].clone()  # FSDP warns about views
 
 
-# Roles are classes mixed in front of a layer's own: were they functions put on the instances,
-# torch.compile would compile each block anew.
+# Each role is a class that is mixed in front of the class of the layer. With a `forward` function
+# on each instance instead, torch.compile would compile every block again.
 
 
-class _Role(nn.Module):  # attributes of the layers, for a type checker
+class _Role(nn.Module):
+    """Declare the attributes of layers and of the mixed class, for the type checker."""
+
     weight: DTensor
     bias: DTensor | None
     num_embeddings: int
     out_features: int
     tensor_group: dist.ProcessGroup
-    of_class: Callable[..., Tensor]
+    layer_forward: Callable[..., Tensor]
 
 
 class _Colwise(_Role):
-    def forward(self, whole: Tensor) -> Tensor:
+    """Split a linear layer by outputs: full input (..., in), this rank's outputs (..., out / n)."""
+
+    def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to_local()
-        return F.linear(whole, self.weight.to_local(), bias)
+        return F.linear(x, self.weight.to_local(), bias)
 
 
 class _Rowwise(_Role):
-    def forward(self, part: Tensor) -> Tensor:
-        y = scatter_sequence(F.linear(part, self.weight.to_local()), self.tensor_group)
+    """Split a linear layer by inputs: inputs (B, T', in / n), shard of the sequence (B, t, out)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = scatter_sequence(F.linear(x, self.weight.to_local()), self.tensor_group)
         return y if self.bias is None else y + self.bias.to_local().to(y.dtype)
 
 
-class _PerHead(_Role):  # a norm, computed as its class does
-    def forward(self, part: Tensor) -> Tensor:
-        return self.of_class(_WithLocal(self), part)
+class _PerHead(_Role):
+    """Run a norm on this rank's heads, with the forward method of the norm's own class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer_forward(_LocalParameters(self), x)
 
 
-class _WithLocal:
-    """What the forward of a layer without children sees of it, with local parameters."""
+class _LocalParameters:
+    """View of a layer without children, in which DTensors appear as their local shards."""
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
@@ -174,50 +207,64 @@ class _WithLocal:
 
 
 class _Sequence(_PerHead):
-    def forward(self, part: Tensor) -> Tensor:
-        y = super().forward(part)
-        if torch.is_autocast_enabled(y.device.type):  # norms give fp32, the matrices after it cast
+    """Run a norm on a shard of the sequence (B, t, D), and all-gather its result (B, T', D)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        # Under autocast norms return fp32, and the next matrix multiplication casts it. Casting
+        # before the all-gather sends half of the bytes.
+        if torch.is_autocast_enabled(y.device.type):
             y = y.to(torch.get_autocast_dtype(y.device.type))
         return gather_sequence(y, self.tensor_group)
 
 
 class _PositionEmbedding(_Role):
+    """Look up this rank's shard (..., t, D) of the embeddings of positions (..., T)."""
+
     def forward(self, positions: Tensor) -> Tensor:
-        size, rank = self.tensor_group.size(), self.tensor_group.rank()
-        mine = pad_to_multiple(positions, size).chunk(size, dim=-1)[rank]
-        return F.embedding(mine, self.weight.to_local())
+        n_ranks = self.tensor_group.size()
+        shards = pad_to_multiple(positions, n_ranks).chunk(n_ranks, dim=-1)
+        return F.embedding(shards[self.tensor_group.rank()], self.weight.to_local())
 
 
 class _VocabEmbedding(_Role):
+    """Look up tokens (B, T) in a table that is split by rows; return a shard (B, t, D)."""
+
     def forward(self, tokens: Tensor) -> Tensor:
-        size, rank = self.tensor_group.size(), self.tensor_group.rank()
-        n_rows = -(-self.num_embeddings // size)  # torch.chunk's
-        rows = pad_to_multiple(tokens, size) - rank * n_rows
+        n_ranks = self.tensor_group.size()
+        n_rows = -(-self.num_embeddings // n_ranks)  # torch.chunk rounds up
+        rows = pad_to_multiple(tokens, n_ranks) - self.tensor_group.rank() * n_rows
         weight = self.weight.to_local()  # (v, D)
-        elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        partial_sum = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-        partial_sum = partial_sum.masked_fill(elsewhere[..., None], 0.0)
+        is_on_other_rank = (rows < 0) | (rows >= weight.shape[0])
+        partial_sum = F.embedding(rows.masked_fill(is_on_other_rank, 0), weight)
+        partial_sum = partial_sum.masked_fill(is_on_other_rank[..., None], 0.0)
         return scatter_sequence(partial_sum, self.tensor_group)
 
 
 class _VocabHead(_Role):
-    def forward(self, whole: Tensor) -> Tensor:
-        logits = F.linear(whole, self.weight.to_local())  # (B, T', v)
-        like = logits.new_empty(*whole.shape[:-1], self.out_features, device="meta")
-        shape, stride = like.shape, like.stride()
+    """Compute this rank's columns of the logits, and all-gather the full logits (B, T', V)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = F.linear(x, self.weight.to_local())  # (B, T', v)
+        full = logits.new_empty(*x.shape[:-1], self.out_features, device="meta")
         mesh = self.weight.device_mesh
-        # What follows is computed alike on every rank: backward takes this rank's columns.
-        parts = DTensor.from_local(logits, mesh, [Shard(-1)], shape=shape, stride=stride)
-        return parts.full_tensor()  # (B, T', V)
+        # Every rank computes the same function of the full logits, so the backward pass of
+        # full_tensor takes this rank's columns of the gradient, without a sum over ranks.
+        columns = DTensor.from_local(
+            logits, mesh, [Shard(-1)], shape=full.shape, stride=full.stride()
+        )
+        return columns.full_tensor()  # (B, T', V)
 
 
 @cache
-def _mixed(role: type, layer: type[nn.Module]) -> type:
-    return type(layer.__name__, (role, layer), {"of_class": staticmethod(layer.forward)})
+def _mixed_class(role: type, layer: type[nn.Module]) -> type:
+    """Return a class of the layer's name whose forward is that of a role."""
+    return type(layer.__name__, (role, layer), {"layer_forward": staticmethod(layer.forward)})
 
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm)  # or a class of either
-_ROLES = {  # role -> its class, the layers that it knows, the dimensions in which they are split
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # subclasses are allowed, too
+# Role -> (class of the role, allowed types of the layer, {parameter name: split dimension})
+_ROLES = {
     "colwise": (_Colwise, (nn.Linear,), {"weight": 0, "bias": 0}),
     "rowwise": (_Rowwise, (nn.Linear,), {"weight": 1}),
     "sequence": (_Sequence, _NORMS, {}),
@@ -228,22 +275,35 @@ _ROLES = {  # role -> its class, the layers that it knows, the dimensions in whi
 }
 
 
-def gather_sequence(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Slices (..., t, D) of all ranks side by side, (..., T', D). Backward sums over ranks."""
-    return _AlongSequence.apply(part, group, True)
+def gather_sequence(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather shards (..., t, D) of the sequence into (..., T', D).
+
+    The backward pass is a reduce-scatter: this rank's positions of the gradient's sum over ranks.
+    """
+    return _AlongSequence.apply(shard, group, True)
 
 
-def scatter_sequence(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's slice (..., t, D) of the sum over ranks of (..., T', D). Backward gathers."""
-    return _AlongSequence.apply(partial, group, False)
+def scatter_sequence(partial_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum (..., T', D) over the ranks and return this rank's positions (..., t, D) of the sum.
+
+    This is a reduce-scatter. The backward pass is an all-gather.
+    """
+    return _AlongSequence.apply(partial_sum, group, False)
 
 
 def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Loss (nats) of whole hidden (..., D) under a head split by rows, the same on all ranks.
+    """Return the loss in nats of hidden states under a head that is split by rows.
+
+    All ranks of the head's mesh must call this function; the result is identical on all of them.
+    The gradient of `hidden` covers only this rank's columns of the logits: it must be summed over
+    the ranks, as the backward pass of `gather_sequence` does.
 
     Args:
-        head_weight: DTensor (V, D), split by torch.chunk along V over its one mesh axis.
-        options: chunk_tokens, reduction, label_smoothing, z_loss of chunked_next_token_loss.
+        hidden: Full hidden states (..., D), identical on all ranks.
+        head_weight: DTensor (V, D), sharded along V over a mesh with one axis.
+        targets: Next tokens (...), int64. The loss ignores -100.
+        options: Arguments chunk_tokens, reduction, label_smoothing and z_loss of
+            `loss.chunked_next_token_loss`.
     """
     assert isinstance(head_weight, DTensor)
     mesh, vocab_size = head_weight.device_mesh, head_weight.shape[0]
@@ -252,7 +312,7 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
         cross_entropy_in_place,
         start=mesh.get_local_rank() * -(-vocab_size // mesh.size()),
         vocab_size=vocab_size,
-        all_reduce=lambda part, how: dist.all_reduce(part, operations[how], mesh.get_group()),
+        all_reduce=lambda tensor, name: dist.all_reduce(tensor, operations[name], mesh.get_group()),
     )
     return chunked_next_token_loss(
         hidden, head_weight.to_local(), targets, cross_entropy=cross_entropy, **options
@@ -260,30 +320,35 @@ def vocab_parallel_loss(hidden: Tensor, head_weight: Tensor, targets: Tensor, **
 
 
 def pad_to_multiple(tokens: Tensor, n: int) -> Tensor:
-    """Indices (..., T) padded with index 0 to (..., T')."""
+    """Pad indices (..., T) with index 0 to (..., T'), where T' is a multiple of n."""
     return F.pad(tokens, (0, -tokens.shape[-1] % n))
 
 
 class _AlongSequence(torch.autograd.Function):
+    """All-gather or reduce-scatter along the sequence. Each is the backward pass of the other."""
+
     @staticmethod
     def forward(ctx, tensor, group, gathers):
-        ctx.group, ctx.gathers = group, gathers
-        return (_all_gather if gathers else _reduce_scatter)(tensor, group)
+        ctx.group = group
+        ctx.gathers = gathers
+        return _all_gather(tensor, group) if gathers else _reduce_scatter(tensor, group)
 
     @staticmethod
-    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
-        return (_reduce_scatter if ctx.gathers else _all_gather)(grad, ctx.group), None, None
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
+        grad = _reduce_scatter(grad, ctx.group) if ctx.gathers else _all_gather(grad, ctx.group)
+        return grad, None, None
 
 
-def _all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-    all_gather_single(whole, part.contiguous(), group=group)
-    whole = whole.unflatten(0, (group.size(), -1))  # (n, ..., t, D) -> (..., T', D)
-    return whole.movedim(0, -3).flatten(-3, -2)
+def _all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    full = shard.new_empty(group.size() * shard.shape[0], *shard.shape[1:])
+    all_gather_single(full, shard.contiguous(), group=group)
+    full = full.unflatten(0, (group.size(), -1))  # (n, ..., t, D)
+    return full.movedim(0, -3).flatten(-3, -2)  # (..., T', D)
 
 
-def _reduce_scatter(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = whole.unflatten(-2, (group.size(), -1)).movedim(-3, 0).flatten(0, 1).contiguous()
-    part = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
-    reduce_scatter_single(part, parts, group=group)
-    return part  # (..., t, D)
+def _reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> Tensor:
+    shards = full.unflatten(-2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., t, D)
+    shards = shards.flatten(0, 1).contiguous()
+    shard = shards.new_empty(shards.shape[0] // group.size(), *shards.shape[1:])
+    reduce_scatter_single(shard, shards, group=group)
+    return shard  # (..., t, D)
