@@ -1,8 +1,9 @@
-"""DiLoCo: replicas of a net that train by themselves for many steps before all meet.
+"""DiLoCo: replicas of the net that train independently and synchronize every `sync_every` steps.
 
-What each has moved since the last meeting, in the mean, is a gradient for SGD with Nesterov
-momentum, and where that arrives all go on. Source: Douillard et al. 2023, arXiv:2311.08105; with
-lr=1 and no momentum it is local SGD (Stich 2019, arXiv:1805.09767).
+The parameter change since the last synchronization, averaged over the replicas, is the
+pseudo-gradient of an outer SGD with Nesterov momentum. All replicas continue from the weights that
+the outer optimizer computes. Source: Douillard et al. 2023, arXiv:2311.08105. With outer_lr=1 and
+outer_momentum=0 this is local SGD (Stich 2019, arXiv:1805.09767).
 """
 
 from collections.abc import Callable
@@ -25,57 +26,87 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class DiLoCo(ParallelStrategy[DiLoCoOptions]):
-    """Loss, clipping and optimizer are a replica's own between two meetings.
+    """Train one of several replicas, which have their own loss, clipping and optimizer.
 
-    A replica is a rank; or neighbours, a node's, that average their gradients at each step.
+    A replica is one rank, or several neighbouring ranks, usually those of a node, that average
+    their gradients in each step.
 
     Attributes:
-        meeting: of each replica the rank that has this one's place in it.
-        replica: the ranks of this one; each exchanges a part of what it has moved.
-        synced_step: after which they met last.
+        sync_group: Ranks with the same index in their replicas, one of each replica.
+        replica_group: Ranks of this replica. Each sends a part of the pseudo-gradient.
+        synced_step: Step after which the replicas synchronized last.
+        parameters: Name in a checkpoint -> trained parameter, after `prepare`.
+        anchors: Name in a checkpoint -> value after the last synchronization, after `prepare`.
+        optimizer: Outer optimizer, which updates the anchors, after `prepare`.
     """
 
     synced_step = 0
 
     def __post_init__(self):
         world_size = self.dims.world_size
-        n = count_replicas(self.options.replicas, self.n_nodes, world_size)
-        sizes, names = (n, world_size // n), ("replicas", "ranks")
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        self.sync_group, self.replica_group = (mesh.get_group(name) for name in names)
-        self.data_group = self.step_group = self.replica_group
-        if sizes[1] > 1:
+        n_replicas = count_replicas(self.options.replicas, self.n_nodes, world_size)
+        n_ranks = world_size // n_replicas
+        mesh = init_device_mesh(
+            self.device.type, (n_replicas, n_ranks), mesh_dim_names=("replicas", "ranks")
+        )
+        self.sync_group = mesh.get_group("replicas")
+        self.replica_group = mesh.get_group("ranks")
+        self.data_group = self.replica_group
+        self.step_group = self.replica_group
+        if n_ranks > 1:
             self.replicas = mesh["ranks"]
-            self.ddp_arguments = {SYNC_BUFFERS: False, "gradient_as_bucket_view": True}
-            self.ddp_arguments |= {"process_group": self.replica_group}
+            self.ddp_arguments = {
+                SYNC_BUFFERS: False,
+                "gradient_as_bucket_view": True,
+                "process_group": self.replica_group,
+            }
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Takes the parameters, which are alike on all replicas, for those of a meeting."""
+        """Copy the trained parameters as anchors, and build the outer optimizer.
+
+        The parameters must be identical on all replicas.
+        """
         super().prepare(module, optimizer)
-        options, named = self.options, saved_parameters(module).items()
-        self.parameters = {name: p for name, p in named if p.requires_grad}
-        # Where all replicas were after the last meeting.
-        self.anchors = {n: nn.Parameter(p.detach().clone()) for n, p in self.parameters.items()}
+        self.parameters = {
+            name: parameter
+            for name, parameter in saved_parameters(module).items()
+            if parameter.requires_grad
+        }
+        self.anchors = {
+            name: nn.Parameter(parameter.detach().clone())
+            for name, parameter in self.parameters.items()
+        }
         self.optimizer = torch.optim.SGD(
             self.anchors.values(),
-            lr=options.outer_lr,
-            momentum=options.outer_momentum,
-            nesterov=options.outer_momentum > 0,
+            lr=self.options.outer_lr,
+            momentum=self.options.outer_momentum,
+            nesterov=self.options.outer_momentum > 0,
         )
 
     @torch.no_grad()
     def sync(self, step: int) -> None:
-        """After this step all replicas have the same weights, bit for bit. All must call it."""
+        """Synchronize the replicas: afterwards their weights are bitwise equal.
+
+        All ranks must call this method after the same step.
+
+        Args:
+            step: Number of optimizer steps that are complete.
+        """
         self.synced_step = step
         for name, anchor in self.anchors.items():
             anchor.grad = anchor - self.parameters[name]
-        anchors, n_parts = list(self.anchors.values()), self.replica_group.size()
-        mine = anchors[self.replica_group.rank() :: n_parts]
+        # Each rank of a replica averages a part of the pseudo-gradient over the replicas, and then
+        # sends this part to the other ranks of its replica.
+        anchors = list(self.anchors.values())
+        n_ranks = self.replica_group.size()
+        local_anchors = anchors[self.replica_group.rank() :: n_ranks]
+        n_replicas = self.sync_group.size()
         dtype = DTYPES[self.options.outer_dtype]
-        sum_gradients(mine, self.sync_group, divisor=self.sync_group.size(), dtype=dtype)
-        for number, anchor in enumerate(anchors if n_parts > 1 else ()):
-            assert anchor.grad is not None  # of above
-            dist.broadcast(anchor.grad, group=self.replica_group, group_src=number % n_parts)
+        sum_gradients(local_anchors, self.sync_group, divisor=n_replicas, dtype=dtype)
+        if n_ranks > 1:
+            for index, anchor in enumerate(anchors):
+                assert anchor.grad is not None  # set at the beginning of this method
+                dist.broadcast(anchor.grad, group=self.replica_group, group_src=index % n_ranks)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for name, anchor in self.anchors.items():
@@ -87,22 +118,31 @@ class DiLoCo(ParallelStrategy[DiLoCoOptions]):
         return [*saved["anchors"].values(), *saved["momentum"].values()]
 
     def periodic_work(self) -> list[tuple[Callable[[], None], float]]:
+        """Return the synchronization, and 1 / sync_every."""
         return [(partial(self.sync, 0), 1 / self.options.sync_every)]
 
     def state(self) -> dict[str, Any]:
-        """When they met and how many they are; anchors and momentum by names."""
-        momentum = {
-            name: state["momentum_buffer"]
-            for name, anchor in self.anchors.items()
-            if (state := self.optimizer.state.get(anchor, {})).get("momentum_buffer") is not None
+        """Return the state that all replicas share, for a checkpoint.
+
+        Returns:
+            `step` (step of the last synchronization), `number` (number of replicas), `anchors` and
+            `momentum` (name -> tensor). `momentum` is empty before the first synchronization.
+        """
+        momentum = {}
+        for name, anchor in self.anchors.items():
+            buffer = self.optimizer.state.get(anchor, {}).get("momentum_buffer")
+            if buffer is not None:
+                momentum[name] = buffer
+        return {
+            "step": self.synced_step,
+            "number": self.sync_group.size(),
+            "anchors": {name: anchor.detach() for name, anchor in self.anchors.items()},
+            "momentum": momentum,
         }
-        anchors = {name: anchor.detach() for name, anchor in self.anchors.items()}
-        counts = {"step": self.synced_step, "number": self.sync_group.size()}
-        return counts | {"anchors": anchors, "momentum": momentum}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Takes what `state` returned."""
+        """Restore the state that `state` returned."""
         self.synced_step = state["step"]
         for name, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][name])

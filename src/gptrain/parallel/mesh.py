@@ -1,4 +1,4 @@
-"""The ranks of a job: their process group, and the axes along which they divide the work."""
+"""Process group and device mesh of a job, and functions that rank 0 runs before other ranks."""
 
 from __future__ import annotations
 
@@ -17,25 +17,32 @@ from gptrain.parallel.rendezvous import open_store
 
 T = TypeVar("T")
 
-# Outermost to innermost. Ranks of one tensor group are neighbours, because they talk most and one
-# node's links are the fastest; stages of a pipeline talk least and may lie far apart.
+# Axes, the outermost first. Tensor parallelism communicates most, so the ranks of one
+# tensor group are neighbours, which usually share a node and its fast links. Pipeline stages
+# communicate least and may be on different nodes.
 AXES = (PIPELINE, DATA, TENSOR)
 
 
 def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Mesh with the axes "pipeline", "data" and "tensor", one group of ranks along each.
+    """Build the device mesh with the axes "pipeline", "data" and "tensor".
 
-    Every rank must call it, after the process group exists.
+    Every rank must call this function, after the process group was created.
     """
     sizes = tuple(getattr(dims, axis) for axis in AXES)
     return init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 
 
 def build_shard_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
-    """The mesh over which FSDP shards: the data axis, or with replicas two axes in its place.
+    """Return the mesh over which FSDP shards the parameters.
 
-    Ranks that share one copy of the net are neighbours: they gather weights, and a node's links
-    are the fastest; the copies exchange gradients alone. Every rank must call it.
+    Without replicas this is the data axis of `mesh`. With replicas (hybrid sharding) it has two
+    axes, "replicate" and "shard", which together replace the data axis. The ranks that share one
+    copy of the net are neighbours, because they all-gather weights; the copies exchange gradients
+    only. Every rank must call this function.
+
+    Args:
+        mesh: Mesh of `build_mesh`.
+        dims: Number of ranks along each axis, and number of copies of the net.
     """
     if dims.replicas == 1:
         return mesh["data"]
@@ -52,16 +59,23 @@ def start_group(
     store_path: str | None = None,
     variables: Sequence[str] = (),
 ) -> None:
-    """Create the job's process group, before Lightning would; do nothing where one exists.
+    """Create the process group of the job. Does nothing if a process group exists.
 
-    Ranks of one node use a file store, and gloo talks over loopback, so that no port is opened that
-    others could reach; ranks of several nodes have MASTER_ADDR.
+    The ranks of one node connect through a file, and gloo and NCCL use the loopback interface, so
+    that no port can be reached from other machines. The ranks of several nodes connect through
+    MASTER_ADDR and MASTER_PORT. Lightning finds the process group and creates no other.
 
     Args:
-        variables: Names of the environment variables that number the ranks.
+        backend: Backend of torch.distributed, for example "nccl".
+        device: Device of this rank. A CUDA device becomes the current device.
+        rank: Global rank of this process.
+        world_size: Number of ranks of the job.
+        timeout_s: Timeout of the rendezvous, and of the collectives afterwards.
+        store_path: File through which ranks of one node connect. None for MASTER_ADDR.
+        variables: Names of the environment variables that number the ranks, for error messages.
 
     Raises:
-        MissingRanksError: If not all ranks come.
+        MissingRanksError: If not all ranks start in time.
     """
     if dist.is_initialized():
         return
@@ -70,7 +84,7 @@ def start_group(
     if store_path:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if world_size == 1:  # a strategy tried on one device
+    if world_size == 1:  # a multi-rank strategy with trainer.devices=1
         store: dist.Store = dist.HashStore()
     else:
         store = open_store(rank, world_size, timeout_s, store_path, variables)
@@ -80,32 +94,44 @@ def start_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        # NCCL then knows this rank's GPU; else barriers guess it by the rank, and warn.
+        # Without device_id, barriers of NCCL guess the GPU from the rank, with a warning.
         device_id=device if backend == "nccl" else None,
     )
 
 
-def after_rank_0(make: Callable[[], T], rank: int, timeout_s: float) -> T:
-    """What `make` returns, called on rank 0 first: it may write files that the others then read.
+def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
+    """Call a function on rank 0 first, then on all other ranks, and return its result.
 
-    The others wait for a key of the store, not in a collective: preparing a corpus may take hours
-    longer than the timeout of collectives.
+    The function may write files on rank 0 that the other ranks then read. The other ranks wait for
+    a key of the store, not in a collective: preparing a corpus can take hours longer than the
+    timeout of collectives.
+
+    Args:
+        function: Function without arguments.
+        rank: Global rank of this process.
+        timeout_s: Time for which the other ranks wait.
     """
     if not dist.is_initialized():
-        return make()
+        return function()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        made = make()
+        result = function()
         store.set("rank 0 is ready", "1")
-        return made
+        return result
     store.wait(["rank 0 is ready"], timedelta(seconds=timeout_s))
-    return make()
+    return function()
 
 
 def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> None:
-    """Returns on all ranks once rank 0 has done what only it does; or is gone, or was too slow.
+    """Call a function on rank 0, and return on all ranks when rank 0 has finished.
 
-    Call it once, at the end: whoever waits here has no collective that another rank might miss.
+    The other ranks also return if rank 0 has exited or exceeds the timeout. Call this function
+    once, at the end of the run, because waiting ranks take part in no collective.
+
+    Args:
+        finish: Function without arguments that only rank 0 calls.
+        rank: Global rank of this process.
+        timeout_s: Time for which the other ranks wait.
     """
     store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
     if rank == 0:
@@ -118,7 +144,10 @@ def wait_for_rank_0(finish: Callable[[], None], rank: int, timeout_s: float) -> 
 
 
 def from_rank_0(value: T) -> T:
-    """Rank 0's value, on every rank."""
+    """Broadcast rank 0's value, which must be picklable, and return it on every rank.
+
+    All ranks must call this function. Without a process group the value is returned unchanged.
+    """
     if not dist.is_initialized():
         return value
     values = [value]

@@ -1,8 +1,9 @@
-"""Pipeline parallelism: each rank holds a few blocks and passes activations on.
+"""Pipeline parallelism: each rank holds some of the blocks and sends activations to the next rank.
 
-A batch is divided into microbatches that follow each other through the stages. Stages idle for
-(p-1)/(m+p-1) of a step, p stages and m microbatches; interleaving two stages a rank halves that.
-Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473.
+A batch is divided into microbatches, which pass through the stages one after another. With p stages
+and m microbatches, each stage is idle for (p-1)/(m+p-1) of a step; two interleaved stages per rank
+halve this idle time. Source: Huang et al. 2019 (GPipe), arXiv:1811.06965; Narayanan et al. 2021,
+arXiv:2104.04473.
 """
 
 # B batch, b microbatch, T time, D d_model
@@ -34,64 +35,93 @@ from gptrain.parallel.requirements import IncompatibleModelError, Net, tied_name
 from gptrain.parallel.state import Stages
 from gptrain.parallel.strategy import ParallelStrategy
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # of hidden (b, T, D) after the norm, targets (b, T)
+# Function of hidden states (b, T, D) after the final norm and targets (b, T) -> scalar loss.
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Pipeline(ParallelStrategy[PipelineOptions]):
-    """This rank's stages of a net, and the schedule that runs them.
+    """Train this rank's stages of the net with a pipeline schedule of torch.
 
-    What this rank holds keeps its name. `net(tokens)` and `net.hidden(tokens)` raise
-    IncompatibleModelError, since
-    no rank holds the whole net. A weight that the head shares with the embedding is held by both
-    ends, which sum its gradients: updates of equal weights by equal gradients keep them equal.
+    The parameters of this rank keep their names. `net(tokens)` and `net.hidden(tokens)` raise an
+    IncompatibleModelError, because no rank holds the full net. If head and embedding share a
+    weight, the first and the last rank both hold the weight and sum its gradients. The copies stay
+    equal, because equal weights get equal updates.
 
-    Forward and backward passes of a micro-step are one run of the schedule, inside training_step.
-    What the loss is then multiplied by could not reach the gradients any more, so that the first
-    step makes sure that training_step returns it as it is, alone or in a sum.
+    The schedule runs the forward and backward passes of a micro-step inside of training_step, in
+    `mean_loss`. If training_step multiplied the returned loss by a factor, the factor could not
+    reach the gradients. The first step therefore checks that training_step returns the loss
+    unscaled, alone or as a term of a sum.
 
     Attributes:
-        last: rank in the pipeline's group that holds the last stage.
+        mesh: Device mesh with the axes "pipeline", "data" and "tensor".
+        schedule: Name of the schedule, `strategy.schedule`.
+        group: Ranks of this rank's pipeline.
+        rank: Rank in `group`. Rank 0 holds the first stage.
+        last: Rank in `group` that holds the last stage.
+        indices: Indices of the stages of this rank.
+        ends_group: First and last rank of the pipeline. It exists if the pipeline has several
+            ranks, and is used if they share a weight.
+        net: This rank's stages of the net, after `split`.
+        n_blocks: Number of blocks of the full net, after `split`.
     """
 
-    is_partitioned = is_pipeline = True
+    is_partitioned = True
+    is_pipeline = True
 
     def __post_init__(self):
-        self.mesh = mesh = build_mesh(self.device.type, self.dims)
-        axis, self.schedule = mesh["pipeline"], self.options.schedule
-        self.group, self.data_group = axis.get_group(), mesh["data"].get_group()
-        self.rank, self.last = axis.get_local_rank(), axis.size() - 1
+        mesh = build_mesh(self.device.type, self.dims)
+        axis = mesh["pipeline"]
+        self.mesh = mesh
+        self.schedule = self.options.schedule
+        self.group = axis.get_group()
+        self.data_group = mesh["data"].get_group()
+        self.rank = axis.get_local_rank()
+        self.last = axis.size() - 1
         self.microbatches = count_microbatches(self.options.microbatches, axis.size())
         self.replicas = mesh["data"] if self.dims.data > 1 else None
         self.n_stages = axis.size() * STAGES_PER_RANK[self.schedule]
         self.indices = range(self.rank, self.n_stages, axis.size())
-        if self.last:  # all ranks make the groups of all pipelines
+        if self.last:
+            # new_subgroups_by_enumeration is collective: every rank creates the groups of all
+            # pipelines, one pipeline for each rank of the data axis.
             ends = mesh.mesh[[0, -1], :, 0].T.tolist()
             self.ends_group, _ = dist.new_subgroups_by_enumeration(ends)
-        self._loss: Loss  # of the pass that is run
+        self._loss: Loss  # loss function of the current run of a schedule
         self._checks_scale = True
 
     def split(self, net: Net) -> None:
-        """Leaves in net what this rank's stages hold."""
-        self.net, self.n_blocks = net, len(net.blocks)
-        self._schedules: dict[tuple, Any] = {}  # (training, shape) -> one with its buffers
+        """Keep only this rank's stages in the net, in place."""
+        self.net = net
+        self.n_blocks = len(net.blocks)
+        # (training, number of microbatches, shape of the tokens) -> schedule with its buffers.
+        self._schedules: dict[tuple, Any] = {}
         self.stages = Stages(self.group, tied_names(net) if self.last else {})
         keep_stages(net, self.indices, self.n_stages)
-        net.forward = net.hidden = _refuse
+        net.forward = net.hidden = _raise_no_full_net
 
     def prepare(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Of what several stages hold the first counts in the norm."""
+        """Prepare the training, see `ParallelStrategy.prepare`.
+
+        The first stage counts tied parameters and `extra_parameters` in the gradient norm, so all
+        other ranks of the pipeline leave them out.
+        """
         super().prepare(module, optimizer)
         if self.rank:
             self.counted_on_other_stage = {*self.tied_parameters, *self.extra_parameters}
 
     @cached_property
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Those that the other end holds as well: one on the first and the last rank, else none."""
-        tied = {*self.stages.aliases, *self.stages.aliases.values()}
-        return [parameter for name, parameter in self.net.named_parameters() if name in tied]
+        """Parameters that both the first and the last rank hold; empty on all other ranks."""
+        names = {*self.stages.aliases, *self.stages.aliases.values()}
+        return [parameter for name, parameter in self.net.named_parameters() if name in names]
 
     def mean_loss(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Of this pipeline's samples, on all its ranks; in training, gradients besides."""
+        """Return the mean loss of this pipeline's samples on all of its ranks.
+
+        In training, this method also runs the backward pass: the gradients of loss / accumulate are
+        added to the parameters' gradients. The backward pass of the returned loss computes nothing.
+        The value is that of `ParallelStrategy.mean_loss`.
+        """
         if not torch.is_grad_enabled():
             return super().mean_loss(net, tokens, targets, options)
         scale = 1 / self.accumulate
@@ -103,40 +133,72 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
 
         total = self._run(True, self.microbatches, tokens, targets, loss)
         anchor = torch.ones((), requires_grad=True, device=total.device)
-        return _GradientsExist.apply(anchor, total / scale, scale if self._checks_scale else None)
+        checked_scale = scale if self._checks_scale else None
+        return _LossWithGradients.apply(anchor, total / scale, checked_scale)
 
     def loss_sum(self, net: Net, tokens: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
-        """Of this pipeline's samples, on all its ranks; without gradients."""
-        return self.evaluate(tokens, targets, lambda *given: self.head_loss(net, *given, options))
+        """Return the sum of the losses of this pipeline's samples on all of its ranks.
+
+        The result has no gradients.
+        """
+
+        def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+            return self.head_loss(net, hidden, targets, options)
+
+        return self.evaluate(tokens, targets, loss)
 
     def logits(self, net: Net, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """On the ranks of the last stage alone; on the others nothing."""
-        found: list[tuple[Tensor, Tensor]] = []
+        """Yield logits (C, V) and targets (C,) in chunks, on the ranks of the last stage only.
+
+        All other ranks of the pipeline must iterate, too: they run their stages and yield nothing.
+        """
+        outputs: list[tuple[Tensor, Tensor]] = []
 
         def keep(hidden: Tensor, targets: Tensor) -> Tensor:
-            found.append((hidden, targets))
+            outputs.append((hidden, targets))
             return hidden.new_zeros(())
 
         self.evaluate(tokens, targets, keep)
-        for hidden, chunk_targets in found:
-            yield from logits_in_chunks(hidden, net.head, chunk_targets)
+        for hidden, microbatch_targets in outputs:
+            yield from logits_in_chunks(hidden, net.head, microbatch_targets)
 
     def broadcast_metric(self, compute: Callable[[], Any]) -> Any:
-        """Return what is computed on the last stage: tensors of any shape, in dicts or lists."""
+        """Compute a metric on the last stage, and return the value on all ranks of the pipeline.
+
+        Args:
+            compute: Function without arguments that returns a tensor, or tensors in dicts or lists.
+                It is called on the last stage only.
+        """
         value = [tree_map_only(Tensor, Tensor.cpu, compute()) if self.rank == self.last else None]
         dist.broadcast_object_list(value, group=self.group, group_src=self.last)
         return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value[0])
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor, loss: Loss) -> Tensor:
-        """`_run` without gradients, of a batch that may be smaller."""
-        n = gcd(len(tokens), self.microbatches)
-        if len(self.indices) > 1 and n % (self.last + 1):
-            n = 1  # interleaving goes round by round
-        return self._run(False, n, tokens, targets, loss)
+        """Run the pipeline without gradients and return the sum of `loss` over the microbatches.
+
+        All ranks of the pipeline must call this method, and all get the sum.
+
+        Args:
+            tokens: Token indices (B, T). B may differ from the batch size of the training; then
+                fewer microbatches may be used.
+            targets: Next tokens (B, T).
+            loss: Function of a microbatch's hidden states and targets. It is called on the last
+                stage only.
+        """
+        microbatches = gcd(len(tokens), self.microbatches)
+        if len(self.indices) > 1 and microbatches % (self.last + 1):
+            # An interleaved schedule runs in rounds of one microbatch per rank. One microbatch is
+            # always allowed.
+            microbatches = 1
+        return self._run(False, microbatches, tokens, targets, loss)
 
     def finish_gradients(self) -> None:
-        """Sums tied gradients between the ends, and averages all over replicas of the pipeline."""
+        """Complete the gradients once per step, after the last backward pass.
+
+        Sums the gradients of tied parameters over the first and the last rank, and averages all
+        gradients over the data ranks.
+        """
         super().finish_gradients()
         self._checks_scale = False
         if self.tied_parameters:
@@ -146,42 +208,63 @@ class Pipeline(ParallelStrategy[PipelineOptions]):
     def _run(
         self, training: bool, microbatches: int, tokens: Tensor, targets: Tensor, loss: Loss
     ) -> Tensor:
-        """Sum of a loss over the microbatches of (B, T), on every rank."""
-        # Buffers and shapes are fixed by the first batch that a schedule sees: one for each shape.
+        """Run a schedule and return the sum of `loss` over the microbatches, on every rank.
+
+        Args:
+            training: True runs forward and backward passes, False forward passes only.
+            microbatches: Number of microbatches. It divides B.
+            tokens: Token indices (B, T).
+            targets: Next tokens (B, T).
+            loss: Function of a microbatch's hidden states and targets, see `Loss`.
+        """
+        # The first batch of a schedule fixes its shapes and buffers: every shape needs a schedule.
         key = (training, microbatches, tuple(tokens.shape))
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(training, microbatches, tokens.device)
-        schedule, self._loss = self._schedules[key], loss
+            self._schedules[key] = self._build_schedule(training, microbatches, tokens.device)
+        schedule = self._schedules[key]
+        self._loss = loss
         losses: list[Tensor] = []
         inputs = (tokens.contiguous(),) if self.rank == 0 else ()  # torch 2.11 compares strides
         outputs = {"target": targets, "losses": losses} if self.rank == self.last else {}
-        (schedule.step if training else schedule.eval)(*inputs, **outputs)
-        # Of one type on all ranks: within a step of bf16-true or 64-true torch's default is theirs.
+        run = schedule.step if training else schedule.eval
+        run(*inputs, **outputs)
+        # All ranks must broadcast one dtype. Under bf16-true and 64-true Lightning changes torch's
+        # default dtype during a step, so the dtype is given.
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
-        for one in losses:
-            total += one.detach()
+        for microbatch_loss in losses:
+            total += microbatch_loss.detach()
         dist.broadcast(total, group=self.group, group_src=self.last)
         return total
 
-    def _make_schedule(self, training: bool, microbatches: int, device: torch.device):
-        n, group = self.n_stages, self.group
+    def _build_schedule(self, training: bool, microbatches: int, device: torch.device):
         stages = [
-            PipelineStage(Stage(self.net, i, n, self.n_blocks), i, n, device, group=group)
-            for i in self.indices
+            PipelineStage(
+                Stage(self.net, index, self.n_stages, self.n_blocks),
+                index,
+                self.n_stages,
+                device,
+                group=self.group,
+            )
+            for index in self.indices
         ]
-        is_one = len(stages) == 1
-        # Forward only gpipe is the same, and takes any number of microbatches.
-        name = "gpipe" if is_one and not training else self.schedule.replace("_", "")
-        return get_schedule_class(name)(  # in any case
-            stages[0] if is_one else stages,
+        has_one_stage = len(stages) == 1
+        # With forward passes only, all schedules of one stage per rank are the same. GPipe accepts
+        # any number of microbatches.
+        name = "gpipe" if has_one_stage and not training else self.schedule.replace("_", "")
+        return get_schedule_class(name)(  # get_schedule_class ignores case
+            stages[0] if has_one_stage else stages,
             microbatches,
             loss_fn=lambda hidden, targets: self._loss(hidden, targets),
             scale_grads=False,
         )
 
 
-class _GradientsExist(torch.autograd.Function):
-    """A loss whose gradients the schedule has formed; `scale` is what they were multiplied by."""
+class _LossWithGradients(torch.autograd.Function):
+    """Return a loss whose gradients the schedule has already computed.
+
+    The backward pass computes no gradients. If `scale` is a number, the backward pass checks that
+    the gradient of the loss equals `scale`, by which the schedule has multiplied the loss.
+    """
 
     @staticmethod
     def forward(ctx, anchor, total, scale):
@@ -189,65 +272,96 @@ class _GradientsExist(torch.autograd.Function):
         return total.clone()
 
     @staticmethod
-    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # of one output
-        if ctx.scale is not None and abs(float(grad) / ctx.scale - 1) > 1e-3:  # 16 bit losses
+    def backward(ctx, grad):  # ty: ignore[incompatible-method-override]  # there is one output
+        if ctx.scale is None:
+            return None, None, None
+        factor = float(grad) / ctx.scale
+        if abs(factor - 1) > 1e-3:  # 16-bit losses are rounded
             raise IncompatibleModelError(
                 "strategy.name",
-                f"training_step multiplies self.loss(...) by {float(grad) / ctx.scale:g}, but a "
-                "pipeline has formed its gradients already; return it as it is, or change "
-                "optimizer.lr",
+                f"training_step multiplies self.loss(...) by {factor:g}, but the pipeline has "
+                "already computed the gradients; return the loss unscaled, or change optimizer.lr",
             )
         return None, None, None
 
 
 class Stage(nn.Module):
-    """One stage of a partitioned net: tokens or activations -> activations or hidden states."""
+    """Run one stage of a partitioned net.
+
+    The input of the first stage is tokens (b, T), the input of a later stage activations (b, T, D).
+    The output is activations (b, T, D); the last stage applies the final norm, but not the head.
+
+    Args:
+        net: Net after `keep_stages`.
+        index: Index of the stage.
+        n_stages: Number of stages.
+        n_blocks: Number of blocks of the full net.
+    """
 
     def __init__(self, net: Net, index: int, n_stages: int, n_blocks: int):
         super().__init__()
-        self.net, self.is_first, self.is_last = net, index == 0, index == n_stages - 1
-        self.held = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
+        self.net = net
+        self.is_first = index == 0
+        self.is_last = index == n_stages - 1
+        self.block_names = [str(i) for i in stage_blocks(index, n_stages, n_blocks)]
 
     def forward(self, x: Tensor) -> Tensor:
-        # In training, torch 2.11 learns the shapes by a pass over zeros: it must not draw what the
-        # dropout of the first batch is to draw.
+        """Run the blocks of this stage on tokens (b, T) or activations (b, T, D)."""
+        # In training, torch 2.11 infers shapes by a forward pass over zeros. That pass must not
+        # advance the random generator that the dropout of the first batch uses.
         learns_shapes = self.net.training and not torch.is_grad_enabled()
         with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=learns_shapes):
             if self.is_first:
                 x = self.net.embed(x)  # (B, T) -> (B, T, D)
-            for name in self.held:
+            for name in self.block_names:
                 x = self.net.get_submodule(f"blocks.{name}")(x)
             return self.net.norm(x) if self.is_last else x
 
 
 def keep_stages(net: nn.Module, stages: range, n_stages: int) -> None:
-    """Remove in place all of net that these stages do not hold; the rest keeps its names.
+    """Remove in place everything that does not belong to the given stages.
 
-    It works on the meta device, so that what goes was never allocated. The first stage keeps what
-    `embed` uses: all but blocks, norm and head; the last these two.
+    The remaining parameters keep their names. The last stage keeps `norm` and `head`. The first
+    stage keeps everything outside of `blocks`, `norm` and `head`, which `embed` may use. A net on
+    the meta device never allocates the removed parameters.
+
+    Args:
+        net: Net that is changed in place.
+        stages: Indices of the stages to be kept.
+        n_stages: Number of stages.
     """
     blocks = list(cast(Net, net).blocks)
-    held = [i for stage in stages for i in stage_blocks(stage, n_stages, len(blocks))]
-    net.blocks = nn.ModuleDict({str(i): blocks[i] for i in held})
-    own = [name for name, _ in net.named_children() if name != "blocks"]
-    own += [name for name, _ in net.named_parameters(recurse=False)]
-    for name in own:
-        if (n_stages - 1 if name in ("norm", "head") else 0) not in stages:
+    kept = [i for stage in stages for i in stage_blocks(stage, n_stages, len(blocks))]
+    net.blocks = nn.ModuleDict({str(i): blocks[i] for i in kept})
+    names = [name for name, _ in net.named_children() if name != "blocks"]
+    names += [name for name, _ in net.named_parameters(recurse=False)]
+    for name in names:
+        stage = n_stages - 1 if name in ("norm", "head") else 0
+        if stage not in stages:
             setattr(net, name, None)
 
 
 def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> None:
-    """Raises: IncompatibleModelError if the net cannot be divided into so many stages; says
-    what it lacks.
+    """Check that the net can be divided into the stages of a pipeline.
+
+    Args:
+        net: Net with `embed`, `blocks`, `norm` and `head`, for example on the meta device.
+        options: Options of the `strategy` group.
+        dims: Number of ranks along each axis.
+
+    Raises:
+        IncompatibleModelError: If stages share other weights than one between embedding and head,
+            or if there are more stages than blocks.
     """
     tied = tied_names(net)
     for second, first in tied.items():
-        places = {name.partition(".")[0] for name in (first, second)}
-        if len(tied) > 1 or "head" not in places or "blocks" in places:
+        owners = {name.partition(".")[0] for name in (first, second)}
+        if len(tied) > 1 or "head" not in owners or "blocks" in owners:
             shared = "; ".join(f"{first} = {second}" for second, first in tied.items())
             allowed = "a pipeline can share one weight, between embedding and head"
             raise IncompatibleModelError("strategy.name", f"{allowed}; this net shares {shared}")
-    n_blocks, n_stages = len(net.blocks), dims.pipeline * STAGES_PER_RANK[options.schedule]
+    n_blocks = len(net.blocks)
+    n_stages = dims.pipeline * STAGES_PER_RANK[options.schedule]
     if n_stages > n_blocks:
         raise IncompatibleModelError(
             "strategy.pipeline_parallel_size",
@@ -256,9 +370,9 @@ def check_pipeline(net: Net, options: PipelineOptions, dims: ParallelDims) -> No
         )
 
 
-def _refuse(*_) -> NoReturn:
+def _raise_no_full_net(*_) -> NoReturn:
     raise IncompatibleModelError(
         "strategy.name",
-        "no rank of a pipeline holds the whole net, so self.net(tokens) cannot run; "
+        "no rank of a pipeline holds the full net, so self.net(tokens) cannot run; "
         "use self.loss(tokens, targets)",
     )
