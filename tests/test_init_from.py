@@ -54,11 +54,11 @@ def test_what_contradicts_the_run_is_one_line_that_names_both_sides(train, saved
     begun = train(*STILL, f"init_from='{saved_twice.folder}'", "model.d_model=16", name="narrow")
     assert begun.code == 65
     (line,) = begun.err.splitlines()
-    assert "token_embedding.weight (256, 32) there, (256, 16) here" in line
+    assert "token_embedding.weight (256, 32) in the checkpoint, (256, 16) in the net" in line
     both = train(*STILL, f"init_from='{saved_twice.folder}'", "ckpt_path=last", name="both")
     assert both.code == 2 and "excludes ckpt_path" in both.err
     deeper = train(*STILL, f"init_from='{saved_twice.folder}'", "model.n_layers=3", name="deep")
-    assert "blocks.2.norm_1.weight here only" in deeper.err and deeper.err.count("\n") == 1
+    assert "blocks.2.norm_1.weight only in the net" in deeper.err and deeper.err.count("\n") == 1
 
 
 TABLE = "position_embedding.weight"
@@ -76,7 +76,7 @@ def test_a_longer_context_keeps_the_learned_positions_and_says_that_the_rest_is_
     table = run.state(1)["state_dict"][TABLE]
     expected = torch.cat([learned, fresh[n_learned:]])
     torch.testing.assert_close(table, expected, rtol=0, atol=1e-10)
-    line = f"{TABLE}: positions 0 to {n_learned - 1} are the learned ones, "
+    line = f"{TABLE}: positions 0 to {n_learned - 1} are loaded, "
     line += f"{n_learned} to {n_learned + 4} are new, left as initialized"
     assert line in run.out + run.err
 
@@ -116,7 +116,7 @@ def test_positions_of_ones_own_net_are_told_by_its_max_seq_len(tmp_path):
     assert torch.equal(net.positions, torch.cat([short.positions, own[:, 6:]], 1))
     assert torch.equal(net.tokens.weight, short.tokens.weight) and torch.equal(net.mask, mask)
     for other in (OwnPositions(11), OwnPositions(8, width=7)):  # tokens or positions; another net
-        with pytest.raises(ValueError, match=r"positions \(1, 6, 8\) there"):
+        with pytest.raises(ValueError, match=r"positions \(1, 6, 8\) in the checkpoint"):
             load_weights(other, file, resizes=True)
 
 

@@ -149,7 +149,8 @@ def test_any_strategy_loads_what_fits_and_names_what_does_not_on_either_side():
         for kind in every_kind(seed=0):
             with pytest.raises(
                 ValueError,
-                match=r"norm_1.weight \(5,\) there, \(32,\) here; .*bias here only; .* there only",
+                match=r"norm_1.weight \(5,\) in the checkpoint, \(32,\) in the net; "
+                r".*bias only in the net; .* only in the checkpoint",
             ):
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left_out = states.load_net_state(kind.net, source, strict=False, stages=kind.stages)
@@ -178,7 +179,9 @@ def test_any_strategy_takes_fewer_learned_positions_and_keeps_the_rest_of_its_ow
     expected = torch.cat([given[table], expected[9:]])
     for source in (given, dcp.FileSystemReader(folder)):
         for kind in every_kind(seed=0):
-            with pytest.raises(ValueError, match=r"\(9, 32\) there, \(16, 32\) here$"):
+            with pytest.raises(
+                ValueError, match=r"\(9, 32\) in the checkpoint, \(16, 32\) in the net$"
+            ):
                 states.load_net_state(kind.net, source, stages=kind.stages)
             left = states.load_net_state(kind.net, source, resizes=True, stages=kind.stages)
             assert left.positions == {table: (9, 16)} and not left.describe()

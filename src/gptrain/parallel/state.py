@@ -1,11 +1,15 @@
-"""Checkpoints that any strategy writes and any other reads: names and shapes of the bare net.
+"""State dicts of net and optimizer that every strategy can write and every other strategy can read.
 
-Whole: every tensor gathered, one at a time, to rank 0's host memory. Sharded: every rank writes its
-own slices by torch.distributed.checkpoint, which reads them back into any other slicing.
-Optimizer states are kept by the parameter's name, since numbers of parameters depend on the stage:
-`parameters` maps these names to parameters, the net's (`named_parameters`) and any beside it, which
-every rank holds whole.
-`Stages` is what a state must know of a pipeline, over whose ranks the net is partitioned.
+Names and shapes in a state are those of the unpartitioned net.
+
+- A full state has full tensors, which are gathered one after another in the host memory of rank 0.
+- A sharded state has the shards of this rank. torch.distributed.checkpoint writes them, and reads
+  them back into any other sharding.
+
+Optimizer states are stored by parameter name, because the indices of torch's state dict depend on
+the pipeline stage. The argument `parameters` of these functions maps the names to parameters: those
+of the net (`named_parameters`), and those of the module outside `net`, which every rank holds in
+full. The argument `stages` describes the pipeline over which the net is partitioned.
 """
 
 import warnings
@@ -31,15 +35,18 @@ State = dict[str, Any]
 Parameters = Mapping[str, nn.Parameter]
 Shapes = Mapping[str, tuple[int, ...]]
 _PLAIN = (bool, int, float, str, type(None))
-EXTRA_PREFIX = "module."  # in a file, in front of what a module holds beside its net
+# Prefix, in a checkpoint, of the names of a LightningModule's tensors outside `net`.
+EXTRA_PREFIX = "module."
 
 
 class Stages(NamedTuple):
-    """The ranks over which the stages of a pipeline are spread.
+    """Ranks that hold the stages of a pipeline, and the names of tied parameters.
 
     Attributes:
-        group: None where every rank has the whole net, or slices of all its tensors.
-        aliases: names that a stage holds for what one process has under another (a tied head).
+        group: Ranks of the pipeline. None without a pipeline: every rank then has the full net, or
+            a shard of every tensor.
+        aliases: Further name of a tied parameter -> its first name in the full net. The stage of
+            the head holds the parameter only under the further name.
     """
 
     group: dist.ProcessGroup | None = None
@@ -50,58 +57,86 @@ NO_STAGES = Stages()
 
 
 def named_parameters(net: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Name in a checkpoint -> parameter of the net; a tied one once, under its first name."""
+    """Return name in a checkpoint -> parameter of the net.
+
+    A tied parameter appears once, under its first name. Also frees weights that FSDP has gathered.
+    """
     _reshard(net)
     return {stages.aliases.get(name, name): parameter for name, parameter in net.named_parameters()}
 
 
 def named_extra_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of a module that are not its net's, each once, under their own names."""
+    """Return name -> parameter for the parameters of a module outside its `net`."""
     net = getattr(module, "net", None)
-    of_net = set(net.parameters()) if isinstance(net, nn.Module) else set()
-    return {name: p for name, p in module.named_parameters() if p not in of_net}
+    net_parameters = set(net.parameters()) if isinstance(net, nn.Module) else set()
+    return {name: p for name, p in module.named_parameters() if p not in net_parameters}
 
 
 def saved_parameters(module: nn.Module, stages: Stages = NO_STAGES) -> dict[str, nn.Parameter]:
-    """Name in a checkpoint -> parameter of the module, each once."""
+    """Return name in a checkpoint -> parameter of a module, each parameter once."""
     net = getattr(module, "net", None)
-    of_net = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
-    return of_net | {
-        f"{EXTRA_PREFIX}{name}": p for name, p in named_extra_parameters(module).items()
-    }
+    named = named_parameters(net, stages) if isinstance(net, nn.Module) else {}
+    for name, parameter in named_extra_parameters(module).items():
+        named[f"{EXTRA_PREFIX}{name}"] = parameter
+    return named
 
 
 def full_net_state(net: nn.Module, stages: Stages = NO_STAGES) -> State:
-    """The bare net's state dict, on the CPU of global rank 0; the others get {}. Collective."""
-    state = _whole(_saved_tensors(net, stages), stages)
-    second = {**tied_names(net), **stages.aliases}
-    return state | {name: state[first] for name, first in second.items() if state}
+    """Return the state dict of the unpartitioned net.
+
+    All ranks must call this function.
+
+    Returns:
+        Name -> tensor on the CPU, with all names of tied parameters, on global rank 0; {} on all
+        other ranks.
+    """
+    state = _gather_full(_saved_tensors(net, stages), stages)
+    first_names = {**tied_names(net), **stages.aliases}
+    return state | {name: state[first] for name, first in first_names.items() if state}
 
 
 def full_optimizer_state(
     parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> State:
-    """Optimizer's state with names for numbers, on the CPU of global rank 0. Collective.
+    """Return the optimizer's state dict with full tensors and names in place of indices.
 
-    Raises: ValueError as `named_groups`.
+    All ranks must call this function.
+
+    Returns:
+        `state` (name -> kind -> value, for example `exp_avg`) and `param_groups` (see
+        `named_groups`). `state` is on the CPU of global rank 0, and {} on all other ranks.
+
+    Raises:
+        ValueError: If a parameter of the optimizer has no name in `parameters`, or if an option of
+            a parameter group is not a plain value.
     """
     groups = named_groups(parameters, optimizer, stages)
     states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
-    return {"state": _whole({n: s for n, s in states.items() if s}, stages), "param_groups": groups}
+    non_empty = {name: state for name, state in states.items() if state}
+    return {"state": _gather_full(non_empty, stages), "param_groups": groups}
 
 
 def sharded_state(
     net: nn.Module, parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> State:
-    """This rank's part for torch.distributed.checkpoint.save: values of "net" and "optimizer".
+    """Return this rank's part of a state for torch.distributed.checkpoint.save.
 
-    A tied weight is there once, under its first name. Groups' options are in `named_groups`.
+    Returns:
+        `net` (name -> tensor) and `optimizer` (name -> kind -> value). A tied parameter appears
+        once, under its first name. Options of the parameter groups are not included, see
+        `named_groups`.
+
+    Raises:
+        ValueError: If the optimizer's state has a value that is neither a tensor nor plain.
     """
     states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
-    for name, kind, value in ((n, k, v) for n, state in states.items() for k, v in state.items()):
-        if not isinstance(value, (Tensor, *_PLAIN)):
-            made = type(value).__name__
-            raise ValueError(f"optimizer state {name}.{kind} is a {made}: shards hold tensors only")
+    for name, state in states.items():
+        for kind, value in state.items():
+            if not isinstance(value, (Tensor, *_PLAIN)):
+                raise ValueError(
+                    f"optimizer state {name}.{kind} is a {type(value).__name__}; "
+                    f"allowed in a sharded checkpoint: tensors, numbers, strings"
+                )
     return {"net": _saved_tensors(net, stages), "optimizer": states}
 
 
@@ -113,20 +148,33 @@ def load_net_state(
     resizes: bool = False,
     stages: Stages = NO_STAGES,
 ) -> Unmatched:
-    """Copy this rank's part of a net's state into net. Of a pipeline all ranks must call it.
+    """Copy this rank's part of a state into the net.
+
+    All ranks must call this function if `source` is a sharded checkpoint or the net is partitioned
+    over a pipeline.
 
     Args:
-        source: a bare net's state dict, or a sharded checkpoint of whatever slicing, for which all
-            ranks must call it.
-        strict: false loads what fits by name and shape.
-        resizes: Load learned positions of another number too: all that are there into a longer
-            table, and, if not strict, the first ones into a shorter table.
+        net: Net as the strategy has partitioned it.
+        source: State dict of the unpartitioned net, or a sharded checkpoint with any sharding.
+        strict: Raise an error if names or shapes differ. False loads the tensors whose name and
+            shape match.
+        resizes: Also load tables of learned positions with another number of positions: all saved
+            positions into a longer table, and, if not strict, the first ones into a shorter table.
+        stages: Stages of the pipeline.
 
-    Raises: ValueError that names all that does not fit, if strict.
+    Returns:
+        Names and shapes that do not match, and tables of positions that were loaded in part.
+
+    Raises:
+        ValueError: If `strict` is true and names or shapes differ. The message names the first of
+            them.
     """
     if isinstance(source, dcp.StorageReader):
-        entries = _entries(source, "net").items()
-        shapes = {n: tuple(e.size) for n, e in entries if isinstance(e, TensorStorageMetadata)}
+        shapes = {
+            name: tuple(entry.size)
+            for name, entry in _entries(source, "net").items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
     fitting, tables, unmatched = _match(net, shapes, strict, resizes, stages)
@@ -148,20 +196,28 @@ def load_optimizer_state(
     source: Mapping[str, State] | dcp.StorageReader,
     groups: list[State],
 ) -> None:
-    """Give optimizer this rank's part of a state by names.
+    """Load this rank's part of an optimizer state.
+
+    All ranks must call this function if `source` is a sharded checkpoint.
 
     Args:
-        source: the "state" of a whole one, or a sharded checkpoint, for which all ranks must call
-            it.
-        groups: the `named_groups` of the optimizer that was saved.
+        parameters: Name in a checkpoint -> parameter of this rank.
+        optimizer: Optimizer over these parameters. Its state and the options of its parameter
+            groups are replaced.
+        source: Entry `state` of `full_optimizer_state`, or a sharded checkpoint.
+        groups: `named_groups` of the saved optimizer.
 
-    Raises: ValueError if the state has no such groups.
+    Raises:
+        ValueError: If parameters that are in one group now were not in groups with the same options
+            in the saved optimizer.
     """
     if isinstance(source, dcp.StorageReader):
         values = _read_optimizer_state(parameters, source)
     else:
         values = {
-            name: {kind: shard_like(v, parameter) for kind, v in source.get(name, {}).items()}
+            name: {
+                kind: shard_like(value, parameter) for kind, value in source.get(name, {}).items()
+            }
             for name, parameter in parameters.items()
         }
     names = _names(parameters, optimizer)
@@ -170,23 +226,36 @@ def load_optimizer_state(
         for group in groups
         for name in group["params"]
     }
-    numbers = {p: i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    restored = []
+    # Indices of parameters in torch's state dict: counted over all groups.
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = {parameter: index for index, parameter in enumerate(ordered)}
+    restored_groups = []
     for group in optimizer.param_groups:
         members = [names[p] for p in group["params"]]
         for name in members:
             if name not in options_of or options_of[name] != options_of.get(members[0]):
                 raise ValueError(f"{name}: not in a group with {members[0]} in the saved optimizer")
         options = options_of[members[0]] if members else {}
-        restored.append({**group, **options, "params": [numbers[p] for p in group["params"]]})
-    state = {numbers[p]: values[names[p]] for p in numbers if values[names[p]]}
-    optimizer.load_state_dict({"state": state, "param_groups": restored})
+        members_of_group = [indices[p] for p in group["params"]]
+        restored_groups.append({**group, **options, "params": members_of_group})
+    state = {indices[p]: values[names[p]] for p in indices if values[names[p]]}
+    optimizer.load_state_dict({"state": state, "param_groups": restored_groups})
 
 
 def named_groups(
     parameters: Parameters, optimizer: Optimizer, stages: Stages = NO_STAGES
 ) -> list[State]:
-    """The optimizer's groups, plain options and names of parameters; those of all stages."""
+    """Return the optimizer's parameter groups of all pipeline stages, with parameter names.
+
+    All ranks of a pipeline must call this function.
+
+    Returns:
+        One dict for each group: `params` is a list of names, all other options are plain values.
+
+    Raises:
+        ValueError: If a parameter has no name in `parameters`, or if an option is not a plain
+            value.
+    """
     names = _names(parameters, optimizer)
     groups = [
         {
@@ -195,48 +264,71 @@ def named_groups(
         }
         for group in optimizer.param_groups
     ]
-    return [group for theirs in _gather(groups, stages) for group in theirs]
+    return [group for stage_groups in _gather_objects(groups, stages) for group in stage_groups]
 
 
 def _names(parameters: Parameters, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """Return parameter -> name, after a check that every parameter of the optimizer has a name."""
     names = {parameter: name for name, parameter in parameters.items()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
                     f"group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not one of the module's, so that it has no "
-                    f"name in a checkpoint; register it with the module or its net"
+                    f"{tuple(parameter.shape)} that is not a parameter of the module, so it has no "
+                    f"name in a checkpoint; try: register it with the module or its net"
                 )
     return names
 
 
 def _plain(key: str, value: Any) -> Any:
+    """Return an option of a parameter group as a plain value, or raise a ValueError."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()  # a learning rate on the device
+        return value.item()  # for example a learning rate on the device
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(key, item) for item in value)
     if not isinstance(value, _PLAIN):
-        kind = type(value).__name__
-        raise ValueError(f"option {key} of the optimizer is a {kind}: only plain values are saved")
+        raise ValueError(
+            f"option {key} of the optimizer is a {type(value).__name__}; "
+            f"allowed in a checkpoint: numbers, strings, None"
+        )
     return value
 
 
 def _entries(reader: dcp.StorageReader, part: str) -> dict[str, Any]:
-    """Name -> shape and type of what a sharded checkpoint holds of the net or the optimizer."""
-    entries = reader.read_metadata().state_dict_metadata.items()
-    return {k.removeprefix(f"{part}."): e for k, e in entries if k.startswith(f"{part}.")}
+    """Return the metadata of one part of a sharded checkpoint, by name.
+
+    Args:
+        reader: Reader of the checkpoint.
+        part: "net" or "optimizer".
+
+    Returns:
+        Name without the prefix of the part -> TensorStorageMetadata, or BytesStorageMetadata for a
+        plain value. Names of "optimizer" end in the kind of state, for example `w.exp_avg`.
+    """
+    prefix = f"{part}."
+    return {
+        key.removeprefix(prefix): entry
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if key.startswith(prefix)
+    }
 
 
 def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> dict[str, State]:
-    """Name -> kind -> value of these parameters: local shards, numbers, and whole other tensors."""
+    """Read the optimizer state of this rank's parameters from a sharded checkpoint.
+
+    Returns:
+        Name -> kind -> value. A tensor of the parameter's shape is sharded like the parameter. A
+        tensor of another shape is read in full. All other values are plain.
+    """
     values: dict[str, State] = {name: {} for name in parameters}
     for key, entry in _entries(reader, "optimizer").items():
         name, _, kind = key.rpartition(".")
-        if (parameter := parameters.get(name)) is None:
+        parameter = parameters.get(name)
+        if parameter is None:
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            values[name][kind] = None  # a number
+            values[name][kind] = None  # dcp.load replaces plain values
         elif entry.size == parameter.shape:
             like = parameter.detach()
             values[name][kind] = torch.empty_like(like, dtype=entry.properties.dtype)
@@ -247,18 +339,21 @@ def _read_optimizer_state(parameters: Parameters, reader: dcp.StorageReader) -> 
 
 
 def _saved_tensors(net: nn.Module, stages: Stages) -> dict[str, Tensor]:
-    """Name in a checkpoint -> tensor of the net's state, this rank's slice; a tied one once."""
+    """Return name in a checkpoint -> this rank's shard of a tensor of the net.
+
+    A tied parameter appears once, under its first name.
+    """
     _reshard(net)
-    second = tied_names(net)
+    first_names = tied_names(net)
     return {
         stages.aliases.get(name, name): tensor
         for name, tensor in net.state_dict().items()
-        if name not in second
+        if name not in first_names
     }
 
 
 def _reshard(net: nn.Module) -> None:
-    """Free gathered weights, which an evaluation leaves in place of the shards."""
+    """Free the gathered weights that FSDP keeps after an evaluation."""
     for module in net.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -267,74 +362,106 @@ def _reshard(net: nn.Module) -> None:
 def _match(
     net: nn.Module, shapes: Shapes, strict: bool, resizes: bool, stages: Stages
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]], Unmatched]:
-    """Match the tensors of a net with a checkpoint of these shapes.
+    """Match the tensors of a net with the tensors of a checkpoint.
+
+    All ranks of a pipeline must call this function.
+
+    Args:
+        net: Net as the strategy has partitioned it.
+        shapes: Name -> shape of the tensors in the checkpoint.
+        strict: Raise an error if names or shapes differ.
+        resizes: Accept tables of learned positions with another number of positions.
+        stages: Stages of the pipeline.
 
     Returns:
-        Name in a checkpoint -> the net's tensor that it fits; name -> table of positions that it
-        fills in part, with their dimension; and the rest.
+        Name -> tensor of this rank with the same shape; name -> (table of positions of this rank
+        that the checkpoint fills in part, dimension of the positions); and the differences over all
+        stages.
 
     Raises:
-        ValueError: If anything is left and strict is true. It names all of it.
+        ValueError: If `strict` is true and names or shapes differ.
     """
     tensors = _saved_tensors(net, stages)
-    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    tables = find_tables(net, mine, shapes) if resizes else {}
-    everyones = _gather((mine, list(net.state_dict()), tables), stages)
-    all_shapes = {name: shape for theirs, _, _ in everyones for name, shape in theirs.items()}
-    all_tables = {name: dim for _, _, theirs in everyones for name, dim in theirs.items()}
-    known = all_shapes.keys() | {name for _, theirs, _ in everyones for name in theirs}  # tied, too
+    local_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    local_tables = find_tables(net, local_shapes, shapes) if resizes else {}
+    net_shapes: dict[str, tuple[int, ...]] = {}
+    net_tables: dict[str, int | None] = {}
+    net_names: set[str] = set()  # with all names of tied parameters
+    local = (local_shapes, local_tables, list(net.state_dict()))
+    for stage_shapes, stage_tables, stage_names in _gather_objects(local, stages):
+        net_shapes |= stage_shapes
+        net_tables |= stage_tables
+        net_names |= {*stage_shapes, *stage_names}
     unmatched = Unmatched(
-        [name for name in all_shapes if name not in shapes],
-        [name for name in shapes if name not in known],
-        {n: (shapes[n], s) for n, s in all_shapes.items() if shapes.get(n, s) != s},
-        {},
+        missing=[name for name in net_shapes if name not in shapes],
+        unexpected=[name for name in shapes if name not in net_names],
+        mismatched={
+            name: (shapes[name], shape)
+            for name, shape in net_shapes.items()
+            if shapes.get(name, shape) != shape
+        },
+        positions={},
     )
-    cut = ""
-    for name, dim in all_tables.items():
-        there, here = (shape[dim or 0] for shape in unmatched.mismatched[name])
-        if dim is not None and there > here and strict:
-            cut = (
-                f"; model.max_seq_len={there} keeps all learned positions, a shorter one cuts them"
-            )
+    hint = ""
+    for name, dim in net_tables.items():
+        n_saved, n_net = (shape[dim or 0] for shape in unmatched.mismatched[name])
+        if dim is not None and n_saved > n_net and strict:
+            hint = f"; model.max_seq_len={n_saved} keeps all learned positions"
             continue
         del unmatched.mismatched[name]
         if dim is not None:
-            unmatched.positions[name] = there, here
+            unmatched.positions[name] = n_saved, n_net
     if strict and (message := unmatched.describe()):
-        raise ValueError(message + cut)
-    filled = {
+        raise ValueError(message + hint)
+    tables = {
         name: (tensors[name], dim)
-        for name, dim in tables.items()
+        for name, dim in local_tables.items()
         if dim is not None and name in unmatched.positions
     }
-    return {n: t for n, t in tensors.items() if shapes.get(n) == mine[n]}, filled, unmatched
+    matching = {
+        name: tensor for name, tensor in tensors.items() if shapes.get(name) == local_shapes[name]
+    }
+    return matching, tables, unmatched
 
 
 @torch.no_grad()
-def _whole(state: State, stages: Stages) -> State:
-    """All stages' values, gathered whole, on the CPU of global rank 0; {} on the others."""
+def _gather_full(state: State, stages: Stages) -> State:
+    """Gather the full tensors of all stages on the CPU of global rank 0.
+
+    All ranks must call this function.
+
+    Args:
+        state: Name -> tensor or nested values of this rank.
+        stages: Stages of the pipeline.
+
+    Returns:
+        Name -> full value on global rank 0; {} on all other ranks.
+    """
     group = stages.group
-    first = dist.get_rank() if dist.is_initialized() else 0
-    if group is not None:  # other stages of the pipeline with rank 0 keep theirs, too
-        first = dist.get_global_rank(group, 0)
-    whole = {}
+    destination = dist.get_rank() if dist.is_initialized() else 0
+    if group is not None:
+        # Every stage of the pipeline that contains global rank 0 keeps its values to send them.
+        destination = dist.get_global_rank(group, 0)
+    full = {}
     for name, value in state.items():
         value = tree_map_only(Tensor, full_tensor, value)
-        if first == 0:
-            whole[name] = tree_map_only(Tensor, Tensor.cpu, value)
+        if destination == 0:
+            full[name] = tree_map_only(Tensor, Tensor.cpu, value)
     if group is None:
-        return whole
-    mine, whole = list(whole.items()), {}
-    for number in range(max(_gather(len(mine), stages))):  # not all at once: they pass the device
+        return full
+    # One value at a time: gather_object sends it through device memory.
+    items = list(full.items())
+    gathered: State = {}
+    for index in range(max(_gather_objects(len(items), stages))):
         received = [None] * group.size() if group.rank() == 0 else None
-        one = mine[number] if number < len(mine) else None
-        dist.gather_object(one, received, group=group, group_dst=0)
-        whole |= dict(filter(None, received or ()))
-    return whole
+        item = items[index] if index < len(items) else None
+        dist.gather_object(item, received, group=group, group_dst=0)
+        gathered |= dict(filter(None, received or ()))
+    return gathered
 
 
-def _gather(value: Any, stages: Stages) -> list[Any]:
-    """Every stage's value, on all of them."""
+def _gather_objects(value: Any, stages: Stages) -> list[Any]:
+    """Return the values of all stages, on every rank of the pipeline."""
     if stages.group is None:
         return [value]
     values: list = [None] * stages.group.size()
@@ -344,9 +471,12 @@ def _gather(value: Any, stages: Stages) -> list[Any]:
 
 @torch.no_grad()
 def _read(state: State, reader: dcp.StorageReader) -> None:
-    with warnings.catch_warnings():  # loading in one process alone is intended
+    """Read a sharded checkpoint into the tensors of a state, in place."""
+    with warnings.catch_warnings():
+        # A single process may read a sharded checkpoint without a process group.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # the same on all ranks; the first failure says why
+        except CheckpointException as error:
+            # All ranks get the failures of all ranks. The first failure is the cause.
             raise next(failure for failure, _ in error.failures.values()) from error

@@ -3,18 +3,19 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-_SHOWN = 4  # names of a side in a message; a net of another width has one for each tensor
+# Largest number of names of each kind in a message. A net of another width differs in every tensor.
+_SHOWN = 4
 
 
 class Unmatched(NamedTuple):
-    """What does not fit between a net and a state: names, over all stages of a pipeline.
+    """Names of the tensors that differ between a net and a checkpoint, over all pipeline stages.
 
     Attributes:
-        missing: Names that are in the net only.
-        unexpected: Names that are in the state only.
-        mismatched: Names that are in both, with the shapes (in the state, in the net).
-        positions: Tables of learned positions that were loaded in part, with their numbers of
-            positions (in the state, in the net).
+        missing: Names that are only in the net.
+        unexpected: Names that are only in the checkpoint.
+        mismatched: Name -> (shape in the checkpoint, shape in the net), if the shapes differ.
+        positions: Name of a partly loaded table of learned positions -> (number of positions in the
+            checkpoint, number of positions in the net).
     """
 
     missing: list[str]
@@ -23,33 +24,48 @@ class Unmatched(NamedTuple):
     positions: dict[str, tuple[int, int]]
 
     def describe(self) -> str:
-        """Return the first names of each side on one line; empty if all fits."""
-        return "; ".join([*self._without_counterpart(), *_first(self.unexpected, "there only")])
+        """Return one line with the first names of each kind, or "" if everything matches."""
+        return "; ".join([*self._initialized(), *self._unused()])
 
     def describe_consequences(self) -> str:
-        """Return what becomes of each side where what fits is loaded; empty if all fits."""
-        initialized = "; ".join(self._without_counterpart())
-        unused = "; ".join(_first(self.unexpected, "there only"))
+        """Return one line that says which tensors keep their initial values and which are unused.
+
+        Returns:
+            The line, or "" if everything matches.
+        """
+        initialized = "; ".join(self._initialized())
+        unused = "; ".join(self._unused())
         consequences = {"left as initialized": initialized, "not used": unused}
-        return "; ".join(f"{what}: {names}" for what, names in consequences.items() if names)
+        return "; ".join(f"{label}: {names}" for label, names in consequences.items() if names)
 
     def describe_positions(self) -> list[str]:
-        """Return a line for each table of positions that was loaded in part."""
+        """Return one line for each table of learned positions that was loaded in part."""
         lines = []
-        for name, (there, here) in self.positions.items():
-            taken = f"{name}: positions 0 to {min(there, here) - 1} are the learned ones"
-            rest = f"{there} to {here - 1} are new, left as initialized"
-            if there > here:
-                rest = f"{here} to {there - 1} are cut off"
-            lines.append(f"{taken}, {rest}")
+        for name, (n_saved, n_net) in self.positions.items():
+            loaded = f"{name}: positions 0 to {min(n_saved, n_net) - 1} are loaded"
+            rest = f"{n_saved} to {n_net - 1} are new, left as initialized"
+            if n_saved > n_net:
+                rest = f"{n_net} to {n_saved - 1} are cut off"
+            lines.append(f"{loaded}, {rest}")
         return lines
 
-    def _without_counterpart(self) -> list[str]:
-        shapes = [f"{n} {there} there, {here}" for n, (there, here) in self.mismatched.items()]
-        return [*_first(shapes, "here"), *_first(self.missing, "here only")]
+    def _initialized(self) -> list[str]:
+        """Return phrases for the tensors of the net that the checkpoint cannot fill."""
+        shapes = [
+            f"{name} {saved} in the checkpoint, {shape} in the net"
+            for name, (saved, shape) in self.mismatched.items()
+        ]
+        return [*_shorten(shapes), *_shorten(f"{name} only in the net" for name in self.missing)]
+
+    def _unused(self) -> list[str]:
+        """Return phrases for the tensors of the checkpoint that are not in the net."""
+        return _shorten(f"{name} only in the checkpoint" for name in self.unexpected)
 
 
-def _first(names: Iterable[str], side: str) -> list[str]:
-    names = list(names)
-    shown = [f"{name} {side}" for name in names[:_SHOWN]]
-    return shown + ([f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])
+def _shorten(phrases: Iterable[str]) -> list[str]:
+    """Return the first phrases, and the number of the omitted ones."""
+    phrases = list(phrases)
+    n_omitted = len(phrases) - _SHOWN
+    if n_omitted <= 0:
+        return phrases
+    return [*phrases[:_SHOWN], f"and {n_omitted} more"]
