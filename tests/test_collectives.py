@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import forked_ranks
 
-from gptrain.collectives.__main__ import DEFAULTS, CollectivesRun, start
+from gptrain.collectives.command import DEFAULTS, CollectivesRun, start
 from gptrain.config.cli import run_command
 from gptrain.plan.__main__ import measure
 
@@ -68,9 +68,16 @@ def test_each_rank_gets_what_the_collective_says_and_a_ring_sends_the_same_from_
     assert sent == {"through rank 0": (12.0, 4.0), "around a ring": (6.0, 6.0)}
 
 
+def test_the_command_starts_its_ranks(command, tmp_path):
+    words = ["--explain", "trainer.accelerator=cpu", "trainer.devices=2", "max_bytes=65536"]
+    done = command("-m", "gptrain.collectives", *words, f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    check_pictures(done.stdout, 2)
+
+
 @pytest.mark.slow
 def test_under_torchrun_rank_0_alone_speaks(command, tmp_path):
-    words = ["-m", "gptrain.collectives", "--explain", "trainer.accelerator=cpu"]
+    words = ["-m", "gptrain.collectives", "trainer.accelerator=cpu"]
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
     done = command(*torchrun, *words, "max_bytes=65536", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr

@@ -1,1 +1,1 @@
-"""`python -m gptrain.collectives`: what ranks say to each other, seen on the real backend."""
+"""The command `python -m gptrain.collectives`, which shows what each collective does."""

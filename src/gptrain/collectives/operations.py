@@ -1,6 +1,6 @@
-"""The collectives of torch.distributed, and an all-reduce made of sends and receives, two ways.
+"""The collectives of torch.distributed, and two all-reduces made of sends and receives.
 
-A rank's buffer has a row for each of the n ranks: (n, any). Rank 0 is the root.
+The buffer of a rank has one row for each of the n ranks, (n, any). Rank 0 is the root.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -21,145 +22,257 @@ from gptrain.runtime.devices import find_devices, set_threads
 from gptrain.runtime.measure import wait_for
 from gptrain.runtime.process import rank_variables, store_path, this_process
 
-BATCHES = 5  # of calls whose time is taken
-# What the root and what each other rank gives and gets: n rows, its own, or none. Bus bandwidth is
-# (a + b / n) times algorithm bandwidth, bytes of a buffer over seconds; a and b are those of
-# github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md. The call; `got` begins as a copy of `mine`.
+TIMED_BATCHES = 5  # number of batches of calls that are timed, after one batch that is not
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of torch.distributed.
+
+    Attributes:
+        rows_sent: Two letters for the rows that the root and that each other rank passes: `n` for
+            all n rows, `1` for one row, `0` for none.
+        rows_received: Two letters for the rows that the root and that each other rank gets.
+        bus_factor: Numbers a and b: the bus bandwidth is (a + b / n) times the algorithm bandwidth,
+            the bytes of a buffer per second. Source: github.com/NVIDIA/nccl-tests,
+            doc/PERFORMANCE.md.
+        call: Function of the buffers to send and to receive. The buffer to receive may begin as a
+            copy of the other, because some collectives work in place.
+    """
+
+    rows_sent: str
+    rows_received: str
+    bus_factor: tuple[int, int]
+    call: Callable[[Tensor, Tensor], Any]
+
+
 COLLECTIVES = {
-    "broadcast": ("n0", "nn", (1, 0), lambda mine, got: dist.broadcast(got, src=0)),
-    "reduce": ("nn", "n0", (1, 0), lambda mine, got: dist.reduce(got, dst=0)),
-    "all_reduce": ("nn", "nn", (2, -2), lambda mine, got: dist.all_reduce(got)),
-    "scatter": ("n0", "11", (1, -1), lambda mine, got: dist.scatter(got[0], on_root(mine))),
-    "gather": ("11", "n0", (1, -1), lambda mine, got: dist.gather(mine[0], on_root(got))),
-    "all_gather": ("11", "nn", (1, -1), lambda mine, got: dist.all_gather(list(got), mine[0])),
-    "reduce_scatter": ("nn", "11", (1, -1), lambda mine, got: dist.reduce_scatter(got[0], [*mine])),
-    "all_to_all": ("nn", "nn", (1, -1), lambda mine, got: dist.all_to_all_single(got, mine)),
+    "broadcast": Collective("n0", "nn", (1, 0), lambda send, recv: dist.broadcast(recv, src=0)),
+    "reduce": Collective("nn", "n0", (1, 0), lambda send, recv: dist.reduce(recv, dst=0)),
+    "all_reduce": Collective("nn", "nn", (2, -2), lambda send, recv: dist.all_reduce(recv)),
+    "scatter": Collective(
+        "n0", "11", (1, -1), lambda send, recv: dist.scatter(recv[0], rows_on_root(send))
+    ),
+    "gather": Collective(
+        "11", "n0", (1, -1), lambda send, recv: dist.gather(send[0], rows_on_root(recv))
+    ),
+    "all_gather": Collective(
+        "11", "nn", (1, -1), lambda send, recv: dist.all_gather(list(recv), send[0])
+    ),
+    "reduce_scatter": Collective(
+        "nn", "11", (1, -1), lambda send, recv: dist.reduce_scatter(recv[0], list(send))
+    ),
+    "all_to_all": Collective(
+        "nn", "nn", (1, -1), lambda send, recv: dist.all_to_all_single(recv, send)
+    ),
 }
 
 
 @contextmanager
-def group_of(cfg: RunConfig) -> Generator[torch.device, None, None]:
-    """The device of this rank, which is in a group with all others as long as the block runs."""
-    machine, rank = find_devices(cfg), this_process().rank
-    backend, n_ranks = cfg.strategy.backend or machine.backend, machine.world_size
-    device = machine.device(this_process().local_rank)
-    set_threads(machine.n_local)
-    where = store_path(cfg.run_dir), rank_variables()
-    start_group(backend, device, rank, n_ranks, cfg.strategy.timeout_s, *where)
-    say(f"{backend}, {n_ranks} ranks; the root is rank 0")
+def process_group(cfg: RunConfig) -> Generator[torch.device, None, None]:
+    """Create the process group of all ranks and yield the device of this rank.
+
+    The group is destroyed at the end of the block. Also sets the number of CPU threads.
+    """
+    devices = find_devices(cfg)
+    process = this_process()
+    backend = cfg.strategy.backend or devices.backend
+    device = devices.device(process.local_rank)
+    set_threads(devices.n_local)
+    start_group(
+        backend,
+        device,
+        process.rank,
+        devices.world_size,
+        cfg.strategy.timeout_s,
+        store_path(cfg.run_dir),
+        rank_variables(),
+    )
+    print_on_rank_0(f"{backend}, {devices.world_size} ranks; the root is rank 0")
     yield device
     dist.destroy_process_group()
 
 
-def on_root(rows: Tensor) -> list[Tensor] | None:
-    """The rows where the root asks, None elsewhere."""
-    return None if dist.get_rank() else list(rows)
+def rows_on_root(rows: Tensor) -> list[Tensor] | None:
+    """Return the list of the rows on the root, and None on every other rank."""
+    return list(rows) if dist.get_rank() == 0 else None
 
 
 def explain(name: str, device: torch.device) -> None:
-    """Prints the rows that each rank gives and gets; row j of rank r is the number 10 r + j."""
-    gives, gets, _, call = COLLECTIVES[name]
-    mine = torch.arange(dist.get_world_size(), device=device).view(-1, 1) + 10.0 * dist.get_rank()
-    call(mine, got := mine.clone())
-    pictures = from_all((picture(mine, gives), picture(got, gets)))
-    width = max(len(before) for before, _ in pictures)
-    say(f"\n{name}")
-    for rank, (before, after) in enumerate(pictures):
-        say(f"  rank {rank}  {before:{width}}  ->  {after}")
+    """Run a collective and print the rows that each rank passes and gets.
+
+    All ranks must call it; rank 0 prints. Row j of rank r holds the number 10 r + j.
+
+    Args:
+        name: Key of `COLLECTIVES`.
+        device: Device of this rank.
+    """
+    collective = COLLECTIVES[name]
+    sent = torch.arange(dist.get_world_size(), device=device).view(-1, 1) + 10.0 * dist.get_rank()
+    received = sent.clone()
+    collective.call(sent, received)
+    before = gather_objects(format_rows(sent, collective.rows_sent))
+    after = gather_objects(format_rows(received, collective.rows_received))
+    width = max(map(len, before))
+    print_on_rank_0(f"\n{name}")
+    for rank, (rows_before, rows_after) in enumerate(zip(before, after, strict=True)):
+        print_on_rank_0(f"  rank {rank}  {rows_before:{width}}  ->  {rows_after}")
 
 
-def picture(rows: Tensor, shown: str) -> str:
-    """[ 10  11 ] for rows of one number each; - for none."""
-    n_shown = {"n": len(rows), "1": 1, "0": 0}[shown[min(dist.get_rank(), 1)]]
-    words = "".join(f"{number:3.0f} " for number in rows[:n_shown].flatten())
-    return f"[{words}]" if words else "-"
+def format_rows(rows: Tensor, rows_shown: str) -> str:
+    """Format the rows of this rank, as in `[ 10  11 ]`; return `-` if there are none.
+
+    Args:
+        rows: Buffer of this rank, with one number per row, (n, 1).
+        rows_shown: Two letters as in `Collective.rows_sent`.
+    """
+    letter = rows_shown[0] if dist.get_rank() == 0 else rows_shown[1]
+    n_shown = {"n": len(rows), "1": 1, "0": 0}[letter]
+    numbers = "".join(f"{number:3.0f} " for number in rows[:n_shown].flatten())
+    return f"[{numbers}]" if numbers else "-"
 
 
-def from_all(mine: Any) -> list[Any]:
-    """What each rank passes."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+def gather_objects(value: Any) -> list[Any]:
+    """Return the list of the values of all ranks, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
-def say(line: str) -> None:
-    """Rank 0 prints."""
+def print_on_rank_0(line: str) -> None:
+    """Print a line if this is rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
-def seconds_of(
+def time_calls(
     call: Callable[[], Any],
     device: torch.device,
-    calls: int,
+    n_calls: int,
     choose: Callable[[list[float]], float] = median,
 ) -> float:
-    """Of one call on the slowest rank, of several batches of them; all ranks make it together."""
-    found = []
-    for _ in range(1 + BATCHES):
+    """Measure the seconds of one call on the slowest rank. All ranks must call it.
+
+    The calls are timed in `TIMED_BATCHES` batches, each of which begins with a barrier.
+
+    Args:
+        call: Function to time, on all ranks.
+        device: Device of this rank.
+        n_calls: Number of calls of a batch.
+        choose: Function that combines the seconds of a rank's batches.
+    """
+    seconds = []
+    for _ in range(1 + TIMED_BATCHES):
         dist.barrier()
         start_s = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(n_calls):
             call()
         wait_for(device)
-        found.append((time.perf_counter() - start_s) / calls)
-    return max(from_all(choose(found[1:])))
+        seconds.append((time.perf_counter() - start_s) / n_calls)
+    return max(gather_objects(choose(seconds[1:])))
 
 
 def compare_all_reduces(device: torch.device, n_bytes: int) -> None:
-    """The two of sends and receives beside the library's, whose result they must have."""
-    rank, n_ranks = dist.get_rank(), dist.get_world_size()
-    mine = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
-    mine = (mine % 1000 + rank).float()  # sums of integers are exact in any order
-    dist.all_reduce(expected := mine.clone())
-    say(f"\nall-reduce of {mine.nbytes / 2**20:.1f} MiB   rank 0 sent   other ranks   time ms")
-    ways = {"through rank 0": all_reduce_by_center, "around a ring": all_reduce_by_ring}
-    for name, way in (ways | {dist.get_backend(): dist.all_reduce}).items():
-        sent = from_all(way(result := mine.clone()))
+    """Print the bytes sent and the time of three all-reduces: two made here and the backend's.
+
+    All ranks must call it; rank 0 prints.
+
+    Args:
+        device: Device of this rank.
+        n_bytes: Size of the buffer, rounded down to n rows of fp32 values.
+
+    Raises:
+        RuntimeError: If a result differs from that of the backend.
+    """
+    rank = dist.get_rank()
+    n_ranks = dist.get_world_size()
+    values = torch.arange(n_bytes // 4 // n_ranks * n_ranks, device=device).view(n_ranks, -1)
+    values = (values % 1000 + rank).float()  # sums of small integers are exact in any order
+    expected = values.clone()
+    dist.all_reduce(expected)
+    print_on_rank_0(
+        f"\nall-reduce of {values.nbytes / 2**20:.1f} MiB   rank 0 sent   other ranks   time ms"
+    )
+    algorithms = {
+        "through rank 0": all_reduce_by_center,
+        "around a ring": all_reduce_by_ring,
+        dist.get_backend(): dist.all_reduce,
+    }
+    for name, all_reduce in algorithms.items():
+        result = values.clone()
+        sent_bytes = gather_objects(all_reduce(result))  # the backend's returns None
         if not torch.equal(result, expected):
             raise RuntimeError(f"all-reduce {name} differs from the library's on rank {rank}")
-        ends = "".join(f"{n / 2**20:10.1f} MiB" if n else f"{'-':>14}" for n in (sent[0], sent[-1]))
+        columns = "".join(
+            f"{sent / 2**20:10.1f} MiB" if sent else f"{'-':>14}"
+            for sent in (sent_bytes[0], sent_bytes[-1])
+        )
         result.zero_()
-        say(f"{name:21}{ends}{seconds_of(lambda w=way: w(result), device, 1) * 1e3:10.2f}")
-    say("n ranks: rank 0 sends n - 1 buffers; of a ring each sends 2(n - 1)/n, all at once")
+        seconds = time_calls(lambda f=all_reduce, buffer=result: f(buffer), device, 1)
+        print_on_rank_0(f"{name:21}{columns}{seconds * 1e3:10.2f}")
+    print_on_rank_0(
+        "n ranks: rank 0 sends n - 1 buffers, one after another; in a ring each rank sends\n"
+        "2(n - 1)/n buffers, all ranks at once"
+    )
 
 
-def all_reduce_by_center(mine: Tensor) -> int:
-    """Sums over the ranks, in place, through rank 0; returns the bytes that this rank sent.
+def all_reduce_by_center(buffer: Tensor) -> int:
+    """Sum a buffer over the ranks in place, through rank 0, and return the bytes that were sent.
 
-    Rank 0 receives and sends the whole buffer n - 1 times, one after another: the more ranks, the
-    longer all wait for its link.
+    Rank 0 receives n - 1 buffers and then sends n - 1 buffers, one after another. The time
+    therefore grows with the number of ranks, while all wait for the link of rank 0.
+
+    Args:
+        buffer: Buffer of this rank, (n, any).
+
+    Returns:
+        Bytes that this rank sent.
     """
-    rank, n_ranks, other = dist.get_rank(), dist.get_world_size(), torch.empty_like(mine)
-    if rank > 0:
-        dist.send(mine, 0)
-        dist.recv(mine, 0)
-        return mine.nbytes
+    n_ranks = dist.get_world_size()
+    if dist.get_rank() > 0:
+        dist.send(buffer, 0)
+        dist.recv(buffer, 0)
+        return buffer.nbytes
+    received = torch.empty_like(buffer)
     for source in range(1, n_ranks):
-        dist.recv(other, source)
-        mine += other
+        dist.recv(received, source)
+        buffer += received
     for target in range(1, n_ranks):
-        dist.send(mine, target)
-    return (n_ranks - 1) * mine.nbytes
+        dist.send(buffer, target)
+    return (n_ranks - 1) * buffer.nbytes
 
 
-def all_reduce_by_ring(mine: Tensor) -> int:
-    """Sums over the ranks, in place, around a ring; returns the bytes that this rank sent.
+def all_reduce_by_ring(buffer: Tensor) -> int:
+    """Sum a buffer over the ranks in place, around a ring, and return the bytes that were sent.
 
-    In each of 2(n - 1) steps every rank sends one row to its right and receives one from its left,
-    all at once. After n - 1 steps each row is summed on one rank (reduce-scatter), after n - 1 more
-    it is on all (all-gather): 2(n - 1)/n of the buffer, however many ranks there are.
+    In each of 2(n - 1) steps, every rank sends one row to its right neighbour and receives one row
+    from its left neighbour, all ranks at once. After n - 1 steps, each row is summed on one rank
+    (reduce-scatter). After n - 1 more steps, each row is on all ranks (all-gather). A rank sends
+    2(n - 1)/n buffers, which hardly depends on the number of ranks.
+
+    Args:
+        buffer: Buffer of this rank, (n, any).
+
+    Returns:
+        Bytes that this rank sent.
     """
-    rank, n_ranks = dist.get_rank(), dist.get_world_size()
-    left, right, received = (rank - 1) % n_ranks, (rank + 1) % n_ranks, torch.empty_like(mine[0])
+    rank = dist.get_rank()
+    n_ranks = dist.get_world_size()
+    left = (rank - 1) % n_ranks
+    right = (rank + 1) % n_ranks
+    received = torch.empty_like(buffer[0])
     for step in range(2 * (n_ranks - 1)):
-        row, other = mine[(rank - step) % n_ranks], mine[(rank - step - 1) % n_ranks]
-        # In one batch: of two NCCL ranks that each send first neither would come to receive.
-        both = [dist.P2POp(dist.isend, row, right), dist.P2POp(dist.irecv, received, left)]
-        for work in dist.batch_isend_irecv(both):
+        sent_row = buffer[(rank - step) % n_ranks]
+        received_row = buffer[(rank - step - 1) % n_ranks]
+        # Start both as one batch: with NCCL, ranks that all send first would wait for a receiver.
+        operations = [
+            dist.P2POp(dist.isend, sent_row, right),
+            dist.P2POp(dist.irecv, received, left),
+        ]
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
         if step < n_ranks - 1:
-            other += received
+            received_row += received
         else:
-            other.copy_(received)
+            received_row.copy_(received)
     return 2 * (n_ranks - 1) * received.nbytes

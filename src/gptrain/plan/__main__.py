@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gptrain import config
-from gptrain.collectives.__main__ import DEFAULTS as OPTIONS
-from gptrain.collectives.__main__ import CollectivesRun, default_devices
+from gptrain.collectives.command import DEFAULTS as OPTIONS
+from gptrain.collectives.command import CollectivesRun, default_devices
 from gptrain.core import shell
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError
 from gptrain.core.schema import RunConfig

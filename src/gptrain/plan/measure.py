@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 
 from gptrain.checkpoints import fileops
-from gptrain.collectives.__main__ import CollectivesRun
-from gptrain.collectives.operations import COLLECTIVES, from_all, group_of, say, seconds_of
+from gptrain.collectives.command import CollectivesRun
+from gptrain.collectives.operations import (
+    COLLECTIVES,
+    gather_objects,
+    print_on_rank_0,
+    process_group,
+    time_calls,
+)
 from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurementError, read_measurement
 from gptrain.runtime.measure import measure_matmul
 from gptrain.runtime.watchdog import Guard
@@ -23,7 +29,7 @@ ACTIVATIONS = 2**18  # numbers, of a small net
 def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
     """What each rank does; rank 0 prints, and keeps what it found in machine.json of output_dir."""
     times = {}
-    with group_of(cfg) as device:
+    with process_group(cfg) as device:
         for name in COLLECTIVES:
             guard.heartbeat.beat(phase=name)
             times[name] = sweep(name, device, cfg.max_bytes)
@@ -34,15 +40,16 @@ def measure(cfg: CollectivesRun, guard: Guard) -> dict[str, float]:
 def sweep(name: str, device: torch.device, max_bytes: int) -> list[tuple[int, float]]:
     """Prints a line per size; returns bytes of a rank's buffer and seconds."""
     n_ranks, found, n_bytes = dist.get_world_size(), [], SMALLEST_BYTES
-    *_, (a, b), call = COLLECTIVES[name]
-    say(f"\n{name:14}      bytes       time us  algorithm GB/s  bus GB/s")
+    collective = COLLECTIVES[name]
+    a, b = collective.bus_factor
+    print_on_rank_0(f"\n{name:14}      bytes       time us  algorithm GB/s  bus GB/s")
     while n_bytes <= max_bytes:
         mine, got = torch.zeros(2, n_ranks, n_bytes // 4 // n_ranks, device=device)
         calls = max(1, min(20, 2**24 // n_bytes))
-        seconds = seconds_of(lambda m=mine, g=got: call(m, g), device, calls)
+        seconds = time_calls(lambda m=mine, g=got: collective.call(m, g), device, calls)
         rate = mine.nbytes / seconds / 1e9
         bus = (a + b / n_ranks) * rate
-        say(f"{mine.nbytes:25}{seconds * 1e6:14.1f}{rate:16.3f}{bus:10.3f}")
+        print_on_rank_0(f"{mine.nbytes:25}{seconds * 1e6:14.1f}{rate:16.3f}{bus:10.3f}")
         found.append((mine.nbytes, seconds))
         n_bytes *= FACTOR
     return found
@@ -57,15 +64,15 @@ def keep(all_reduce: list[tuple[int, float]], device: torch.device, path: Path) 
     cpu, n_ranks, flops = torch.device("cpu"), dist.get_world_size(), {}
     for dtype in (torch.float32, torch.bfloat16):
         dist.barrier()
-        slowest = min(from_all(measure_matmul(cpu, dtype)))
+        slowest = min(gather_objects(measure_matmul(cpu, dtype)))
         flops[str(dtype).removeprefix("torch.")] = slowest
     values, one = torch.randn(ACTIVATIONS), torch.zeros(1)
-    pass_s = seconds_of(lambda: torch.nn.functional.gelu(values), cpu, 50, min)
+    pass_s = time_calls(lambda: torch.nn.functional.gelu(values), cpu, 50, min)
     facts = {
         "threads": torch.get_num_threads(),
         "flops_per_s": flops,
         "memory_bytes_per_s": n_ranks * 2 * values.nbytes / pass_s,
-        "op_s": seconds_of(lambda: one.add_(1), cpu, 1000, min),
+        "op_s": time_calls(lambda: one.add_(1), cpu, 1000, min),
     }
     found = {str(n_ranks): measure_link(all_reduce, device)} if n_ranks > 1 else {}
     if dist.get_rank() == 0:
@@ -95,9 +102,9 @@ def measure_link(times: list[tuple[int, float]], device: torch.device) -> dict[s
     def compute() -> None:
         torch.nn.functional.gelu(inputs @ weight).sum().backward()
 
-    alone_s = seconds_of(lambda: dist.all_reduce(mine), device, 2, min)
-    computing_s = seconds_of(compute, device, 40)
-    both_s = seconds_of(lambda: (compute(), dist.all_reduce(mine)), device, 40)
+    alone_s = time_calls(lambda: dist.all_reduce(mine), device, 2, min)
+    computing_s = time_calls(compute, device, 40)
+    both_s = time_calls(lambda: (compute(), dist.all_reduce(mine)), device, 40)
     rate = messages / n_ranks * (large - small) / max(1e-9, large_s - small_s)
     wait_s = max(0.0, both_s - computing_s - alone_s)
     return {"latency_s": alone_s / messages, "bytes_per_s": rate, "wait_s": wait_s}
