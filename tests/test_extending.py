@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gptrain.assemble.parts import build_optimizer
+from gptrain.assemble.optimizer import build_optimizer
 from gptrain.core.lengths import plan_batch
 from gptrain.core.strategies import DATA, STRATEGIES, Strategy, StrategyOptions
 from gptrain.costs.choice import compare

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gptrain.assemble.parts import build_schedule, plan_lengths
+from gptrain.assemble.lengths import plan_lengths
+from gptrain.assemble.schedule import build_schedule
 from tests.command_line import compose_run
 
 PEAK, WARMUP, STEPS, START, FLOOR = 1e-3, 4, 13, 0.1, 0.2

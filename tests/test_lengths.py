@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from gptrain.assemble.parts import plan_lengths
+from gptrain.assemble.lengths import plan_lengths
 from gptrain.config.cli import compose_command
 from gptrain.core.lengths import token_steps, warmup_steps
 from gptrain.data import TokenDataset, collate

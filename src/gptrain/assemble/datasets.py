@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.parts import module_class
+from gptrain.assemble.module import module_class
 from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from gptrain.assemble.parts import batch_of
+from gptrain.assemble.lengths import batch_of
 from gptrain.assemble.weights import find_weights, named_source
 from gptrain.checkpoints.lock import RunLock
 from gptrain.checkpoints.manifest import Checkpoint, read_manifest

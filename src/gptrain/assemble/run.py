@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 
 from gptrain.assemble.companion_files import keep_around
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
     Datasets,
     build_datasets,
@@ -28,16 +29,10 @@ from gptrain.assemble.datasets import (
     read_as_pairs,
     tokens_to_compare,
 )
+from gptrain.assemble.lengths import batch_of, plan_lengths
 from gptrain.assemble.load import build_net
-from gptrain.assemble.parts import (
-    as_config_errors,
-    batch_of,
-    build_module,
-    build_optimizer,
-    check_names,
-    module_class,
-    plan_lengths,
-)
+from gptrain.assemble.module import build_module, check_names, module_class
+from gptrain.assemble.optimizer import build_optimizer
 from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
 from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
 from gptrain.assemble.weights import start_from

@@ -19,8 +19,10 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch.utils.data import Dataset
 
 from gptrain.assemble.load import build_target
-from gptrain.assemble.parts import peak_lr, takes_net, warmup_of
+from gptrain.assemble.module import takes_net
+from gptrain.assemble.optimizer import peak_lr
 from gptrain.assemble.resume import SPELT_OUT, changed_options, identity
+from gptrain.assemble.schedule import warmup_of
 from gptrain.checkpoints.lock import read_holder
 from gptrain.checkpoints.mirror import Mirror
 from gptrain.checkpoints.status import CHECKPOINTS_NAME

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import build_datasets, check_sample
+from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
-from gptrain.assemble.parts import as_config_errors, plan_lengths
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
 from gptrain.core.errors import DONE, ConfigError, ConfigIssue

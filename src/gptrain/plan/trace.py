@@ -32,14 +32,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
+from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import build_dataset, check_sample
+from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
-from gptrain.assemble.parts import (
-    as_config_errors,
-    build_module,
-    module_class,
-    plan_lengths,
-)
+from gptrain.assemble.module import build_module, module_class
 from gptrain.core.errors import ConfigError
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import (

@@ -1,0 +1,141 @@
+"""From the config to the LightningModule: its class, its metrics, and checks of logged names."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import get_method
+from torch import nn
+from torch.utils.data import Dataset
+
+from gptrain.assemble.config_errors import as_config_errors
+from gptrain.assemble.load import build_target
+from gptrain.assemble.optimizer import build_optimizer
+from gptrain.assemble.schedule import build_schedule
+from gptrain.core.data_schema import MixtureConfig
+from gptrain.core.errors import ConfigError
+from gptrain.core.lengths import RunLengths
+from gptrain.core.schema import RunConfig
+from gptrain.core.strategies import ANY_NET
+from gptrain.lit.metrics import try_metric
+from gptrain.lit.module import LanguageModel
+from gptrain.lit.strategies.base import check_optimization
+from gptrain.loss import LossOptions
+from gptrain.parallel.requirements import IncompatibleModelError
+
+OWN_VALUES = {"loss", "perplexity", "bits_per_byte"}  # names that LanguageModel logs by itself
+KNOWN_LOGGING = ("gptrain.", "lightning.")  # callbacks whose logged names are known
+
+
+def module_class(cfg: RunConfig, strategy: str) -> type[pl.LightningModule]:
+    """Return the class of the module group.
+
+    Raises:
+        IncompatibleModelError: If the strategy cannot train a module of this class.
+    """
+    module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
+    if strategy not in ANY_NET and not issubclass(module_type, LanguageModel):
+        raise IncompatibleModelError(
+            "module._target_",
+            f"a plain LightningModule, and strategy={strategy} partitions a net whose loss it "
+            "computes itself; strategies that work: single, ddp, diloco; or a subclass of "
+            "gptrain.lit.LanguageModel",
+        )
+    if "pipeline" in strategy and getattr(module_type, "loss", None) is not LanguageModel.loss:
+        raise IncompatibleModelError(
+            "module._target_",
+            f"overrides `loss`, and under strategy={strategy} the last stage computes the loss "
+            "while the schedule runs; strategies that work: all without pipeline",
+        )
+    return module_type
+
+
+def takes_net(module_type: type[pl.LightningModule]) -> bool:
+    """Return whether a module gets the net of the model group. Others make their own layers."""
+    is_ours = issubclass(module_type, LanguageModel)
+    return is_ours or "net" in inspect.signature(module_type).parameters
+
+
+def build_module(
+    cfg: RunConfig, net: nn.Module, lengths: RunLengths, val: Dataset | None
+) -> pl.LightningModule:
+    """Build the module around the net.
+
+    A LanguageModel gets the net, the factories of optimizer and schedule, the loss options and the
+    metrics. A plain LightningModule gets the net if its signature names it. Both get the other keys
+    of the module group.
+
+    Args:
+        val: Validation set, which may know the number of bytes of each token.
+
+    Raises:
+        ConfigError: If a class does not take its keys, or a metric cannot be evaluated.
+        IncompatibleModelError: If the module optimizes manually.
+    """
+    module_type = cast(type[pl.LightningModule], get_method(cfg.module.target))
+    options: dict[str, Any] = cfg.module.arguments
+    if issubclass(module_type, LanguageModel):
+        token_bytes = getattr(val, "token_bytes", None)
+        options |= {
+            "net": net,
+            "make_optimizer": partial(build_optimizer, cfg, lengths.batch),
+            "make_schedule": partial(build_schedule, cfg, lengths),
+            "loss": LossOptions(**cfg.module.loss_options),
+            "metrics": _build_metrics(cfg),
+            "token_bytes": None if token_bytes is None else torch.as_tensor(token_bytes),
+        }
+    elif takes_net(module_type):
+        options["net"] = net
+    with as_config_errors(cfg, "module._target_"):
+        module = module_type(**options)
+    check_optimization(module)
+    return module
+
+
+def _build_metrics(cfg: RunConfig) -> dict[str, Any]:
+    """Build the metrics of the module group, and evaluate a copy of each once."""
+    metrics = {}
+    vocab_size = cfg.model.arguments.get("vocab_size")
+    for name, node in cfg.module.metric_nodes.items():
+        key = f"module.metrics.{name}"
+        with as_config_errors(cfg, key):
+            metrics[name] = build_target(node)
+        if isinstance(vocab_size, int):
+            try_metric(key, node["_target_"], metrics[name], vocab_size)
+    return metrics
+
+
+def check_names(cfg: RunConfig, module_type: type[pl.LightningModule]) -> None:
+    """Check the names of the metrics and of the objective.
+
+    The objective is checked only if everything that logs is gptrain's or Lightning's. For other
+    callbacks and modules the first validation shows whether it is logged.
+
+    Raises:
+        ConfigError: If a metric has the name of a value that LanguageModel logs itself, or if no
+            value with the name of the objective is logged.
+    """
+    if not issubclass(module_type, LanguageModel):
+        return
+    metrics = cfg.module.metric_nodes
+    for name in sorted(OWN_VALUES & metrics.keys()):
+        key, message = f"module.metrics.{name}", "the module itself logs a value of this name"
+        hint = f"module.metrics.my_{name}"
+        raise ConfigError.of(key, metrics[name]["_target_"], message, hint=hint)
+    callbacks = (node.target for node in cfg.callbacks.values() if node)
+    is_known = module_type is LanguageModel and all(
+        target.startswith(KNOWN_LOGGING) for target in callbacks
+    )
+    if cfg.task != "fit" or not is_known or cfg.objective.startswith("perf/"):
+        return
+    parts = cfg.data.parts if isinstance(cfg.data, MixtureConfig) else {}
+    evaluated = {*OWN_VALUES, *metrics, *(f"{part}/loss" for part in parts)}
+    names = {f"val/{name}" for name in evaluated}
+    names |= {"train/loss", "lr", "grad_norm", "tokens", "step"}
+    if cfg.objective not in names:
+        message, allowed = "no value of this name is logged", ", ".join(sorted(names))
+        raise ConfigError.of("objective", cfg.objective, message, allowed=allowed)

@@ -1,0 +1,94 @@
+"""From the config to the learning-rate schedule."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from hydra.utils import get_method
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from gptrain.assemble.config_errors import as_config_errors
+from gptrain.core.lengths import DEFAULT_DECAY, RunLengths, phase_steps, token_steps, warmup_steps
+from gptrain.core.schema import RunConfig
+
+# Keys of the scheduler group that gptrain reads. A schedule gets those that are in its signature.
+OWN_KEYS = {
+    f"{phase}_{unit}" for phase in ("warmup", "decay", "total") for unit in ("steps", "tokens")
+}
+OWN_KEYS |= {"start_factor", "min_factor"}
+
+
+def asked_steps(cfg: RunConfig, phase: str, step_tokens: int) -> float | None:
+    """Return the length of a phase that the config asks for, in steps or as a fraction of the run.
+
+    Args:
+        phase: "warmup", "decay" or "total".
+        step_tokens: Tokens of one optimizer step, over all ranks.
+
+    Returns:
+        None if the config does not say it.
+
+    Raises:
+        ConfigError: If the phase is given in tokens and is shorter than one step.
+    """
+    asked = cfg.scheduler.phase(phase)
+    if asked.tokens is None:
+        return asked.steps
+    with as_config_errors(cfg, f"scheduler.{phase}_tokens"):
+        return token_steps(asked.tokens, step_tokens)
+
+
+def warmup_of(cfg: RunConfig, lengths: RunLengths) -> int:
+    """Return the number of warm-up steps.
+
+    A run that was resumed keeps the warm-up of its first start.
+
+    Raises:
+        ConfigError: If the warm-up is a fraction of a run of unknown length.
+    """
+    if lengths.warmup_steps is not None:
+        return lengths.warmup_steps
+    asked = asked_steps(cfg, "warmup", lengths.step_tokens)
+    total = asked_steps(cfg, "total", lengths.step_tokens)
+    with as_config_errors(cfg, "scheduler.warmup_steps"):
+        return warmup_steps(asked, int(total) if total else lengths.n_steps)
+
+
+def build_schedule(
+    cfg: RunConfig, lengths: RunLengths, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Build Lightning's `lr_scheduler` entry of the scheduler group.
+
+    The target is a function of the step, or a scheduler class. It gets its own keys and those of
+    warmup_steps, decay_steps, total_steps, start_factor and min_factor that are in its signature. A
+    ReduceLROnPlateau watches `checkpoint.monitor` and is stepped after each validation.
+
+    Raises:
+        ConfigError: If the length of a phase cannot be computed.
+    """
+    options, schedule = cfg.scheduler.arguments, get_method(cfg.scheduler.target)
+    total = asked_steps(cfg, "total", lengths.step_tokens)
+    total_steps = int(total) if total else lengths.n_steps
+    options["total_steps"] = total_steps
+    options["warmup_steps"] = warmup_of(cfg, lengths)
+    parameters = inspect.signature(schedule).parameters
+    if "decay_steps" in parameters:
+        decay = asked_steps(cfg, "decay", lengths.step_tokens)
+        with as_config_errors(cfg, "scheduler.decay_steps"):
+            options["decay_steps"] = phase_steps(
+                DEFAULT_DECAY if decay is None else decay, total_steps
+            )
+    options = {k: v for k, v in options.items() if k in parameters or k not in OWN_KEYS}
+    if not inspect.isclass(schedule):
+        return {"scheduler": LambdaLR(optimizer, partial(schedule, **options))}
+    if not issubclass(schedule, ReduceLROnPlateau):
+        return {"scheduler": schedule(optimizer, **options)}
+    options.setdefault("mode", cfg.checkpoint.mode)
+    return {
+        "scheduler": schedule(optimizer, **options),
+        "monitor": cfg.checkpoint.monitor,
+        "frequency": lengths.validate_every * lengths.batch.accumulate,
+    }
