@@ -85,7 +85,7 @@ def test_the_result_tells_the_steps_of_this_start_and_is_kept_where_none_is_left
     kept = (second.folder / "result.json").read_text()
     third = train("trainer.max_steps=4", "ckpt_path=last")
     assert third.code == 0, third.err
-    assert "nothing left to train, step 4 was the run's last; further: trainer.max_" in third.out
+    assert "nothing left to train, step 4 is the last step of the run; to train" in third.out
     assert (third.folder / "result.json").read_text() == kept
     (second.folder / "result.json").unlink()  # as if it had been killed before it wrote its result
     train("trainer.max_steps=4", "ckpt_path=last")

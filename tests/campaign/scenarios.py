@@ -71,7 +71,7 @@ SCENARIOS = (
              first=("data.num_workers=1",), full=30),
     Scenario("F20", "the data set raises on a rank", ("break_data",), STEP[:4], cause="error",
              blames=True, quick=1, full=50,
-             says=r"(?s)Traceback.*: planted; at step \d+, of whose samples rank {rank} has"),
+             says=r"(?s)Traceback.*: planted; at step \d+, samples of rank {rank}: "),
     Scenario("F21", "an exception on one rank", ("fail",), tuple(HOOKS), cause="error", blames=True,
              says="AssertionError: planted", full=64),
     Scenario("F22", "SIGSTOP of a rank", ("SIGSTOP",), STEP[:4], **HUNG, quick=1, full=20),

@@ -1,4 +1,4 @@
-"""What happens at each step: it is checked, logged and reported; and why the training ended."""
+"""The callback that checks and logs each step, ends a run on request, and records why it ended."""
 
 import logging
 import math
@@ -43,36 +43,41 @@ from gptrain.parallel.requirements import IncompatibleModelError
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
-STEP = "step"  # Lightning takes a logged value of this name for the x axis, and logs no epoch then
-COMPILING_S = 3600.0  # what a first step may take where it compiles
+STEP = "step"  # Lightning uses a logged value of this name as the x axis, and then logs no epoch
+COMPILING_S = 3600.0  # time that a first step may take if it compiles the model, in seconds
 
 
 class TrainingMonitor(Callback):
-    """Stops or skips a step that is not finite, logs steps, and ends a run that is asked to stop.
+    """Stops or skips a non-finite step, logs the steps, and ends a run that was asked to stop.
 
-    First of all callbacks, so that the others find a step's values in `trainer.callback_metrics`:
-    train/loss, lr, grad_norm, tokens and perf/* of every `every_n_steps`-th optimizer step, of the
-    first step, which is slower than others, and of those that are validated. They are logged by
-    `self.log`, so that what a module or a callback logs goes into the same row.
+    This callback comes first, so that the other callbacks find the values of a step in
+    `trainer.callback_metrics`. It logs train/loss, lr, grad_norm, tokens and perf/* at the first
+    step, at every `every_n_steps`-th step, at the last step and before each validation. It uses
+    `self.log`, so that the values of modules and other callbacks appear in the same row.
 
-    All ranks leave at the same step (see Vote), saved, when the next hook is called, so that it is
-    logged. Before the first step and in an evaluation there is nothing to save: a rank that was
-    asked leaves by itself, and the job ends with it.
+    A run that was asked to stop during training saves its step and ends on all ranks at the same
+    step, which the ranks choose by a vote. It ends in the next hook, after the step was logged.
+    Before the first step and in an evaluation there is nothing to save, and the rank that received
+    the signal ends at once. The other ranks end because that rank has ended.
 
     Args:
-        lengths: of the run; its last step is logged too, and then validated.
-        model_config: of the config's `model` group; kept in every checkpoint file, so that a file
-            on its own can be loaded.
-        on_nonfinite: "stop" raises NonFiniteError, on all ranks; "skip" skips the step.
-        max_skips: skipped steps in a row after which it is raised, too.
-        guard: of this rank; None: nobody watches the run.
-        checkpoints: what saves the run; None where nothing is kept.
-        compiles: the first step of each kind may take long.
-        typed: Key -> value of the typed options of the optimizer and the scheduler group.
+        every_n_steps: Number of optimizer steps from one logged step to the next.
+        lengths: Lengths of the run. The last step is logged and validated, whatever the intervals.
+        model_config: `model` group of the config. Every checkpoint file contains it, so that a net
+            can be built from the file alone.
+        on_nonfinite: "stop" raises NonFiniteError on all ranks. "skip" skips the optimizer step.
+        max_skips: Number of consecutive skipped steps after which NonFiniteError is raised.
+        guard: Guard of this rank, which gets heartbeats and has the stop flag. None for a run
+            without a watchdog.
+        checkpoints: Callback that saves the run. None for a run without checkpoints.
+        compiles: Whether the first training step and the first evaluation step compile the model,
+            so that the watchdog must allow them COMPILING_S.
+        typed: Key -> value of the overrides of the optimizer and the scheduler group.
 
     Attributes:
-        speed, first_step: clock, and steps done, when training began; None: nothing was left.
-        ended: why a training did, `reason` and `detail`.
+        speed: Clock of the steps, set when training starts.
+        first_step: Number of optimizer steps done when training started. None if it did not start.
+        ended: Reason why training ended, see `why_ended`. None until training has ended.
     """
 
     speed: Speed
@@ -92,18 +97,29 @@ class TrainingMonitor(Callback):
         compiles: bool = False,
         typed: Mapping[str, Any] | None = None,
     ):
-        self.every_n_steps, self.lengths = every_n_steps, lengths
-        self.model_config, self.on_nonfinite = model_config, on_nonfinite
-        self.max_skips, self.n_skipped = max_skips, 0  # the latter in a row, up to now
-        self.guard, self.checkpoints = guard, checkpoints
-        self.first_s, self.typed = COMPILING_S if compiles else 0.0, typed or {}
-        self.votes, self.missing_targets = Vote(), MissingTargets()
-        self.stopping = self._is_paused = False
-        self.lr = 0.0
-        self.evaluated_step = 0  # of the checkpoint that is evaluated
+        self.every_n_steps = every_n_steps
+        self.lengths = lengths
+        self.model_config = model_config
+        self.on_nonfinite = on_nonfinite
+        self.max_skips = max_skips
+        self.guard = guard
+        self.checkpoints = checkpoints
+        self.compile_s = COMPILING_S if compiles else 0.0
+        self.typed = typed or {}
+        self.n_skipped = 0  # number of consecutive skipped steps
+        self.votes = Vote()
+        self.missing_targets = MissingTargets()
+        self.stopping = False  # the ranks have agreed to stop
+        self.lr = 0.0  # learning rate of the last step, of the first parameter group
+        self.evaluated_step = 0  # step of the checkpoint in an evaluation
+        self._is_paused = False  # a validation or a save has interrupted the clock of the steps
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what only shows in a built run: callbacks that a function or the module made."""
+        """Check the callbacks again, now with those that functions and the module have made.
+
+        Raises:
+            IncompatibleModelError: For a callback that gptrain does not support in this run.
+        """
         strategy = strategy_of(trainer)
         strategy.check_finite = self.check_finite
         for callback in callbacks_of(trainer):
@@ -115,10 +131,16 @@ class TrainingMonitor(Callback):
                 raise IncompatibleModelError("callbacks", f"{callback_class.__name__}: {reason}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock of the steps, and prepare the loggers for the first step.
+
+        Raises:
+            PreemptedError: If the run was asked to stop before the first step.
+            IncompatibleModelError: If a hook has switched to manual optimization.
+        """
         if self.guard:
             self.guard.leave_if_asked()
-        self._beat(trainer.global_step, "train", allow_s=self.first_s)
-        check_optimization(pl_module)  # again: hooks may have changed it
+        self._beat(trainer.global_step, "train", allow_s=self.compile_s)
+        check_optimization(pl_module)  # a second check, because hooks may have changed the module
         if trainer.is_global_zero and has_own_optimizer(pl_module):
             log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
             warn_of_ignored(pl_module, self.typed)
@@ -132,27 +154,39 @@ class TrainingMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """End the run if the ranks have agreed to stop, and restart an interrupted clock.
+
+        Raises:
+            PreemptedError: If the ranks have agreed to stop.
+        """
         set_log_interval(trainer, self.every_n_steps)
-        self._leave(trainer)
-        if self._is_paused:  # a step's time is training's alone
+        self._stop_if_agreed(trainer)
+        if self._is_paused:  # do not count a validation or a save as training time
             self.speed.start()
             self._is_paused = False
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Measures the norm of a module that clips in its own way, or not at all."""
+        """Record the learning rate, and measure the gradient norm if Lightning will not clip."""
         self.lr = optimizer.param_groups[0].get("lr", 0.0)
         if not clips_by_strategy(trainer, pl_module):
             strategy_of(trainer).clip(optimizer, None)
 
     def check_finite(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Check the norm of all gradients between clipping and the optimizer's step.
+        """Check the norm of all gradients, between clipping and the optimizer step.
 
-        The norm is the same on all ranks, and not finite where any gradient of any rank is not.
-        Under 16-mixed the loss scaler itself skips steps with infinite gradients, by design.
+        The norm is identical on all ranks, and is not finite if any gradient on any rank is not
+        finite. A step to skip loses its gradients, so that the optimizer changes no parameter. With
+        precision 16-mixed only the targets are checked, because its loss scaler skips such steps.
 
-        Raises: NonFiniteError, on all ranks; DataError for a first step without a target.
+        Args:
+            trainer: Trainer of the run.
+            optimizer: Optimizer whose step follows.
+
+        Raises:
+            NonFiniteError: On all ranks, if the norm is not finite and the step is not skipped.
+            DataError: If the first step of the run has no target.
         """
         self.missing_targets.check_step(trainer)
         strategy = strategy_of(trainer)
@@ -162,13 +196,18 @@ class TrainingMonitor(Callback):
         if math.isfinite(float(norm)):
             self.n_skipped = 0
             return
-        mine = trainer.global_rank, [float(loss) for loss in strategy.micro_losses]
-        theirs = gather(mine, strategy.parallel.step_group)  # rank, micro-steps
-        guilty = [one for one in theirs if not all(map(math.isfinite, one[1]))]
-        step, rank, micro_step = trainer.global_step, None, 0
-        if guilty:
-            rank, losses = guilty[0]
-            micro_step = [math.isfinite(loss) for loss in losses].index(False)
+        local_losses = [float(loss) for loss in strategy.micro_losses]
+        # Rank and losses of all micro-steps, for each rank that takes part in this step.
+        rank_losses = gather((trainer.global_rank, local_losses), strategy.parallel.step_group)
+        step = trainer.global_step
+        rank = None  # first rank with a non-finite loss
+        micro_step = 0  # first micro-step of that rank with a non-finite loss
+        for loss_rank, losses in rank_losses:
+            is_finite = [math.isfinite(loss) for loss in losses]
+            if not all(is_finite):
+                rank = loss_rank
+                micro_step = is_finite.index(False)
+                break
         place = find_first(trainer, micro_step)
         error = NonFiniteError(step, rank, data_of(trainer).step_samples(step, rank), place)
         if self.on_nonfinite == "stop":
@@ -177,34 +216,40 @@ class TrainingMonitor(Callback):
         if self.n_skipped == self.max_skips:
             error.why = f"; {self.n_skipped} steps in a row were skipped (max_skips)"
             raise error
-        if trainer.global_rank == theirs[0][0]:
-            log.error("warning: %s; the step is skipped", error)  # no rank but 0 logs less
-        optimizer.zero_grad(set_to_none=True)  # it passes over parameters without a gradient
+        first_rank = rank_losses[0][0]
+        if trainer.global_rank == first_rank:
+            # Ranks other than 0 log errors only, and the first rank of a DiLoCo replica must log.
+            log.error("warning: %s; the step is skipped", error)
+        optimizer.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Send a heartbeat, vote on stopping and saving after a step, and log the step if due."""
         self._beat(trainer.global_step, "train")
         if not ends_step(trainer, batch_idx):
             return
         strategy_of(trainer).is_updating = False
-        self._ask(trainer)
+        self._vote(trainer)
         step = trainer.global_step
         if step == self.lengths.n_steps:
-            trainer.should_stop = True  # Lightning then validates and logs, whatever the interval
+            trainer.should_stop = True  # makes Lightning validate and log, whatever the intervals
         is_due = step % self.every_n_steps == 0 or step - 1 == self.first_step
         if is_due or is_validated(trainer, step) or trainer.should_stop:
-            set_log_interval(trainer, 1)  # until the next batch
+            set_log_interval(trainer, 1)  # on_train_batch_start sets the interval back
             self._log_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the step as the x axis of values that are logged at the end of an epoch."""
         pl_module.log(STEP, float(trainer.global_step))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Send a heartbeat, and finish the vote that is still pending."""
         self._beat(phase="end")
-        self.votes.close()  # nobody leaves a collective behind
+        self.votes.close()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record why training ended, and pass the reason to the loggers."""
         self.ended = why_ended(trainer, self.lengths, self.first_step)
         if self.first_step is not None:
             log_note(trainer, "ended", ", ".join(self.ended.values()))
@@ -212,48 +257,67 @@ class TrainingMonitor(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        """Pass the error to the loggers, and name the samples of the step for its report."""
         log_note(trainer, "ended", f"{type(exception).__name__}: {first_line(exception)}")
         if self.guard is not None and trainer.training and trainer.fit_loop.batch_idx >= 0:
-            step, rank = trainer.global_step, trainer.global_rank
+            step = trainer.global_step
+            rank = trainer.global_rank
             samples = data_of(trainer).step_samples(step, rank)
-            self.guard.doing = f"step {step}, of whose samples rank {rank} has {shorten(samples)}"
+            self.guard.doing = f"step {step}, samples of rank {rank}: {shorten(samples)}"
 
     # Evaluations
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._beat(phase="validate", allow_s=self.first_s)
+        """Save the step before its validation, and end the run if the ranks have agreed to stop.
+
+        Raises:
+            PreemptedError: If the ranks have agreed to stop.
+        """
+        self._beat(phase="validate", allow_s=self.compile_s)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             if self.checkpoints is not None:
                 self.checkpoints.before_validation(trainer)
-            self._leave(trainer)
+            self._stop_if_agreed(trainer)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
+        """Send a heartbeat, and end the run if it was asked to stop.
+
+        Raises:
+            PreemptedError: If the ranks have agreed to stop, or in an evaluation this rank alone.
+        """
         self._beat(phase="test" if trainer.testing else "validate")
         if trainer.state.fn != "fit":
             if self.guard is not None:
                 self.guard.leave_if_asked()
         elif not trainer.sanity_checking:
-            self._ask(trainer)
-            self._leave(trainer)
+            self._vote(trainer)
+            self._stop_if_agreed(trainer)
 
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the metrics of an evaluation.
+
+        Raises:
+            DataError: If all targets of the evaluation were -100.
+        """
         values = {}
-        if isinstance(pl_module, LanguageModel):  # also where a subclass overrides this very hook
+        if isinstance(pl_module, LanguageModel):
+            # Not done in the module's own hook, which a subclass may override.
             values = pl_module.take_evaluation("test" if trainer.testing else "val")
         if not values and not trainer.sanity_checking:
             check_evaluated(trainer)
-        # Also in the sanity check, which no logger sees: what cannot be logged fails there.
+        # Log in the sanity check too: a value that cannot be logged then fails before training.
         step = trainer.global_step or self.evaluated_step
         pl_module.log_dict({**values, STEP: float(step)}, add_dataloader_idx=False)
 
     on_test_epoch_end = on_validation_epoch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Interrupt the clock of the steps, and send the heartbeat of the training phase."""
         self._is_paused = True
         self._beat(phase="train")
 
@@ -262,42 +326,49 @@ class TrainingMonitor(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Add the config of the net to a checkpoint, and interrupt the clock of the steps."""
         checkpoint["model"] = self.model_config
         self._is_paused = True
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Record the step of a checkpoint that is evaluated, as the x axis of its metrics."""
         if trainer.state.fn != "fit":
             self.evaluated_step = checkpoint["global_step"]
 
     def _log_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        step, strategy = trainer.global_step, strategy_of(trainer)
+        """Log the values of a step, and give them to the progress bar."""
+        strategy = strategy_of(trainer)
+        bar = trainer.progress_bar_callback
         if strategy.micro_losses and not self.missing_targets.is_last:
-            theirs = not isinstance(trainer.progress_bar_callback, ProgressBar | None)
-            pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=theirs)
+            # With prog_bar=True Lightning reads the loss from its device at every micro-batch.
+            # gptrain's own bar gets the loss below, and reads it only when the step is logged.
+            prog_bar = bar is not None and not isinstance(bar, ProgressBar)
+            pl_module.log("train/loss", strategy.step_loss(), sync_dist=True, prog_bar=prog_bar)
         speed = self.speed.read()
         if strategy.grad_norm is not None:
             pl_module.log("grad_norm", strategy.grad_norm)
-        if isinstance(bar := trainer.progress_bar_callback, ProgressBar):
-            # Of prog_bar=True Lightning would read the loss from its device at every micro-batch.
+        if isinstance(bar, ProgressBar):
             bar.logged = {"train/loss": trainer.callback_metrics.get("train/loss", "")}
             bar.logged["lr"] = f"{self.lr:.3g}"
             bar.logged[f"{self.lengths.unit}/s"] = f"{speed['perf/tokens_per_s']:,.0f}"
             if self.lengths.n_steps:
-                left_s = (self.lengths.n_steps - step) * speed["perf/step_s"]
+                left_s = (self.lengths.n_steps - trainer.global_step) * speed["perf/step_s"]
                 bar.logged["left"] = timedelta(seconds=round(left_s))
-        # Of a plain float Lightning keeps fp32: tokens are counted in billions.
-        numbers = {"lr": self.lr, STEP: float(step), **speed}.items()
-        pl_module.log_dict({k: torch.as_tensor(v, dtype=torch.float64) for k, v in numbers})
+        # Lightning converts a float to float32, which cannot count billions of tokens exactly.
+        values = {"lr": self.lr, STEP: float(trainer.global_step), **speed}
+        pl_module.log_dict(
+            {name: torch.as_tensor(v, dtype=torch.float64) for name, v in values.items()}
+        )
 
-    def _beat(self, *place: Any, **more: Any) -> None:
-        """Tells the watchers that the run gets on."""
+    def _beat(self, *args: Any, **kwargs: Any) -> None:
+        """Send a heartbeat if the run has a guard. The arguments are those of `Heartbeat.beat`."""
         if self.guard:
-            self.guard.heartbeat.beat(*place, **more)
+            self.guard.heartbeat.beat(*args, **kwargs)
 
-    def _ask(self, trainer: Trainer) -> None:
-        """Vote on leaving and on saving, and act on the answers, which are equal on all ranks."""
+    def _vote(self, trainer: Trainer) -> None:
+        """Vote on stopping and on saving, and apply the previous results, equal on all ranks."""
         wants_stop = self.guard is not None and bool(self.guard.stop)
         wants_save = self.checkpoints is not None and self.checkpoints.votes_to_save(trainer)
         stops, saves = self.votes.ask(wants_stop, wants_save) or (False, False)
@@ -306,10 +377,15 @@ class TrainingMonitor(Callback):
             self.checkpoints.stopping |= stops
             self.checkpoints.time_is_up |= saves
 
-    def _leave(self, trainer: Trainer) -> None:
-        """Raises: PreemptedError, once all ranks know; the step is saved.
+    def _stop_if_agreed(self, trainer: Trainer) -> None:
+        """Save the step and end the run, if the ranks have agreed to stop.
 
-        After the last step it is saved only: what is left is the validation, which is the end.
+        After the last step the step is saved but the run does not end here, because only the
+        validation is left. A validation with replaced weights (see `acts_on_validation`) is not
+        interrupted.
+
+        Raises:
+            PreemptedError: On all ranks, if the ranks have agreed to stop.
         """
         if not self.stopping or (trainer.validating and acts_on_validation(trainer)):
             return
@@ -322,48 +398,59 @@ class TrainingMonitor(Callback):
             raise PreemptedError(trainer.global_step)
 
 
-OURS = (
-    TrainingMonitor,
-    Checkpoints,
-    ProgressBar,
-)  # none of them begins in a validation what its end undoes
+# gptrain's callbacks, whose hooks at the start of a validation change nothing for its duration.
+OWN_CALLBACKS = (TrainingMonitor, Checkpoints, ProgressBar)
 
 
 def acts_on_validation(trainer: Trainer) -> bool:
-    """Whether a callback or the module does at a validation's start what its end has to undo.
+    """Return whether a callback or the module may change state for the time of a validation.
 
-    As WeightAveraging, which validates its averages: such a validation is not left in its middle.
+    WeightAveraging is an example: it validates the averaged weights and then restores the others.
+    The run must not end within such a validation. Every class except OWN_CALLBACKS that overrides a
+    hook at the start of a validation counts.
     """
     hooks = ("on_validation_start", "on_validation_epoch_start")
-    parts = (*callbacks_of(trainer), trainer.lightning_module)
-    theirs = [part for part in parts if type(part) not in OURS]
-    return any(is_overridden(hook, part) for part in theirs for hook in hooks)
+    parts = [*callbacks_of(trainer), trainer.lightning_module]
+    user_parts = [part for part in parts if type(part) not in OWN_CALLBACKS]
+    return any(is_overridden(hook, part) for part in user_parts for hook in hooks)
 
 
 def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Whether Lightning's clipping of this module ends in our strategy's, which measures."""
+    """Return whether Lightning clips the gradients of a module by calling the gptrain strategy.
+
+    `LightningStrategy.clip` also measures the norm. It is not called for clipping by value, for a
+    plain LightningModule, or if the module overrides configure_gradient_clipping.
+    """
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return not is_overridden("configure_gradient_clipping", pl_module)
 
 
 def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> dict[str, str]:
-    """Why a fit that has come to its end did, as the result line and result.json say it.
-
-    `reason` is one of "steps done", "epochs done", "tokens done", "max_time", "early stop",
-    "stopped", "nothing left to train"; `detail` the option, the metric with its value, or who.
+    """Return the reason why a fit ended without an error, for the result line and result.json.
 
     Args:
-        first_step: where it began; None where no step was left.
+        trainer: Trainer of the run.
+        lengths: Lengths of the run.
+        first_step: Number of steps done when training started. None if no step was left to train.
+
+    Returns:
+        `reason`: "steps done", "epochs done", "tokens done", "max_time", "early stop", "stopped" or
+        "nothing left to train". `detail`: the step, with the option or the metric that decided.
     """
-    step, detail = trainer.global_step, f"at step {trainer.global_step}"
-    timers = (part for part in callbacks_of(trainer) if isinstance(part, Timer))
+    step = trainer.global_step
+    detail = f"at step {step}"
+    timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]
     early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
     if first_step is None:
         reason = "nothing left to train"
-        detail = f"step {step} was the run's last; further: trainer.max_steps, trainer.max_epochs"
+        detail = (
+            f"step {step} is the last step of the run; to train further, raise trainer.max_steps "
+            "or trainer.max_epochs"
+        )
     elif step == lengths.n_steps:
-        reason, detail = f"{lengths.limit_kind} done", lengths.limit
+        reason = f"{lengths.limit_kind} done"
+        detail = lengths.limit
     elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
         reason = "max_time"
     elif early:
@@ -372,12 +459,19 @@ def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> 
         reason = "early stop"
         detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
     else:
-        reason, detail = "stopped", f"by a callback or the module (trainer.should_stop), {detail}"
+        reason = "stopped"
+        detail = f"by a callback or the module (trainer.should_stop), {detail}"
     return {"reason": reason, "detail": detail}
 
 
 def log_note(trainer: Trainer, name: str, text: str) -> None:
-    """Gives a text to the loggers that take any, at this step."""
+    """Pass a text of the current step to each logger that has a `log_note` method.
+
+    Args:
+        trainer: Trainer of the run.
+        name: Name of the text, such as `sample`.
+        text: Text of one or more lines.
+    """
     for logger in trainer.loggers:
-        if log := getattr(logger, "log_note", None):
-            log(name, text, trainer.global_step)
+        if write_note := getattr(logger, "log_note", None):
+            write_note(name, text, trainer.global_step)
