@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from gptrain.core import labels
 from gptrain.core.errors import first_line
 from gptrain.core.lengths import RunLengths
 from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.ending import why_ended
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.callbacks.targets import MissingTargets, check_evaluated
 from gptrain.lit.callbacks.unsupported import unsupported_reason
@@ -30,6 +30,7 @@ from gptrain.lit.lightning import (
     set_log_interval,
     strategy_of,
 )
+from gptrain.lit.loggers.notes import discard_after, log_note
 from gptrain.lit.module import (
     LanguageModel,
     describe_optimizer,
@@ -145,9 +146,7 @@ class TrainingMonitor(Callback):
             log.info(labels.line("optimizer", describe_optimizer(trainer.optimizers[0])))
             warn_of_ignored(pl_module, self.typed)
         self.first_step = trainer.global_step
-        for logger in trainer.loggers:
-            if discard_after := getattr(logger, "discard_after", None):
-                discard_after(self.first_step)
+        discard_after(trainer, self.first_step)
         net = pl_module.net if isinstance(pl_module, LanguageModel) else None
         self.speed = Speed(self.lengths, trainer, net)
 
@@ -424,54 +423,3 @@ def clips_by_strategy(trainer: Trainer, pl_module: LightningModule) -> bool:
     if not isinstance(pl_module, LanguageModel) or trainer.gradient_clip_algorithm == "value":
         return False
     return not is_overridden("configure_gradient_clipping", pl_module)
-
-
-def why_ended(trainer: Trainer, lengths: RunLengths, first_step: int | None) -> dict[str, str]:
-    """Return the reason why a fit ended without an error, for the result line and result.json.
-
-    Args:
-        trainer: Trainer of the run.
-        lengths: Lengths of the run.
-        first_step: Number of steps done when training started. None if no step was left to train.
-
-    Returns:
-        `reason`: "steps done", "epochs done", "tokens done", "max_time", "early stop", "stopped" or
-        "nothing left to train". `detail`: the step, with the option or the metric that decided.
-    """
-    step = trainer.global_step
-    detail = f"at step {step}"
-    timers = [part for part in callbacks_of(trainer) if isinstance(part, Timer)]
-    early = [part for part in trainer.early_stopping_callbacks if part.stopping_reason.value]
-    if first_step is None:
-        reason = "nothing left to train"
-        detail = (
-            f"step {step} is the last step of the run; to train further, raise trainer.max_steps "
-            "or trainer.max_epochs"
-        )
-    elif step == lengths.n_steps:
-        reason = f"{lengths.limit_kind} done"
-        detail = lengths.limit
-    elif any((timer.time_remaining() or 1.0) <= 0 for timer in timers):
-        reason = "max_time"
-    elif early:
-        metric = early[0].monitor
-        why = early[0].stopping_reason.name.lower().replace("_", " ")
-        reason = "early stop"
-        detail = f"{metric}={trainer.callback_metrics[metric]:.4g} {why}, {detail}"
-    else:
-        reason = "stopped"
-        detail = f"by a callback or the module (trainer.should_stop), {detail}"
-    return {"reason": reason, "detail": detail}
-
-
-def log_note(trainer: Trainer, name: str, text: str) -> None:
-    """Pass a text of the current step to each logger that has a `log_note` method.
-
-    Args:
-        trainer: Trainer of the run.
-        name: Name of the text, such as `sample`.
-        text: Text of one or more lines.
-    """
-    for logger in trainer.loggers:
-        if write_note := getattr(logger, "log_note", None):
-            write_note(name, text, trainer.global_step)

@@ -6,9 +6,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from gptrain.core import labels
-from gptrain.lit.callbacks.monitor import log_note
 from gptrain.lit.callbacks.progress import ProgressBar
 from gptrain.lit.lightning import data_of, is_fast_dev_run
+from gptrain.lit.loggers.notes import log_note
 from gptrain.text.sampling import Sampling, generate, printable
 
 log = logging.getLogger(__name__)
