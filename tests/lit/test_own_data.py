@@ -184,7 +184,7 @@ def test_the_learning_rate_that_is_shown_is_that_of_the_modules_optimizer(fit, n
     run = fit(f"{MODULES}.OwnOptimizers", "+module.kind=step", "trainer.max_steps=1", *(
         TWO if name == "ddp" else ()
     ))  # fmt: skip
-    assert "SGD · lr 0.1 · of the module's configure_optimizers" in line_of(run, "optimizer")
+    assert "SGD · lr 0.1 · from the module's configure_optimizers" in line_of(run, "optimizer")
     batch = line_of(run, "batch")
     assert " lr " not in batch
     assert f"= {128 if name == 'ddp' else 64} tokens per step" in batch

@@ -1,4 +1,4 @@
-"""Lightning's side: module, data module, strategies, callbacks, loggers."""
+"""Objects for Lightning: module, datamodule, strategies, callbacks and loggers."""
 
 from gptrain.lit.datamodule import TextDataModule
 from gptrain.lit.module import LanguageModel

@@ -1,4 +1,4 @@
-"""Values of metrics as named numbers, and a trial of each metric before the first step."""
+"""Conversion of metric values to logged scalars, and a trial of each metric before training."""
 
 import copy
 import logging
@@ -13,47 +13,62 @@ from gptrain.checkpoints.rng import capture, restore
 from gptrain.core.errors import DONE, ConfigError, ConfigIssue, first_line
 
 log = logging.getLogger(__name__)
-MOST_NUMBERS = 256  # of one metric: each is a logged name of its own
-N_POSITIONS = 16  # of the made-up batch
+MAX_SCALARS = 256  # per metric, because each scalar is logged under a name of its own
+N_TRIAL_POSITIONS = 16  # positions of the random batch on which a metric is tried
 
 
-def named_numbers(name: str, value: Any) -> dict[str, Tensor]:
-    """Return a metric's value as scalars: `f1/0`, `f1/1` of a vector, `rouge/fmeasure` of a dict.
+def named_scalars(name: str, value: Any) -> dict[str, Tensor]:
+    """Return the value of a metric as scalar tensors by their logged names.
 
-    Raises: ValueError for what is not made of numbers, and for more than MOST_NUMBERS.
+    The elements of a tensor or a list get a number, such as `f1/0` and `f1/1`; the values of a dict
+    get their key, such as `rouge/fmeasure`.
+
+    Args:
+        name: Logged name of the metric.
+        value: Result of the metric's compute().
+
+    Raises:
+        ValueError: If a part of the value is not a number, or if there are more than MAX_SCALARS.
     """
     if isinstance(value, Mapping):
-        parts = [named_numbers(f"{name}/{key}", item) for key, item in value.items()]
+        parts = [named_scalars(f"{name}/{key}", item) for key, item in value.items()]
     elif isinstance(value, list | tuple):
-        parts = [named_numbers(f"{name}/{i}", item) for i, item in enumerate(value)]
+        parts = [named_scalars(f"{name}/{i}", item) for i, item in enumerate(value)]
     else:
         if not isinstance(value, Tensor | int | float):
-            raise ValueError(f"its value is a {type(value).__name__}, which is no number")
+            raise ValueError(f"its value is a {type(value).__name__}; allowed: numbers")
         tensor = torch.as_tensor(value)
         if tensor.numel() == 1:
             return {name: tensor.reshape(())}
-        if tensor.numel() > MOST_NUMBERS:
+        if tensor.numel() > MAX_SCALARS:
             shape = tuple(tensor.shape)
-            raise ValueError(
-                f"its value has shape {shape}; at most {MOST_NUMBERS} numbers are logged one by one"
-            )
-        parts = [named_numbers(f"{name}/{i}", item) for i, item in enumerate(tensor)]
-    numbers = {key: number for part in parts for key, number in part.items()}
-    if len(numbers) > MOST_NUMBERS:
-        raise ValueError(f"its value has {len(numbers)} numbers; at most {MOST_NUMBERS} are logged")
-    return numbers
+            raise ValueError(f"its value has shape {shape}; allowed: at most {MAX_SCALARS} numbers")
+        parts = [named_scalars(f"{name}/{i}", item) for i, item in enumerate(tensor)]
+    scalars = {key: scalar for part in parts for key, scalar in part.items()}
+    if len(scalars) > MAX_SCALARS:
+        raise ValueError(f"its value has {len(scalars)} numbers; allowed: at most {MAX_SCALARS}")
+    return scalars
 
 
 def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> None:
-    """Evaluate a copy of the metric once on a made-up batch; its state and all generators stay.
+    """Evaluate a copy of a metric on a random batch, to find errors before training.
 
-    Raises: ConfigError where its value cannot be logged, or a metric of torchmetrics fails. A
-        metric of the user's that fails may need real data: that is a warning.
+    The metric's state and all random generators are left unchanged. If a metric of the user's own
+    package fails, that is only a warning: it may need real data.
+
+    Args:
+        key: Config key that an error names.
+        target: Value of the key: the `_target_` of the metric.
+        metric: Metric that is updated with logits (N, V) and targets (N,).
+        vocab_size: Number of logits V.
+
+    Raises:
+        ConfigError: If the value cannot be logged, or if a metric of torchmetrics fails.
     """
-    rng, drawn = capture(), torch.Generator().manual_seed(0)
-    logits = torch.randn(N_POSITIONS, vocab_size, generator=drawn)  # (N, V)
-    targets = torch.randint(vocab_size, (N_POSITIONS,), generator=drawn)  # (N,)
-    hint = "a metric with one value (average: macro), or a callback that logs what you need"
+    rng_state = capture()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(N_TRIAL_POSITIONS, vocab_size, generator=generator)  # (N, V)
+    targets = torch.randint(vocab_size, (N_TRIAL_POSITIONS,), generator=generator)  # (N,)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -62,16 +77,17 @@ def try_metric(key: str, target: str, metric: nn.Module, vocab_size: int) -> Non
             value = trial.compute()
     except Exception as error:
         message = (
-            f"fails on logits ({N_POSITIONS}, {vocab_size}) and targets ({N_POSITIONS},): "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"fails on logits ({N_TRIAL_POSITIONS}, {vocab_size}) and targets "
+            f"({N_TRIAL_POSITIONS},): {type(error).__name__}: {first_line(error)}"
         )
         if target.startswith("torchmetrics."):
             raise ConfigError.of(key, target, message) from error
         log.warning("%s", ConfigIssue(key, target, message, code=DONE).line)
         return
     finally:
-        restore(rng)
+        restore(rng_state)
     try:
-        named_numbers("", value)
+        named_scalars("", value)
     except ValueError as error:
+        hint = "a metric with one value (average: macro), or a callback that logs what you need"
         raise ConfigError.of(key, target, str(error), hint=hint) from error

@@ -1,6 +1,6 @@
-"""LanguageModel: any net of the models' contract, trained on next-token cross entropy."""
+"""LanguageModel: trains any net of the contract in `gptrain.models` to predict the next token."""
 
-# B batch, T time, V vocabulary, N positions that count
+# B batch, T time, V vocabulary, N positions with a target
 
 import logging
 import math
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from gptrain.core.small_files import DataError
-from gptrain.lit.metrics import named_numbers
+from gptrain.lit.metrics import named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
 from gptrain.loss import IGNORED, PLAIN, LossOptions
 from gptrain.parallel.requirements import Net
@@ -26,11 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class LanguageModel(pl.LightningModule):
-    """Wraps a net `tokens (B, T) -> logits (B, T, V)` with its loss, optimizer and schedule.
+    """Trains a net `tokens (B, T) -> logits (B, T, V)` with the next-token loss.
 
-    A subclass may override any hook of Lightning's. `self.loss(tokens, targets)` works under every
-    strategy; `self.net(tokens)` wherever a rank can run the whole net, which is all but pipelines.
-    Its own keyword arguments are the other keys of the config's `module` group:
+    A subclass may override any of Lightning's hooks. `self.loss(tokens, targets)` works under every
+    strategy. `self.net(tokens)` works wherever a rank can call the net: under every strategy but
+    `pipeline` and `ddp_pipeline`. The keys of the config's `module` group are passed to the
+    subclass as keyword arguments:
 
         class WithPenalty(LanguageModel):
             def __init__(self, *args, weight=0.1, **kwargs):
@@ -44,14 +45,24 @@ class LanguageModel(pl.LightningModule):
                 return loss + self.weight * penalty(self.net)
 
     Args:
-        net: the net.
-        make_optimizer: module -> optimizer over all that it trains, at the schedule's peak.
-        make_schedule: optimizer -> Lightning's lr_scheduler entry, stepped after each optimizer
-            step where it says nothing else.
-        loss: what is added to the cross entropy in training; `val/loss` stays plain.
-        metrics: name -> metric that is fed with (logits (N, V), targets (N,)) in validation and
-            test, chunk by chunk, and logged as `val/<name>` and `test/<name>`.
-        token_bytes: (V,) bytes of text that each token stands for; opens `val/bits_per_byte`.
+        net: Net with `forward(tokens)`, see `gptrain.models` for the optional parts.
+        make_optimizer: Function that builds the optimizer for the parameters of a module, with the
+            peak learning rate of the schedule.
+        make_schedule: Function that builds Lightning's `lr_scheduler` dict for an optimizer. The
+            schedule is stepped after each optimizer step, unless the dict has another `interval`.
+            None keeps the learning rate constant.
+        loss: Terms that the training loss adds to the cross entropy. `val/loss` and `test/loss`
+            are the cross entropy alone. None adds nothing.
+        metrics: Name -> metric. In validation and test each metric is updated with logits (N, V)
+            and targets (N,), in chunks, and logged as `val/<name>` and `test/<name>`.
+        token_bytes: Number of bytes of text that each token stands for, (V,) int64. If it is given,
+            `val/bits_per_byte` and `test/bits_per_byte` are logged.
+
+    Attributes:
+        groups_read: Config groups that were used so far, of `optimizer` and `scheduler`.
+        eval_sums: Sums over the evaluation on this rank: nats, number of targets and, with
+            `token_bytes`, number of bytes. It is 0.0 if `evaluate` was not called.
+        part_sums: Name of a mixture's part -> sums like `eval_sums` over its batches.
     """
 
     def __init__(
@@ -65,109 +76,156 @@ class LanguageModel(pl.LightningModule):
     ):
         super().__init__()
         self.net = cast(Net, net)
-        self._optimizer_factory, self._schedule_factory = make_optimizer, make_schedule
-        self.groups_read: set[str] = set()  # of optimizer and scheduler, once they were built
+        self._optimizer_factory = make_optimizer
+        self._schedule_factory = make_schedule
+        self.groups_read: set[str] = set()
         self.loss_options = loss or LossOptions()
         self.metrics = cast(Mapping[str, Metric], nn.ModuleDict(metrics or {}))
         self.token_bytes: Tensor | None
         self.register_buffer("token_bytes", token_bytes, persistent=False)
-        self.eval_sums: Tensor | float = 0.0  # of this rank: nats, tokens and, if known, bytes
-        self.part_sums: dict[str, Tensor] = {}  # the same of each part of a mixture
+        self.eval_sums: Tensor | float = 0.0
+        self.part_sums: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V)."""
+        """Return the logits (B, T, V) of tokens (B, T)."""
         return self.net(tokens)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """What training_step minimises: mean loss in nats over the targets that are not -100.
+        """Return the loss that training_step minimizes, in nats per target.
 
-        In training over those of the whole optimizer step: the mean of what this returns in all
-        its micro-steps and on all data ranks, however targets are missing.
+        The loss is the mean cross entropy over the targets that are not -100, plus the terms of
+        `loss_options`. In training the mean is taken over the targets of the whole optimizer step:
+        the values of all micro-steps and data ranks average to this mean, also if the micro-batches
+        have different numbers of targets. `ParallelStrategy.mean_loss` computes it.
+
+        In a pipeline this method also computes the gradients.
+
+        Args:
+            tokens: Token indices (B, T), int64.
+            targets: Next tokens (B, T), int64.
         """
         return self._parallel().mean_loss(self.net, tokens, targets, self.loss_options)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        tokens, targets = batch  # (B, T), (B, T)
+        """Return the loss of a batch of tokens (B, T) and targets (B, T)."""
+        tokens, targets = batch
         return self.loss(tokens, targets)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Add a batch of tokens (B, T) and targets (B, T) to the evaluation."""
+        tokens, targets = batch
         part_of = getattr(getattr(self.trainer, "datamodule", None), "part_of", None)
-        self.evaluate(*batch, part=part_of(batch_idx) if part_of else None)
+        self.evaluate(tokens, targets, part=part_of(batch_idx) if part_of else None)
 
     test_step = validation_step
 
     def on_validation_epoch_end(self) -> None:
-        """In a Trainer of one's own; in a run of ours its Steps has taken them already."""
+        """Log the evaluation, if this module is used with a plain Trainer.
+
+        In a run of gptrain TrainingMonitor logs the evaluation before this hook, which then logs
+        nothing.
+        """
         self.log_dict(self.take_evaluation("test" if self.trainer.testing else "val"))
 
     on_test_epoch_end = on_validation_epoch_end
 
     def evaluate(self, tokens: Tensor, targets: Tensor, part: str | None = None) -> None:
-        """Adds a batch (B, T) to the plain loss and to the metrics; logged at the set's end.
+        """Add a batch to the sums of the evaluation and update the metrics.
 
         Args:
-            part: of a mixture, whose loss is logged by itself, too.
+            tokens: Token indices (B, T), int64.
+            targets: Next tokens (B, T), int64; -100 is ignored.
+            part: Part of a mixture that the batch belongs to. Its loss is also logged by itself.
         """
-        parallel, counted = self._parallel(), targets != IGNORED  # (B, T)
+        parallel = self._parallel()
+        is_counted = targets != IGNORED  # (B, T)
         nats = parallel.loss_sum(self.net, tokens, targets, PLAIN)
-        sums = [nats, counted.sum()]
+        sums = [nats, is_counted.sum()]
         if self.token_bytes is not None:
-            sums.append((self.token_bytes[targets.clamp(min=0)] * counted).sum())
-        exact = torch.float32 if nats.device.type == "mps" else torch.float64  # it has no other
-        added = torch.stack([one.to(exact) for one in sums])
-        self.eval_sums = self.eval_sums + added
+            sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())
+        # MPS has no float64.
+        dtype = torch.float32 if nats.device.type == "mps" else torch.float64
+        batch_sums = torch.stack([value.to(dtype) for value in sums])  # (2,) or (3,)
+        self.eval_sums = self.eval_sums + batch_sums
         if part is not None:
-            self.part_sums[part] = self.part_sums.get(part, 0.0) + added
+            self.part_sums[part] = self.part_sums.get(part, 0.0) + batch_sums
         if self.metrics:
             for logits, chunk_targets in parallel.logits(self.net, tokens, targets):
                 for metric in self.metrics.values():
                     metric.update(logits, chunk_targets)
 
     def take_evaluation(self, prefix: str) -> dict[str, Tensor]:
-        """All that `evaluate` has added up, over all ranks, under its logged names; then 0 again.
+        """Reduce the sums of the evaluation over all ranks, reset them and return the metrics.
 
-        Empty where a subclass has evaluated in its own way. All ranks must call it.
+        All ranks must call this method.
+
+        Args:
+            prefix: First part of the logged names, `val` or `test`.
+
+        Returns:
+            Values by their logged names: `<prefix>/loss`, `<prefix>/perplexity`,
+            `<prefix>/bits_per_byte` if the bytes are known, all metrics, and `<prefix>/<part>/loss`
+            for each part of a mixture. The dict is empty if `evaluate` was not called since the
+            last call, for example because a subclass evaluates in its own way.
 
         Raises:
-            DataError: On all ranks, if no target of the set, or of a part of a mixture, counts.
+            DataError: On all ranks, if the evaluation or a part of it had no target that counts.
         """
-        values = {}
+        values: dict[str, Tensor] = {}
         if isinstance(self.eval_sums, Tensor):
-            nats, n_tokens, *n_bytes = self.trainer.strategy.reduce(self.eval_sums, reduce_op="sum")
-            self._check_counted(n_tokens, prefix)
-            values = {"loss": nats / n_tokens, "perplexity": (nats / n_tokens).exp()}
+            nats, n_targets, *n_bytes = self._sum_over_ranks(self.eval_sums)
+            self._check_counted(n_targets, prefix)
+            values["loss"] = nats / n_targets
+            values["perplexity"] = values["loss"].exp()
             if n_bytes:
                 values["bits_per_byte"] = nats / n_bytes[0] / math.log(2)
             for name, metric in self.metrics.items():
-                values |= named_numbers(name, self._parallel().broadcast_metric(metric.compute))
+                values |= named_scalars(name, self._parallel().broadcast_metric(metric.compute))
                 metric.reset()
-            for part, sums in self.part_sums.items():  # in the same order on all ranks
-                nats, n_tokens, *_ = self.trainer.strategy.reduce(sums, reduce_op="sum")
-                self._check_counted(n_tokens, f"{prefix} (part {part})")
-                values[f"{part}/loss"] = nats / n_tokens
-            self.eval_sums, self.part_sums = 0.0, {}
+            for part, sums in self.part_sums.items():  # all ranks have the parts in the same order
+                nats, n_targets, *_ = self._sum_over_ranks(sums)
+                self._check_counted(n_targets, f"{prefix} (part {part})")
+                values[f"{part}/loss"] = nats / n_targets
+            self.eval_sums = 0.0
+            self.part_sums = {}
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
-    def _check_counted(self, n_tokens: Tensor, name: str) -> None:
-        """Raise a DataError if nothing was counted; a few batches of a sanity check may be so."""
-        if float(n_tokens) == 0 and not self.trainer.sanity_checking:
+    def _sum_over_ranks(self, sums: Tensor) -> Tensor:
+        """Return the sums of `sums` over all ranks."""
+        return self.trainer.strategy.reduce(sums, reduce_op="sum")
+
+    def _check_counted(self, n_targets: Tensor, name: str) -> None:
+        """Check that an evaluation had targets; a sanity check may have none in its few batches.
+
+        Raises:
+            DataError: If no target was counted. The message names `data.<name>`.
+        """
+        if float(n_targets) == 0 and not self.trainer.sanity_checking:
             raise DataError(f"data.{name}: no target counts, all are -100")
 
     def named_net(self) -> dict[str, nn.Parameter]:
-        """The net's parameters by their names in a checkpoint; of a pipeline this rank's."""
+        """Return name in a checkpoint -> parameter of the net; in a pipeline of this rank's part.
+
+        A tied parameter appears once, under its first name.
+        """
         return named_parameters(self.net, self._parallel().stages)
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer of the optimizer group over all that a module trains."""
+        """Build the optimizer of the config's `optimizer` group for the parameters of a module."""
         self.groups_read.add("optimizer")
         return self._optimizer_factory(module)
 
     def make_schedule(self, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-        """Build Lightning's lr_scheduler entry of the scheduler group, if there is one."""
+        """Build Lightning's `lr_scheduler` dict of the config's `scheduler` group.
+
+        Returns:
+            The dict, or None if the run has no schedule.
+        """
         self.groups_read.add("scheduler")
         return self._schedule_factory(optimizer) if self._schedule_factory else None
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Build the optimizer and the schedule of the config for all parameters of this module."""
         optimizer = self.make_optimizer(self)
         schedule = self.make_schedule(optimizer)
         if schedule is None:
@@ -176,7 +234,10 @@ class LanguageModel(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": entry}
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Drops what training_step formed for itself; of a pipeline that is the gradients."""
+        """Zero the gradients, except in a pipeline, whose training_step has computed them.
+
+        Lightning calls this hook between training_step and the backward pass.
+        """
         if not self._parallel().is_pipeline:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
@@ -186,16 +247,26 @@ class LanguageModel(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips by the norm over all ranks' shards, which Lightning's own clipping leaves out.
+        """Clip the gradients by their norm over the shards of all ranks.
 
-        Under 16-mixed Lightning leaves the scale of the loss in the gradients of an optimizer that
-        can take it away itself, a fused one: clipped like that, they would vanish.
+        Lightning would compute the norm of this rank's shards only. Clipping by value, and clipping
+        under a strategy that is not gptrain's, is left to Lightning.
+
+        Under precision 16-mixed, Lightning leaves the loss scale in the gradients if the optimizer
+        can remove the scale itself, as fused optimizers can. Here the gradients are unscaled before
+        they are clipped; otherwise clipping would shrink them to almost nothing.
+
+        Args:
+            optimizer: Optimizer of the run.
+            gradient_clip_val: Largest norm, or None to only measure the norm.
+            gradient_clip_algorithm: None or "norm" for the norm, "value" for the values.
+
+        Raises:
+            NonFiniteError: If a loss or a gradient is NaN or infinite.
         """
         strategy = self.trainer.strategy
-        if not isinstance(strategy, LightningStrategy) or gradient_clip_algorithm not in (
-            None,
-            "norm",
-        ):
+        is_by_norm = gradient_clip_algorithm in (None, "norm")
+        if not isinstance(strategy, LightningStrategy) or not is_by_norm:
             super().clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -204,34 +275,44 @@ class LanguageModel(pl.LightningModule):
         strategy.clip(optimizer, gradient_clip_val)
 
     def _parallel(self) -> ParallelStrategy:
-        """What computes loss and metrics: of a strategy that is not ours, one device's."""
-        with suppress(RuntimeError):  # attached to no trainer, as in a notebook
+        """Return the run's ParallelStrategy, which computes losses, logits and metrics.
+
+        Without a Trainer, as in a notebook, and under a strategy that is not gptrain's, it is one
+        that runs the full net on one device.
+        """
+        with suppress(RuntimeError):  # self.trainer raises it if there is no Trainer
             if isinstance(strategy := self.trainer.strategy, LightningStrategy):
                 return strategy.parallel
         return ParallelStrategy()
 
 
 def has_own_optimizer(module: pl.LightningModule) -> bool:
-    """Whether a module makes another optimizer than that of the optimizer group."""
+    """Return whether a module's class has a configure_optimizers of its own."""
     return type(module).configure_optimizers is not LanguageModel.configure_optimizers
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class of an optimizer and the learning rates that its schedule starts from."""
+    """Return the text of the line `optimizer`: the class, and the learning rates of the groups.
+
+    The learning rates are those from which the schedule starts, each different one once.
+    """
     rates = (group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups)
     shown = ", ".join(dict.fromkeys(f"{float(rate):g}" for rate in rates if rate is not None))
-    return f"{type(optimizer).__name__} · lr {shown} · of the module's configure_optimizers"
+    return f"{type(optimizer).__name__} · lr {shown} · from the module's configure_optimizers"
 
 
 def warn_of_ignored(module: pl.LightningModule, typed: Mapping[str, Any]) -> None:
-    """Log one warning that names the typed options that the module's own optimizer ignores.
+    """Log a warning that names the typed options which the module's own optimizer ignores.
+
+    Does nothing if the module has read the groups of all of these options.
 
     Args:
-        module: Module whose optimizer was built.
-        typed: Key -> value of the typed options of the optimizer and the scheduler group.
+        module: Module whose configure_optimizers has been called.
+        typed: Key -> value of the overrides that the user typed for the config groups `optimizer`
+            and `scheduler`.
     """
-    read = module.groups_read if isinstance(module, LanguageModel) else set()
-    ignored = {key: value for key, value in typed.items() if key.split(".")[0] not in read}
+    groups_read = module.groups_read if isinstance(module, LanguageModel) else set()
+    ignored = {key: value for key, value in typed.items() if key.split(".")[0] not in groups_read}
     if ignored:
         words = ", ".join(f"{key}={value}" for key, value in ignored.items())
         groups = " and the ".join(dict.fromkeys(key.split(".")[0] for key in ignored))

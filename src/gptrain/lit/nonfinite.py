@@ -1,4 +1,4 @@
-"""Where a step stopped being finite: its forward and backward pass once more, watched by hooks."""
+"""Search for the module or the parameter that first had a NaN or an infinite value in a step."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -9,102 +9,144 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from gptrain.checkpoints.rng import capture, restore
 from gptrain.lit.callbacks.vote import gather
 from gptrain.lit.lightning import strategy_of, without_logging
+from gptrain.lit.strategies.base import LightningStrategy
 
+# Prefixes that compile, activation checkpointing and FSDP add to the names of modules.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-AGAIN = "a second try was finite: random numbers that gptrain does not know, or faulty hardware"
+GRADIENT = "the gradient"
+NOT_REPRODUCED = (
+    "the step was finite when it was repeated: it uses random numbers of another generator, or the "
+    "hardware is faulty"
+)
 
 
 def find_first(trainer: Trainer, micro_step: int) -> str:
-    """Return what was first not finite in a micro-step of the step that has just failed.
+    """Repeat a micro-step of the current step, and describe what was first not finite in it.
 
-    The micro-step is repeated with the same batch and the same random numbers; all ranks that take
-    the step together must call it, since the net may be partitioned over them. Parameters come
-    first, then outputs of modules in their order, then gradients in theirs. Gradients are dropped.
-    Under a pipeline a rank sees its own stages, and the first stage that is not finite is named.
+    The micro-step is repeated with the same batch and the same random numbers. Parameters are
+    checked first, then the inputs and outputs of modules in the order of the forward pass, then the
+    gradients in the order of the backward pass. The gradients of the step are lost. Parameters,
+    random generators and logged values are left unchanged.
+
+    All ranks that take the step together must call this function. In a pipeline each rank checks
+    its own stages.
+
+    Args:
+        trainer: Trainer that is fitting.
+        micro_step: Index of the micro-step within the optimizer step.
+
+    Returns:
+        A phrase such as `first not finite in blocks.1.mlp`, with the rank if there are several; or
+        NOT_REPRODUCED. It is identical on all ranks that call this function.
     """
     strategy = strategy_of(trainer)
-    args, kwargs, rng = strategy.micro_steps[micro_step]
-    now, found = capture(), ""
+    args, kwargs, rng_state = strategy.micro_steps[micro_step]
+    rng_state_now = capture()
+    finding = ""
     try:
-        restore(rng)
-        found = _repeat(trainer.lightning_module, strategy, args, kwargs)
-    except Exception as error:  # what is looked for is the cause, not one error more
-        found = f"not repeated: {type(error).__name__}"
+        restore(rng_state)
+        finding = _repeat(trainer.lightning_module, strategy, args, kwargs)
+    except Exception as error:  # the non-finite step is reported, not an error of its repetition
+        finding = f"not repeated: {type(error).__name__}"
     finally:
-        restore(now)
-    ranks = gather((trainer.global_rank, found), strategy.parallel.step_group)
-    told = [(rank, text) for rank, text in ranks if text]
-    if not told:
-        return AGAIN
-    rank, text = min(told, key=lambda one: (one[1].startswith("the gradient"), one[0]))
+        restore(rng_state_now)
+    ranks = gather((trainer.global_rank, finding), strategy.parallel.step_group)
+    findings = [(rank, text) for rank, text in ranks if text]
+    if not findings:
+        return NOT_REPRODUCED
+    # A forward pass comes before every backward pass, so gradients come last.
+    rank, text = min(findings, key=lambda item: (item[1].startswith(GRADIENT), item[0]))
     return text if len(ranks) == 1 else f"{text} (rank {rank})"
 
 
-def _repeat(module: LightningModule, strategy: Any, args: Any, kwargs: Any) -> str:
-    """Return what is first not finite on this rank, or an empty string."""
+def _repeat(module: LightningModule, strategy: LightningStrategy, args: Any, kwargs: Any) -> str:
+    """Run training_step and the backward pass again; return what is first not finite.
+
+    Returns:
+        A phrase about this rank, or an empty string if all values are finite.
+    """
     net = getattr(module, "net", None)
     watched: nn.Module = net if isinstance(net, nn.Module) else module
     for name, parameter in watched.named_parameters():
         if not _is_finite([parameter]):
-            return f"first not finite in the parameter {_clean(name)}"
-    first: list[str] = []
-    order: dict[nn.Module, int] = {}
+            return f"first not finite in the parameter {_without_wrappers(name)}"
+    findings: list[str] = []
+    forward_order: dict[nn.Module, int] = {}
     for optimizer in strategy.optimizers:
         optimizer.zero_grad(set_to_none=True)
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # hooks are not compiled
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code skips hooks
         stack.enter_context(without_logging(module))
         stack.enter_context(strategy.precision_plugin.train_step_context())
         for name, part in watched.named_modules():
             if part is watched and name == "":
                 continue
-            for handle in _watch(part, _clean(name), first, order):
+            for handle in _watch(part, _without_wrappers(name), findings, forward_order):
                 stack.callback(handle.remove)
         output: Any = module.training_step(*args, **kwargs)
         loss = output["loss"] if isinstance(output, dict) else output
-        if first:
-            return f"first not finite in {first[0]}"
+        if findings:
+            return f"first not finite in {findings[0]}"
         if not _is_finite([loss]):
             return "first not finite in the loss; all layers are finite"
     loss.backward()
-    bad = [(n, p) for n, p in watched.named_parameters() if not _is_finite([p.grad])]
-    if not bad:
+    nonfinite = [name for name, p in watched.named_parameters() if not _is_finite([p.grad])]
+    if not nonfinite:
         return ""
 
-    def place(entry: tuple[str, Any]) -> int:
-        owner = watched.get_submodule(entry[0].rpartition(".")[0])
-        return order.get(owner, -1)
+    def position(name: str) -> int:
+        """Return the position of a parameter's module in the forward pass, or -1."""
+        owner = watched.get_submodule(name.rpartition(".")[0])
+        return forward_order.get(owner, -1)
 
-    name = max(bad, key=place)[0]  # a backward pass begins at the last layer
-    return f"the gradient is first not finite in {_clean(name)}"
+    # The backward pass begins with the module that came last in the forward pass.
+    name = max(nonfinite, key=position)
+    return f"{GRADIENT} is first not finite in {_without_wrappers(name)}"
 
 
-def _watch(part: nn.Module, name: str, first: list[str], order: dict[nn.Module, int]) -> list[Any]:
-    """Note the module's name if its input, or its output, is the first that is not finite."""
+def _watch(
+    part: nn.Module, name: str, findings: list[str], forward_order: dict[nn.Module, int]
+) -> list[RemovableHandle]:
+    """Register hooks on a module that record the order of the forward pass and non-finite values.
+
+    Args:
+        part: Module to watch.
+        name: Name of the module for the message.
+        findings: List to which the first module with a non-finite input or output is added.
+        forward_order: Dict to which the module is added when its forward pass ends.
+
+    Returns:
+        Handles that remove the hooks.
+    """
 
     def before(_: nn.Module, inputs: Any) -> None:
-        if not first and not _is_finite(inputs):
-            first.append(f"the input of {name}")
+        """Check the inputs of the module."""
+        if not findings and not _is_finite(inputs):
+            findings.append(f"the input of {name}")
 
-    def after(made: nn.Module, _: Any, outputs: Any) -> None:
-        order[made] = len(order)
-        if not first and not _is_finite(outputs):
-            first.append(name)
+    def after(module: nn.Module, _: Any, outputs: Any) -> None:
+        """Check the outputs of the module."""
+        forward_order[module] = len(forward_order)
+        if not findings and not _is_finite(outputs):
+            findings.append(name)
 
     return [part.register_forward_pre_hook(before), part.register_forward_hook(after)]
 
 
 def _is_finite(values: Any) -> bool:
+    """Return whether all local tensors in nested lists and dicts have finite values only."""
     leaves: Iterable[Any] = (value for value in tree_leaves(values) if isinstance(value, Tensor))
-    local = (one.to_local() if isinstance(one, DTensor) else one for one in leaves)
-    return all(bool(one.detach().isfinite().all()) for one in local)
+    local = (leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in leaves)
+    return all(bool(tensor.detach().isfinite().all()) for tensor in local)
 
 
-def _clean(name: str) -> str:
+def _without_wrappers(name: str) -> str:
+    """Return the name of a module or parameter without the prefixes in WRAPPERS."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
