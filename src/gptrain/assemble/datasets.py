@@ -1,4 +1,4 @@
-"""The data sets of a run: they are built, and held against the module before it trains on them."""
+"""From the config to the datasets, which are checked against the module that reads them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from gptrain.data import BatchReader, Mixture, as_pairs
 from gptrain.data.samples import describe, len_of
 from gptrain.lit.module import LanguageModel
 
-Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # the last is for a test
+Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
 INDEXED = "a torch.utils.data.Dataset with __len__ and __getitem__(index)"
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step"}
 PAIR = "a pair (tokens (T,), targets (T,)) of int64, or a dict of input_ids and labels"
 
 
 def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Dataset:
-    """Build `data.<name>`. For a LanguageModel dicts of Hugging Face's form become pairs.
+    """Build the dataset `data.<name>`.
+
+    For a LanguageModel, dicts in the form of Hugging Face are turned into pairs.
 
     Raises:
-        ConfigError: If its samples cannot be read by an index.
+        ConfigError: If its samples cannot be read by index.
     """
     key, section = f"data.{name}", getattr(cfg.data, name)
     dataset = build_target(section.node())
@@ -40,8 +42,8 @@ def build_dataset(cfg: RunConfig, name: Literal["train", "val", "test"]) -> Data
     ):
         message = f"made a {type(dataset).__name__}, whose samples have no index"
         raise ConfigError.of(f"{key}._target_", section.target, message, hint=INDEXED)
-    made: Any = get_method(cfg.module.target)
-    return as_pairs(dataset, key) if issubclass(made, LanguageModel) else dataset
+    module_type: Any = get_method(cfg.module.target)
+    return as_pairs(dataset, key) if issubclass(module_type, LanguageModel) else dataset
 
 
 def build_datasets(cfg: RunConfig) -> Datasets:
@@ -49,29 +51,31 @@ def build_datasets(cfg: RunConfig) -> Datasets:
     train, val = build_dataset(cfg, "train"), build_dataset(cfg, "val")
     if cfg.data.test is None:
         return train, val, None
-    if not tests(cfg):  # its samples are not looked at
+    if not tests(cfg):  # the run does not read its samples
         return train, val, build_target(cfg.data.test.node())
     return train, val, build_dataset(cfg, "test")
 
 
 def tests(cfg: RunConfig) -> bool:
-    """Whether the run reads the test set."""
+    """Return whether the run reads the test set."""
     return cfg.task == "test" or bool(cfg.trainer.fast_dev_run)
 
 
 def check_samples(
     cfg: RunConfig, module: type[pl.LightningModule], datasets: Datasets, world_size: int
 ) -> None:
-    """Check the first sample of each data set that this run reads, and that no rank lacks a batch.
+    """Check the first sample of each dataset that this run reads, and that no rank lacks a batch.
 
-    Steps of a user's own may read samples of any form: only those of LanguageModel are judged.
+    Steps that a user wrote may read samples of any form. Only samples that steps of LanguageModel
+    itself read are checked.
 
     Args:
         module: Class of the module group.
-        world_size: Ranks that see different samples.
+        datasets: Training, validation and test set.
+        world_size: Number of ranks that see different samples.
 
     Raises:
-        ConfigError: With exit code 65.
+        ConfigError: If a sample or the number of samples does not fit, with exit code 65.
     """
     train, val, test = datasets
     test = val if test is None else test
@@ -100,10 +104,14 @@ def read_as_pairs(module: type[pl.LightningModule]) -> set[str]:
 
 
 def check_pair(key: str, dataset: Dataset) -> None:
-    """Raise a ConfigError if the first sample is no pair that LanguageModel can train on."""
+    """Check that the first sample is a pair that LanguageModel can train on.
+
+    Raises:
+        ConfigError: If it is not.
+    """
     batch = BatchReader(dataset, key).__getitems__([0])
     items = batch if isinstance(batch, tuple) and len(batch) == 2 else ()
-    types = [item.dtype for item in items if isinstance(item, Tensor)]  # of tokens and targets
+    types = [item.dtype for item in items if isinstance(item, Tensor)]  # tokens, targets
     if len(types) == 2 and types[1] == torch.int64:
         return
     message = f"sample 0 is {describe(dataset[0])}"
@@ -111,11 +119,16 @@ def check_pair(key: str, dataset: Dataset) -> None:
 
 
 def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) -> None:
-    """Raise a ConfigError for an empty data set, or for ranks without a sample.
+    """Check that an evaluation set is not empty and has a sample for each rank.
+
+    LanguageModel evaluates a batch without targets on a rank that has no sample. A step that a user
+    wrote cannot be given such a batch.
 
     Args:
-        is_own: A step of the user's own evaluates the batches. It cannot be given a batch without
-            targets, which LanguageModel evaluates where a rank has no sample.
+        is_own: Whether the step that reads the batches was written by the user.
+
+    Raises:
+        ConfigError: If there are too few samples.
     """
     parts = dataset.parts if isinstance(dataset, Mixture) else {"": dataset}
     for name, part in parts.items():
@@ -132,22 +145,19 @@ def check_evaluation(key: str, dataset: Dataset, world_size: int, is_own: bool) 
 def check_sample(cfg: RunConfig, sample: Any) -> int | None:
     """Return the positions of a sample of tokens, or None if its data are no sequence of tokens.
 
-    A sample is a sequence of tokens if its first tensor with a dimension is (T,) integers.
+    A sample is a sequence of tokens if its first tensor with a dimension holds integers (T,).
 
     Raises:
         ConfigError: If a token has no row in the net's embedding. On a GPU the first step would
-            end in an assertion of the device that names nothing.
+            end in a device-side assertion without a message.
     """
-    arrays = [one for one in tree_leaves(sample) if isinstance(one, Tensor | np.ndarray)]
-    tensors = [one for one in map(torch.as_tensor, arrays) if one.ndim]
-    is_sequence = [one.ndim == 1 and not one.dtype.is_floating_point for one in tensors]
-    if not tensors or not is_sequence[0]:
+    arrays = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor | np.ndarray)]
+    tensors = [tensor for tensor in map(torch.as_tensor, arrays) if tensor.ndim]
+    if not tensors or not _is_sequence(tensors[0]):
         return None
-    sequences = [one for one, is_one in zip(tensors, is_sequence, strict=True) if is_one]
-    vocab_size, highest = (
-        cfg.model.arguments.get("vocab_size"),
-        int(max(one.max() for one in sequences)),
-    )
+    sequences = [tensor for tensor in tensors if _is_sequence(tensor)]
+    vocab_size = cfg.model.arguments.get("vocab_size")
+    highest = int(max(sequence.max() for sequence in sequences))
     if isinstance(vocab_size, int) and highest >= vocab_size:
         message = f"data.train has token {highest} in its first sample"
         hint = f"model.vocab_size={highest + 1} or above"
@@ -156,20 +166,32 @@ def check_sample(cfg: RunConfig, sample: Any) -> int | None:
 
 
 def tokens_to_compare(cfg: RunConfig, strategy: str, sample: Any) -> Tensor | None:
-    """Return the tokens (T,) on which a net is compared with its plain form, see build_strategy.
+    """Return the tokens (T,) on which a user's net is compared with its plain form.
+
+    See `gptrain.lit.strategies.build_strategy`.
 
     Returns:
-        None for a module that computes its loss itself, or a sample that has no sequence of tokens.
+        None for a module that computes its loss itself, or a sample without a sequence of tokens.
     """
+    if not issubclass(module_class(cfg, strategy), LanguageModel):
+        return None
     tensors = [leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor)]
-    integers = [one for one in tensors if one.ndim == 1 and not one.is_floating_point()]
-    is_ours = issubclass(module_class(cfg, strategy), LanguageModel)
-    return next((one for one in integers if len(one)), None) if is_ours else None
+    return next((tensor for tensor in tensors if _is_sequence(tensor) and len(tensor)), None)
+
+
+def _is_sequence(tensor: Tensor) -> bool:
+    return tensor.ndim == 1 and not tensor.dtype.is_floating_point
 
 
 def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset:
-    """Return the first `batches` micro-batches (a fraction: of all), a whole step's at least."""
-    sequences = batch.batch_size * batch.data_parallel_size  # of a micro-batch over all ranks
+    """Return the first micro-batches of a dataset, for `trainer.overfit_batches`.
+
+    Args:
+        batches: Number of micro-batches, or a fraction of the dataset. At least one optimizer step
+            is returned.
+        batch: Batch arithmetic of the run.
+    """
+    sequences = batch.batch_size * batch.data_parallel_size  # one micro-batch over all ranks
     n_all = len_of(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences
     return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))

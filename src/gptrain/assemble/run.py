@@ -1,8 +1,6 @@
-"""cfg -> (module, datamodule, trainer).
+"""Build a run from its config: datasets, net, module, Trainer, in the order of this file.
 
-Here: the order in which the parts of a run are made. `datasets`: what it learns from. `parts`:
-module, lengths, optimizer, schedule. `trainer`: Lightning's Trainer with its callbacks, and the
-report. `resume`: which checkpoint a run goes on from. The net and its weights: gptrain.assemble.
+Each part has a file of its own in this package, see its README.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from gptrain.assemble.callbacks import check_callbacks
 from gptrain.assemble.companion_files import keep_around
 from gptrain.assemble.config_errors import as_config_errors
 from gptrain.assemble.datasets import (
@@ -33,8 +32,9 @@ from gptrain.assemble.lengths import batch_of, plan_lengths
 from gptrain.assemble.load import build_net
 from gptrain.assemble.module import build_module, check_names, module_class
 from gptrain.assemble.optimizer import build_optimizer
-from gptrain.assemble.resume import check_data, find_checkpoint, keep_warmup
-from gptrain.assemble.trainer import build_report, build_trainer, check_callbacks, resolve_precision
+from gptrain.assemble.resume import check_data, keep_warmup
+from gptrain.assemble.start_report import build_report
+from gptrain.assemble.trainer import build_trainer, resolve_precision
 from gptrain.assemble.weights import start_from
 from gptrain.checkpoints.lock import read_holder
 from gptrain.checkpoints.manifest import read_manifest
@@ -56,27 +56,39 @@ from gptrain.runtime.devices import RunDevices, find_devices, set_threads
 from gptrain.runtime.process import Process, rank_variables, store_path, this_process
 from gptrain.runtime.watchdog import Guard
 
-__all__ = ["TrainingRun", "build", "check", "find_checkpoint"]
-
-PREPARING_S = 86400.0  # what rank 0 may take to tokenize a corpus
-SHARED_S = 10.0  # after which what one node has written is to be seen from all (NFS: seconds)
-MEETING_S = 60.0  # more than the ranks wait for each other, so that they report who is missing
-STARTING_S = 600.0  # from there to the first step, on a slow file system
+# Timeouts in seconds, by phase of the start.
+PREPARING_S = 86400.0  # rank 0 tokenizes a corpus
+SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS takes seconds)
+MEETING_S = (
+    60.0  # time beyond the timeout of the process group, in which ranks report who is missing
+)
+STARTING_S = 600.0  # from the prepared data to the first step, on a slow file system
 
 
 @dataclass
 class TrainingRun:
-    """All parts of one run, in one rank."""
+    """All parts of one run, in one rank.
+
+    Attributes:
+        checkpoint: Folder of the checkpoint to resume from or to evaluate. None for a start at
+            step 0.
+    """
 
     cfg: RunConfig
     module: pl.LightningModule
     datamodule: TextDataModule
     trainer: pl.Trainer
     report: Report
-    checkpoint: Path | None  # to go on from, or to evaluate
+    checkpoint: Path | None
 
     def go(self) -> dict[str, float]:
-        """Fits, validates or tests, and returns the final metrics.   Raises: ConfigError."""
+        """Fit, validate or test, as `task` says, and return the final metrics.
+
+        fast_dev_run fits and then tests.
+
+        Raises:
+            ConfigError: If Lightning or a part of the run refuses the config.
+        """
         cfg, trainer = self.cfg, self.trainer
         parts: dict[str, Any] = {"datamodule": self.datamodule}
         use_checkpoint(trainer, self.checkpoint)
@@ -87,38 +99,52 @@ class TrainingRun:
             if cfg.task == "validate":
                 trainer.validate(self.module, **parts, verbose=False)
             if cfg.task == "test" or cfg.trainer.fast_dev_run:
-                fitted = dict(trainer.callback_metrics)  # of fast_dev_run
+                fitted = dict(
+                    trainer.callback_metrics
+                )  # keep the metrics of the fit under fast_dev_run
                 trainer.test(self.module, **parts, verbose=False)
                 trainer.callback_metrics.update(fitted)
         return self.report.end(trainer)
 
 
 def check(cfg: RunConfig) -> None:
-    """Whether net, module and optimizer can do what is asked, before a process or a file is made.
+    """Check that net, module, callbacks and optimizer fit the config, before any process starts.
 
-    The net is made to be looked at, without memory where it can be.
+    The net is built on the meta device if its class allows it, so that it takes no memory. Nothing
+    is written.
 
-    Raises: ConfigError.
+    Raises:
+        ConfigError: If a part does not fit.
     """
     dims = parallel_dims(cfg.strategy, find_devices(cfg).world_size)
     name = strategy_name(cfg.strategy.name, dims.world_size)
     with as_config_errors(cfg):
-        made = module_class(cfg, name)
-        check_names(cfg, made)
+        module_type = module_class(cfg, name)
+        check_names(cfg, module_type)
         check_callbacks(cfg, name)
         with as_config_errors(cfg, "model._target_"):
             net = build_on_meta_device(partial(build_net, cfg.model))
         mode = cfg.model.activation_checkpointing
         compile_mode = cfg.model.compile
         check_fit(net, cfg.strategy, dims, compile=compile_mode, activation_checkpointing=mode)
-    if cfg.task == "fit" and issubclass(made, LanguageModel):
-        # An optimizer that needs real weights to begin with says so in torch's words or its own.
+    if cfg.task == "fit" and issubclass(module_type, LanguageModel):
+        # Some optimizers need weights with values. They raise these errors on the meta device.
         with suppress(RuntimeError, AssertionError):
             build_optimizer(cfg, BatchPlan(1, 1, 1), net)
 
 
 def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
-    """This rank's part of the run that cfg describes; without a guard nothing watches over it."""
+    """Build this rank's part of a run.
+
+    The process group exists afterwards, the data are prepared, and the net holds its initial
+    weights or those of `init_from`. A checkpoint is loaded later, by the Trainer.
+
+    Args:
+        guard: Watchdog of this rank. None if nothing watches the run.
+
+    Raises:
+        ConfigError: If a part does not fit the config, the data or the checkpoint.
+    """
     process, machine = this_process(), find_devices(cfg)
     dims = parallel_dims(cfg.strategy, machine.world_size)
     device = machine.device(process.local_rank)
@@ -131,14 +157,17 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
     train, val, test = prepare_data(cfg, process.rank, guard)
     if cfg.task == "fit" and process.rank == 0:
         if isinstance(tokenizer := getattr(train, "tokenizer", None), Tokenizer):
-            tokenizer.save(Path(cfg.run_dir))  # a run that was moved needs no data to write text
+            tokenizer.save(
+                Path(cfg.run_dir)
+            )  # a run that was moved can generate text without its data
         sources = (cfg.data.extra.get("tokenizer"), cfg.init_from)
-        keep_around([Path(one).expanduser() for one in sources if one], Path(cfg.run_dir))
-    made = module_class(cfg, strategy_name(cfg.strategy.name, machine.world_size))
-    check_samples(cfg, made, (train, val, test), dims.data)
+        keep_around([Path(source).expanduser() for source in sources if source], Path(cfg.run_dir))
+    name = strategy_name(cfg.strategy.name, machine.world_size)
+    module_type = module_class(cfg, name)
+    check_samples(cfg, module_type, (train, val, test), dims.data)
     if cfg.trainer.overfit_batches:
         train = first_batches(train, cfg.trainer.overfit_batches, batch_of(cfg, dims.data))
-    start = from_rank_0(cfg.ckpt_path)  # verified by the one process that holds the run folder
+    start = from_rank_0(cfg.ckpt_path)  # verified by the process that holds the lock
     checkpoint = None if start is None else Path(start)
     sample = train[0]
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, sample), dims.data)
@@ -156,9 +185,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
             activation_checkpointing=cfg.model.activation_checkpointing,
             precision=resolve_precision(cfg, machine),
             n_nodes=machine.n_nodes,
-            sample=tokens_to_compare(
-                cfg, strategy_name(cfg.strategy.name, dims.world_size), sample
-            ),
+            sample=tokens_to_compare(cfg, name, sample),
         )
     if checkpoint is None and cfg.init_from is not None:
         start_from(cfg, cfg.init_from, net, strategy.parallel.stages)
@@ -176,7 +203,7 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
         rank=process.rank // dims.tensor % dims.data,
         world_size=dims.data,
         ranks_per_sample=dims.tensor,
-        equal_lengths=read_as_pairs(made) if lengths.unit == "tokens" else (),
+        equal_lengths=read_as_pairs(module_type) if lengths.unit == "tokens" else (),
         num_workers=cfg.data.num_workers,
         pin_memory=machine.accelerator == "cuda",
     )
@@ -185,9 +212,9 @@ def build(cfg: RunConfig, guard: Guard | None = None) -> TrainingRun:
 
 
 def start_rank(cfg: RunConfig, process: Process, machine: RunDevices) -> None:
-    """Threads, precision of products, seed and process group of this rank."""
+    """Set threads, precision of matrix multiplications and seed, and join the process group."""
     quiet_lightning()
-    if machine.accelerator == "cpu" or machine.n_local > 1:  # an offloaded Adam runs on them, too
+    if machine.accelerator == "cpu" or machine.n_local > 1:  # Adam with cpu_offload uses them, too
         set_threads(machine.n_local)
     if machine.accelerator == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32; NVIDIA_TF32_OVERRIDE=0 forbids it
@@ -200,18 +227,31 @@ def start_rank(cfg: RunConfig, process: Process, machine: RunDevices) -> None:
 
 
 def check_shared(run_dir: str, rank: int) -> None:
-    """Raises ConfigError with code 73, in all ranks, where one does not see rank 0's run folder."""
-    holder, give_up_s = from_rank_0(read_holder(run_dir)), time.monotonic() + SHARED_S
-    while (is_blind := read_holder(run_dir) != holder) and time.monotonic() < give_up_s:
+    """Check that all ranks see the run folder of rank 0. All ranks must call it.
+
+    Raises:
+        ConfigError: On all ranks, with exit code 73, if a rank does not see it.
+    """
+    holder = from_rank_0(read_holder(run_dir))
+    deadline_s = time.monotonic() + SHARED_S
+    while (is_missing := read_holder(run_dir) != holder) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    if blind := list(filter(None, gather(is_blind and f"rank {rank} on {socket.gethostname()}"))):
-        message = f"{blind[0]} does not see what rank 0 wrote there"
+    places = gather(f"rank {rank} on {socket.gethostname()}" if is_missing else None)
+    if without_folder := [place for place in places if place]:
+        message = f"{without_folder[0]} does not see what rank 0 wrote there"
         hint = "run_dir=<a folder that all nodes share>"
         raise ConfigError.of("run_dir", run_dir, message, hint=hint, code=FOLDER_UNUSABLE)
 
 
 def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
-    """Train, validation and test set; rank 0 prepares them, for hours where it must."""
+    """Return the training, validation and test set, which rank 0 prepares first.
+
+    Preparing may take hours. The watchdog is told so, and a stop request ends the run at once,
+    because there is nothing to save yet.
+
+    Args:
+        guard: Watchdog of this rank. None if nothing watches the run.
+    """
     make = partial(after_rank_0, partial(build_datasets, cfg), rank, PREPARING_S)
     if guard is None:
         return make()

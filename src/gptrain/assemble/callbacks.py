@@ -1,0 +1,144 @@
+"""From the config to the callbacks of the Trainer."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_method
+from lightning.pytorch.callbacks import ProgressBar as LightningBar
+from torch.utils.data import Dataset
+
+from gptrain.assemble.load import build_target
+from gptrain.assemble.resume import changed_options, identity
+from gptrain.assemble.schedule import warmup_of
+from gptrain.checkpoints.lock import read_holder
+from gptrain.checkpoints.mirror import Mirror
+from gptrain.checkpoints.status import CHECKPOINTS_NAME
+from gptrain.checkpoints.store import CheckpointStore
+from gptrain.core.lengths import RunLengths
+from gptrain.core.schema import RunConfig
+from gptrain.costs.optimizers import facts_of
+from gptrain.lit.callbacks.checkpoints import Checkpoints
+from gptrain.lit.callbacks.monitor import TrainingMonitor
+from gptrain.lit.callbacks.options import OptionTracker
+from gptrain.lit.callbacks.progress import ProgressBar
+from gptrain.lit.callbacks.unsupported import find_second_progress_bar, unsupported_reason
+from gptrain.parallel.requirements import IncompatibleModelError
+from gptrain.runtime.watchdog import Guard
+
+FP32_BYTES = 4
+
+
+def build_callbacks(
+    cfg: RunConfig, lengths: RunLengths, guard: Guard | None, train: Dataset
+) -> list[pl.Callback]:
+    """Build the callbacks of the `callbacks` group and those that every run has.
+
+    TrainingMonitor comes first: it computes the values of a step that the other callbacks read, and
+    checks the step before they see it. Checkpoints comes last, because it saves the state of all
+    other callbacks.
+
+    Args:
+        guard: Watchdog of this rank, or None.
+        train: Training set, whose fingerprint is saved with each checkpoint.
+    """
+    named = {key: build_target(node.node()) for key, node in cfg.callbacks.items() if node}
+    own = [*named.values()]
+    has_bar = any(isinstance(callback, LightningBar) for callback in own)
+    if cfg.trainer.enable_progress_bar and not has_bar:
+        own.append(ProgressBar())
+    keeps = cfg.checkpoint.name != "none" and not cfg.trainer.fast_dev_run and cfg.task == "fit"
+    checkpoints = build_checkpoints(cfg, lengths, guard, train) if keeps else None
+    monitor = TrainingMonitor(
+        cfg.trainer.log_every_n_steps,
+        lengths,
+        cfg.model.plain(),
+        on_nonfinite=cfg.on_nonfinite,
+        max_skips=cfg.max_skips,
+        guard=guard,
+        checkpoints=checkpoints,
+        compiles=cfg.model.compile != "none",
+        typed=typed_of_optimizer(cfg),
+    )
+    if checkpoints is None:
+        return [monitor, *own]
+    typed = {
+        f"callbacks.{key}": (named[key], node.node())
+        for key, node in cfg.callbacks.items()
+        if node is not None
+    }
+    return [monitor, *own, OptionTracker(typed), checkpoints]
+
+
+def check_callbacks(cfg: RunConfig, strategy: str) -> None:
+    """Check that the run supports the callbacks of its config. No callback is built.
+
+    Only classes are checked here, before any process starts. Callbacks that a function makes or
+    that a module returns from configure_callbacks are checked by TrainingMonitor when the run
+    begins.
+
+    Raises:
+        IncompatibleModelError: If a callback does not work with the strategy, the loggers or the
+            progress bar of the run.
+    """
+    nodes = ((name, node) for name, node in cfg.callbacks.items() if node)
+    targets = {f"callbacks.{name}._target_": get_method(node.target) for name, node in nodes}
+    kinds = {key: kind for key, kind in targets.items() if inspect.isclass(kind)}
+    for key, kind in kinds.items():
+        has_bar = cfg.trainer.enable_progress_bar is not False
+        if reason := unsupported_reason(kind, strategy, bool(cfg.logger), has_bar):
+            raise IncompatibleModelError(key, reason)
+    if second := find_second_progress_bar(kinds.items()):
+        raise IncompatibleModelError(*second)
+
+
+def build_checkpoints(
+    cfg: RunConfig, lengths: RunLengths, guard: Guard | None, train: Dataset
+) -> Checkpoints:
+    """Build the callback that saves checkpoints.
+
+    A save reports progress to the watchdog, so that a long save is not taken for a hang.
+
+    Args:
+        guard: Watchdog of this rank, or None.
+        train: Training set, whose fingerprint is saved with each checkpoint.
+    """
+    store = CheckpointStore(
+        Path(cfg.run_dir) / CHECKPOINTS_NAME,
+        read_holder(cfg.run_dir)["run_id"],
+        progress=guard.heartbeat.beat if guard is not None else None,
+    )
+    facts = identity(cfg, lengths.batch.global_batch_size)
+    facts["data"] = getattr(train, "fingerprint", None)
+    facts["warmup_steps"] = warmup_of(cfg, lengths)
+    optimizer = facts_of(cfg.optimizer.target, cfg.optimizer.arguments)
+    bytes_per_parameter = FP32_BYTES + math.ceil(optimizer.bytes_per_parameter(FP32_BYTES))
+    changed, objective = changed_options(cfg), cfg.objective
+    mirror = Mirror(cfg.checkpoint.mirror) if cfg.checkpoint.mirror else None
+    place = guard.heartbeat.folder / "failed" if guard is not None else None
+    return Checkpoints(
+        store, facts, cfg.checkpoint, bytes_per_parameter, changed, objective, mirror, place
+    )
+
+
+def typed_of_optimizer(cfg: RunConfig) -> dict[str, Any]:
+    """Return the typed keys of the optimizer and the scheduler group with their values.
+
+    A key whose value is also an argument of the module is left out, because the module's yaml may
+    refer to it, as in `lr: ${optimizer.lr}`.
+    """
+    if not HydraConfig.initialized():  # a process of the benchmark
+        return {}
+    arguments, typed = list(cfg.module.arguments.values()), {}
+    for line in HydraConfig.get().overrides.task:
+        key, _, text = line.lstrip("+").partition("=")
+        is_key = "." in key  # the choice of a group has no dot
+        value = cfg.value_of(key) if is_key else text
+        if key.split(".")[0] in ("optimizer", "scheduler") and value not in arguments:
+            typed[key] = value
+    return typed

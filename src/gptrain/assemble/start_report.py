@@ -1,0 +1,117 @@
+"""The lines that describe a run at its start."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from torch.utils.data import Dataset
+
+from gptrain.assemble.module import takes_net
+from gptrain.assemble.optimizer import peak_lr
+from gptrain.config.from_run import NOT_TAKEN, typed_again
+from gptrain.core.lengths import RunLengths
+from gptrain.core.schema import RunConfig
+from gptrain.costs.speed import DamagedMeasurementError
+from gptrain.lit.lightning import (
+    strategy_of,
+)
+from gptrain.lit.module import has_own_optimizer
+from gptrain.lit.planned import plan_run
+from gptrain.lit.report import Report
+from gptrain.runtime.devices import RunDevices
+from gptrain.runtime.provenance import describe_run
+
+SIZES = ("vocab_size", "d_model", "n_heads", "n_layers", "max_seq_len")  # shown if the net has them
+
+
+def build_report(
+    cfg: RunConfig,
+    machine: RunDevices,
+    lengths: RunLengths,
+    trainer: pl.Trainer,
+    train: Dataset,
+    module: pl.LightningModule,
+) -> Report:
+    """Build the report with the six lines that describe the run at its start.
+
+    The lines are about the model, the strategy, the data if the dataset describes itself, the
+    batch, the plan if the planner knows the net and the devices, and the run folder.
+    """
+    batch, info, arguments = lengths.batch, strategy_of(trainer).info, cfg.model.arguments
+    uses_net = takes_net(type(module))
+    if uses_net:
+        model = [info.net_name, count_text(info.n_parameters)]
+        model += [f"{key} {arguments[key]}" for key in SIZES if key in arguments]
+    else:
+        n_parameters = sum(parameter.numel() for parameter in module.parameters())
+        model = [type(module).__name__, count_text(n_parameters)]
+    devices = f"{machine.world_size} x {machine.accelerator}"
+    strategy = [info.name, devices, f"precision {trainer.precision}"]
+    if machine.accelerator == "cpu":
+        strategy.append(f"{torch.get_num_threads()} threads")
+    parts = [f"{batch.batch_size} x {batch.data_parallel_size} ranks"]
+    if cfg.task == "fit":
+        parts[0] += f" x {batch.accumulate} accumulated = {batch.global_batch_size} "
+        is_text = lengths.unit == "tokens"
+        parts[0] += f"sequences = {lengths.step_tokens} tokens" if is_text else "samples"
+        parts[0] += " per step"
+        n_steps = lengths.n_steps
+        parts.append("no end" if n_steps is None else f"{n_steps} steps by {lengths.limit}")
+        if not has_own_optimizer(module) and (lr := peak_lr(cfg, batch)) is not None:
+            parts.append(f"lr {lr:g}")
+    lines = {
+        "model": " · ".join(model),
+        "strategy": " · ".join(strategy),
+    }
+    if cfg.task == "fit" and (about := getattr(train, "about", None)):
+        lines["data"] = about((lengths.n_steps or 0) * batch.global_batch_size)
+    lines["batch"] = " · ".join(parts)
+    facts: dict[str, Any] = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
+    options = cfg.plain() | {"typed": typed_options(cfg, facts)}
+    planned = None
+    is_planned = uses_net and cfg.task == "fit" and not cfg.trainer.fast_dev_run
+    if trainer.is_global_zero and is_planned:
+        precise = cfg.changed({"trainer.precision": str(trainer.precision)})
+        try:
+            lines["plan"], planned = plan_run(precise, info.name, lengths.sample_tokens, machine)
+        except DamagedMeasurementError as error:
+            lines["plan"] = f"none: {error}"
+        except ValueError:
+            pass  # the planner does not know this net or these devices
+    lines["run"] = cfg.run_dir
+    repeated_overrides = []
+    if trainer.is_global_zero and HydraConfig.initialized():  # not in a process of the benchmark
+        typed = HydraConfig.get().overrides
+        repeated_overrides = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
+    return Report(lines, options, facts, planned, repeated_overrides)
+
+
+def count_text(n_parameters: int) -> str:
+    """Return a number of parameters as text: in millions, or in full if it is small."""
+    is_small = n_parameters < 50_000
+    return f"{n_parameters:,} parameters" if is_small else f"{n_parameters / 1e6:.1f} M parameters"
+
+
+def typed_options(cfg: RunConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides that distinguish this run from others, by key.
+
+    Output paths are left out, and in a sweep the overrides that all jobs share. The value of a
+    group is its choice.
+
+    Args:
+        facts: Facts about the start, with the list `overrides`.
+    """
+    if not facts["overrides"]:
+        return {}
+    typed: dict[str, Any] = {}
+    shared = HydraConfig.get().job.config.override_dirname.exclude_keys
+    for line in facts["overrides"]:
+        key, _, text = line.lstrip("+").partition("=")
+        if not {re.split("[./]", key)[0], key} & {*NOT_TAKEN, *shared} and key[0] != "~":
+            value = cfg.value_of(key)
+            typed[key] = value if isinstance(value, int | float | str) else text
+    return typed
