@@ -7,6 +7,7 @@ from contextlib import redirect_stderr
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command, run_command
+from gptrain.config.compose import resolved
 from gptrain.core.schema import RunConfig
 
 
@@ -36,6 +37,6 @@ def accepted(*words: str) -> list[str]:
 
 def compose_run(*words: str) -> RunConfig:
     """Return the typed config of a command line that is valid by itself."""
-    checked = check_config(compose_command(list(words)))
+    checked = check_config(resolved(compose_command(list(words))))
     assert not checked.errors, checked.errors
     return checked.run

@@ -7,6 +7,7 @@ import torch
 
 from gptrain.config.check import check_config
 from gptrain.config.cli import compose_command
+from gptrain.config.compose import resolved
 from gptrain.config.preflight import check_visible
 from gptrain.config.suggest import OPTION_ALIASES, find_alias
 from tests.command_line import accepted, refused
@@ -40,7 +41,7 @@ ONE_LINE = {
     "modell.d_model=1": ["modell.d_model", "did you mean model.d_model?"],
     "model=gptx": ["model=gptx", "gpt_nano", "simple_gpt"],
     "data=text data.path=???": ["data.path", "required and not set"],
-    "model._target_=os.system": ["model._target_=os.system", "Python's own library"],
+    "model._target_=os.system": ["model._target_=os.system", "Python's standard library"],
     "run_dir=": ["run_dir=", "not a path"],
     "callbacks.sample.prompt=": ["callbacks.sample.prompt=", "at least 1 character"],
     "+module.metrics.x=3": ["module.metrics.x=3", "not a group of keys"],
@@ -71,10 +72,10 @@ ONE_LINE = {
     "strategy=fsdp_tensor_parallel trainer.devices=3": [
         "there are 3 ranks; tensor_parallel_size must divide 3: 1, 3",
     ],
-    "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["does not scale losses"],
+    "strategy=fsdp trainer.precision=16-mixed trainer.devices=2": ["does not scale the loss"],
     "strategy=fsdp model.compile=model trainer.devices=2": ["model.compile=blocks"],
-    "strategy.backend=nccl trainer.accelerator=cpu": ["nccl needs GPUs"],
-    "strategy.backend=mpi": ["strategy.backend=mpi", "torch here was built without it", "gloo"],
+    "strategy.backend=nccl trainer.accelerator=cpu": ["NCCL needs GPUs"],
+    "strategy.backend=mpi": ["strategy.backend=mpi", "was built without this backend", "gloo"],
     "trainer.max_time=00:01:00:00": ["scheduler.total_steps", "scheduler=warmup_constant"],
     "data=text model.vocab_size=100": ["model.vocab_size=100", "256"],
     "max_tokens=10 trainer.max_steps=3": ["max_tokens=10", "both end the run"],
@@ -225,12 +226,12 @@ def test_what_is_right_is_accepted(words):
 
 @pytest.mark.parametrize("devices", ["8", "[0,2]"])
 def test_more_gpus_than_visible_names_how_many_and_the_variable(devices):
-    run = check_config(compose_command([f"trainer.devices={devices}"]))
-    (problem,) = check_visible(run, visible=2, shown="0,1")
+    run = check_config(resolved(compose_command([f"trainer.devices={devices}"])))
+    (problem,) = check_visible(run, n_visible=2, variable="0,1")
     assert "only 2 GPUs visible (CUDA_VISIBLE_DEVICES=0,1)" in problem.line
-    assert not list(check_visible(run, visible=8, shown=None))
+    assert not list(check_visible(run, n_visible=8, variable=None))
     # A launcher may show each rank its own GPU alone.
-    assert not list(check_visible(run, visible=1, shown="3", is_rank=True))
+    assert not list(check_visible(run, n_visible=1, variable="3", is_rank=True))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -252,11 +253,14 @@ def test_a_model_larger_than_the_machine_is_a_warning_by_its_real_types():
     for precision in ("32-true", "bf16-true"):
         words = ("model=gpt_7b", "model.n_layers=32000", f"trainer.precision={precision}")
         (line,) = accepted(*words, "trainer.accelerator=cpu")
-        assert line.startswith("warning: model: needs about ")
-        gib.append(int(line.split()[4]))
+        needed = "warning: model: weights, gradients and optimizer states need about "
+        assert line.startswith(needed)
+        gib.append(int(line.removeprefix(needed).split()[0]))
     assert gib[0] == pytest.approx(2 * gib[1], rel=0.01)
     (line,) = accepted(*words, "trainer.accelerator=cpu", "trainer.devices=2")
-    assert int(line.split()[4]) == pytest.approx(2 * gib[1], rel=0.01)  # ranks share a CPU's memory
+    assert int(line.removeprefix(needed).split()[0]) == pytest.approx(
+        2 * gib[1], rel=0.01
+    )  # ranks share a CPU's memory
 
 
 def test_files_that_are_not_there_are_not_found(tmp_path):

@@ -114,7 +114,7 @@ def test_phases_in_tokens_are_those_in_steps(train):
     "words, said",
     [
         ("scheduler.warmup_tokens=9 scheduler.warmup_steps=1",
-         "scheduler.warmup_tokens=9: excludes scheduler.warmup_steps=1: they say the same; "
+         "scheduler.warmup_tokens=9: excludes scheduler.warmup_steps=1: both set the same length; "
          "try: scheduler.warmup_steps=null"),
         ("scheduler.warmup_tokens=9 scheduler.total_tokens=8",
          "scheduler.warmup_tokens=9: must be <= scheduler.total_tokens=8"),

@@ -264,8 +264,8 @@ REFUSED = {
     "data=mine model=net ~model.vocab_size": "missing a required argument: 'vocab_size'",
     "model=net model._target_=mine.Nett": "No module named 'mine.Nett'",
     "model=net model._target_=nosuch.Net": "No module named 'nosuch'",
-    "model=net model._target_=torch.load": "no Module, as this place needs",
-    "model=net model._target_=5": "not a dotted name",
+    "model=net model._target_=torch.load": "not of type Module, which the model group needs",
+    "model=net model._target_=5": "not the dotted name",
     "+optimizer.nesterov=true": "AdamW: got an unexpected keyword argument 'nesterov'",
     "+trainer.max_step=3": "did you mean trainer.max_steps?",
 }
@@ -280,12 +280,12 @@ def test_a_wrong_class_or_keyword_is_one_line(mine, words):
 def test_what_is_of_another_kind_than_its_place_needs_is_a_line(mine):
     """Of every group, all at once."""
     kinds = {
-        "optimizer._target_=torch.hub.load": "no Optimizer",
-        "trainer._target_=lightning.fabric.Fabric": "no Trainer",
-        "scheduler._target_=mine.Net": "no LRScheduler",
-        "module._target_=mine.Net": "no LightningModule",
-        "callbacks.a._target_=mine.Net": "no Callback",
-        "data.val._target_=mine.Mine": "no dataset",
+        "optimizer._target_=torch.hub.load": "not of type Optimizer",
+        "trainer._target_=lightning.fabric.Fabric": "not of type Trainer",
+        "scheduler._target_=mine.Net": "not of type LRScheduler",
+        "module._target_=mine.Net": "not of type LightningModule",
+        "callbacks.a._target_=mine.Net": "not of type Callback",
+        "data.val._target_=mine.Mine": "not of type dataset",
     }
     choices = ("optimizer=opt", "scheduler=halving", "module=mine", "callbacks=mine", "data=mine")
     lines = refused(*mine, *choices, *kinds)

@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble import run as build
 from gptrain.checkpoints.status import write_result, write_status
-from gptrain.config.compose import job_folder, parse
+from gptrain.config.compose import job_folder
+from gptrain.config.overrides import parse
 from gptrain.config.sweep import report_sweep
 from tests.conftest import TINY
 
@@ -180,7 +181,7 @@ def search(train, tmp_path):
 def test_an_interrupted_search_continues_from_its_sqlite_file_with_new_points(search, monkeypatch):
     if int(version("sqlalchemy").partition(".")[0]) > 1:
         refused = search()
-        assert refused.code == 2 and "cannot keep a study; try: pip install" in refused.err
+        assert refused.code == 2 and "cannot store a study; try: pip install" in refused.err
         pytest.skip("needs sqlalchemy<2: pip install -e '.[engines]' -c .ci/constraints.txt")
     starts, make = [], build.build
 

@@ -172,7 +172,7 @@ def test_data_without_an_index_are_one_line(refused, place):
 
 
 def test_a_data_module_of_lightnings_is_one_line(refused):
-    wrong = "nothing reads a class for the whole data group, such as a LightningDataModule"
+    wrong = "the data group has no class of its own, such as a LightningDataModule"
     name = f"{DATA}.DataModule"
     assert f"data._target_={name}: {wrong}" in refused(f"+data._target_={name}")
     line = refused(f"data.train._target_={name}")

@@ -26,7 +26,7 @@ from gptrain.adopt.library import (
 )
 from gptrain.adopt.project import TEMPLATE, left_behind, make
 from gptrain.config.check import check_config
-from gptrain.config.compose import compose_and_explain, plain
+from gptrain.config.compose import compose_and_explain, plain, resolved
 from gptrain.config.values import walk
 from gptrain.core import shell
 from gptrain.core.errors import BAD_CONFIG, DONE, ConfigError, ConfigIssue, Parser, ending_of
@@ -168,7 +168,9 @@ def find_problems(words: Sequence[str], general: Collection[str] = ()) -> list[C
         cfg, problems = compose_and_explain(list(words))
         for key in [place for place, value in walk(plain(cfg)) if value == MISSING]:
             OmegaConf.update(cfg, key, TO_BE_TYPED)
-        problems = problems or check_config(cfg).errors
+        problems = problems or check_config(resolved(cfg)).errors
+    except ConfigError as error:
+        problems = error.problems
     except Exception as error:  # train.yaml itself cannot be composed
         problems = [ConfigIssue("", None, " ".join(str(error).split()))]
     checked = (problem for problem in problems if TO_BE_TYPED not in str(problem))

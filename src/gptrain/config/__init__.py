@@ -1,4 +1,7 @@
-"""The front of every command: composes a run's config, and answers wrong input in one line."""
+"""Composes and checks the config of every command, and reports wrong input in one line each.
+
+`main` runs a command, `compose_command` composes a config, `check` checks one.
+"""
 
 import sys
 
@@ -6,7 +9,7 @@ from gptrain.core.errors import INTERRUPTED, ConfigError, ConfigIssue
 
 try:
     from gptrain.config.cli import check, compose_command, main
-except KeyboardInterrupt:  # half a second of imports, before there is anybody to answer
+except KeyboardInterrupt:  # the imports take half a second, and no other handler exists yet
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
 

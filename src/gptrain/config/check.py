@@ -1,24 +1,22 @@
-"""What must fit together in a config, known without torch and without looking at the machine.
+"""Rules about values of a config that must fit together.
 
-A rule is one `if …: yield checked.error(...)`. A key that was found wrong is None in `checked.run`,
-so that no mistake is reported twice. Rules about `model.*` hold for the nets that ship.
+The rules need neither torch nor the machine that will run the job. A rule is a generator with one
+`if ...: yield checked.error(...)` per mistake. A key with an invalid value is None in
+`checked.run`, so that no mistake is reported twice. Rules about `model.*` apply to the nets that
+ship with gptrain only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from omegaconf import DictConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
-from gptrain.config.compose import plain
 from gptrain.config.values import read_config, walk
 from gptrain.core.data_schema import DATA, DummyTextConfig
-from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, first_line, show
+from gptrain.core.errors import BAD_CONFIG, DONE, ConfigIssue, show
 from gptrain.core.lengths import effective_max_epochs, plan_batch, run_steps
 from gptrain.core.schema import DecoderConfig, LlamaConfig, RunConfig
 from gptrain.core.strategies import (
@@ -34,19 +32,21 @@ from gptrain.core.strategies import (
 )
 from gptrain.runtime.process import count_devices, count_nodes, this_process
 
-DECAYING = {f"gptrain.optim.warmup_{way}" for way in ("cosine", "linear", "stable_decay")}
-FP16 = ("16-mixed", 16, "16", "16-true")  # scaled losses, or weights in fp16
+# Schedules that need to know the last step of the run.
+DECAYING = {f"gptrain.optim.warmup_{name}" for name in ("cosine", "linear", "stable_decay")}
+FP16 = ("16-mixed", 16, "16", "16-true")  # values of trainer.precision that need a loss scale
 LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 
 
 @dataclass
 class CheckedConfig:
-    """A config and what was found wrong with it.
+    """A config and the problems that the checks found in it.
 
     Attributes:
-        run: The typed config. If there are problems, wrong and missing values are None in it.
+        run: Typed config. If there are problems, invalid and missing values are None in it.
         values: The same config as nested dicts, with all references resolved.
         schema: Type of the config.
+        problems: Errors and warnings, in the order in which they were found.
     """
 
     run: RunConfig
@@ -56,54 +56,59 @@ class CheckedConfig:
 
     @property
     def errors(self) -> list[ConfigIssue]:
-        """Problems that are not only warnings."""
+        """Problems that stop the run, without the warnings."""
         return [problem for problem in self.problems if problem.code != DONE]
 
     @property
     def wrong_keys(self) -> set[str]:
-        """Keys that an error has named."""
+        """Keys of all errors so far."""
         return {problem.key for problem in self.errors} - {""}
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """The value of each dotted key."""
+        """Value of each dotted key, including the keys of groups."""
         return dict(walk(self.values))
 
     def is_wrong(self, *keys: str) -> bool:
-        """Return whether an error has named one of the keys or a group that holds it."""
-        return any(
-            f"{key}.".startswith(f"{message}.") for key in keys for message in self.wrong_keys
-        )
+        """Return whether there is an error for one of the keys or for a group that contains it."""
+        return any(f"{key}.".startswith(f"{wrong}.") for key in keys for wrong in self.wrong_keys)
 
-    def add(self, found: Iterator[ConfigIssue]) -> None:
-        """Keep one error for each key."""
-        for problem in found:
+    def add(self, problems: Iterable[ConfigIssue]) -> None:
+        """Append the problems of a rule, except those of keys that have an error already.
+
+        Args:
+            problems: Problems, which may be a generator that reads `wrong_keys` as it runs.
+        """
+        for problem in problems:
             if problem.key not in self.wrong_keys:
                 self.problems.append(problem)
 
     def error(
         self, key: str, message: str, hint: str = "", allowed: str = "", code: int = BAD_CONFIG
     ) -> ConfigIssue:
-        """Return a problem of a key, with the value of the key."""
+        """Return a problem of a key, with the value that the key has in the config.
+
+        Args:
+            key: Dotted key. A key without a value is shown as null.
+            message: What is wrong with the value.
+            hint: Override or command to type instead.
+            allowed: Values that are allowed.
+            code: Exit code. DONE (0) makes the problem a warning.
+        """
         return ConfigIssue(key, show(self.flat.get(key)), message, allowed, hint, code)
 
 
-def check_config(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> CheckedConfig:
-    """Return the typed config and everything that is wrong with it by itself.
+def check_config(values: dict[str, Any], schema: type[RunConfig] = RunConfig) -> CheckedConfig:
+    """Return the typed config and all its problems that can be found without the machine.
 
-    Hydra's own node is left out.
+    Args:
+        values: Config as nested dicts, with all references resolved and without Hydra's own node,
+            as `gptrain.config.compose.resolved` returns it.
+        schema: Type of the config.
     """
-    try:
-        values = plain(cfg, resolve=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        is_unset = isinstance(error, MissingMandatoryValue)
-        message = "required and not set" if is_unset else f"cannot be resolved: {first_line(error)}"
-        key = getattr(error, "full_key", None) or ""
-        nothing, _ = read_config({}, schema)
-        return CheckedConfig(nothing, {}, schema, [ConfigIssue(key, None, message)])
     run, problems = read_config(values, schema)
     checked = CheckedConfig(run, values, schema)
-    checked.add(iter(problems))
+    checked.add(problems)
     for rule in (check_sizes, check_length, check_strategy, check_start):
         checked.add(rule(checked))
     if (world_size := find_world_size(run)) is not None:
@@ -112,60 +117,68 @@ def check_config(cfg: DictConfig, schema: type[RunConfig] = RunConfig) -> Checke
 
 
 def find_world_size(run: RunConfig) -> int | None:
-    """Return the number of ranks of the whole job if the config or a launcher says it."""
-    n_local, asked = count_devices(run.trainer.devices), run.trainer.num_nodes
+    """Return the number of ranks of the job, or None if it depends on the devices of the machine.
+
+    A launcher's number of ranks takes precedence over `trainer.devices` and `trainer.num_nodes`.
+    """
     if this_process().is_rank:
         return this_process().world_size
-    return n_local * count_nodes(asked) if n_local and asked else None
+    n_local = count_devices(run.trainer.devices)
+    num_nodes = run.trainer.num_nodes
+    return n_local * count_nodes(num_nodes) if n_local and num_nodes else None
 
 
 def check_sizes(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check the sizes of a net that ships, and of the data that it is trained on."""
+    """Check the sizes of a shipped net against each other and against the data."""
     model, data = checked.run.model, checked.run.data
     if not isinstance(model, DecoderConfig):
         return
-    width, heads, is_llama = model.d_model, model.n_heads, isinstance(model, LlamaConfig)
-    pair = 2 if is_llama else 1  # rotary positions turn the features of a head in pairs
-    if width and heads and width % (pair * heads):
-        step, by = pair * heads, "2 x " * (pair - 1) + f"model.n_heads={heads}"
-        near = ", ".join(str(n) for n in (width // step * step, (width // step + 1) * step) if n)
-        yield checked.error("model.d_model", f"not divisible by {by}; nearest: {near}")
-    if isinstance(model, LlamaConfig) and heads and (shared := model.n_kv_heads) and heads % shared:
-        message = f"does not divide model.n_heads={heads}"
-        yield checked.error("model.n_kv_heads", message, allowed=divisors(heads))
+    width, n_heads = model.d_model, model.n_heads
+    divisor, divisor_text = n_heads, f"model.n_heads={n_heads}"
+    if isinstance(model, LlamaConfig) and n_heads:  # RoPE rotates pairs of features of a head
+        divisor, divisor_text = 2 * n_heads, f"2 x model.n_heads={n_heads}"
+    if width and divisor and width % divisor:
+        below = width // divisor * divisor
+        near = ", ".join(str(size) for size in (below, below + divisor) if size)
+        yield checked.error("model.d_model", f"not divisible by {divisor_text}; nearest: {near}")
+    n_kv_heads = model.n_kv_heads if isinstance(model, LlamaConfig) else None
+    if n_heads and n_kv_heads and n_heads % n_kv_heads:
+        message = f"does not divide model.n_heads={n_heads}"
+        yield checked.error("model.n_kv_heads", message, allowed=divisors(n_heads))
     if data.train.target not in DATA:
-        return  # the keys of other data have a meaning of their own
-    longest, vocabulary, positions = model.max_seq_len, model.vocab_size, data.sample_tokens or 0
-    if longest and positions > longest:
-        message = f"longer than model.max_seq_len={longest}"
-        hint = f"data.seq_len={longest} or model.max_seq_len={positions}"
+        return  # seq_len and tokenizer of a user's data group may have another meaning
+    positions = data.sample_tokens or 0
+    if model.max_seq_len and positions > model.max_seq_len:
+        message = f"longer than model.max_seq_len={model.max_seq_len}"
+        hint = f"data.seq_len={model.max_seq_len} or model.max_seq_len={positions}"
         yield checked.error("data.seq_len", message, hint)
     tokenizer = data.extra.get("tokenizer")
-    if vocabulary and vocabulary < 256 and tokenizer in ("bytes", "bpe"):
-        message = f"data.tokenizer={tokenizer} has at least the 256 bytes"
+    if model.vocab_size and model.vocab_size < 256 and tokenizer in ("bytes", "bpe"):
+        message = f"data.tokenizer={tokenizer} has at least 256 tokens, one per byte"
         yield checked.error("model.vocab_size", message, "model.vocab_size=256")
 
 
 def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check what ends the run, and a schedule that needs to know when."""
+    """Check that something ends the run, and that a decaying schedule knows its last step."""
     run, trainer, scheduler = checked.run, checked.run.trainer, checked.run.scheduler
     for name in ("warmup", "decay", "total"):
         phase = scheduler.phase(name)
         if phase.steps is not None and phase.tokens:
             key = f"scheduler.{name}_steps"
-            message = f"excludes {key}={show(checked.flat.get(key))}: they say the same"
+            message = f"excludes {key}={show(checked.flat.get(key))}: both set the same length"
             yield checked.error(f"scheduler.{name}_tokens", message, f"{key}=null")
     warmup, total = scheduler.phase("warmup"), scheduler.phase("total")
-    for unit, asked, most in (
+    for unit, warmup_length, total_length in (
         ("steps", warmup.steps, total.steps),
         ("tokens", warmup.tokens, total.tokens),
     ):
-        if most and (asked or 0) > most:
+        if total_length and (warmup_length or 0) > total_length:
             key = f"scheduler.warmup_{unit}"
-            message = f"must be <= scheduler.total_{unit}={show(most)}"
-            yield checked.error(key, message, f"{key}={int(most // 10)}")
+            message = f"must be <= scheduler.total_{unit}={show(total_length)}"
+            yield checked.error(key, message, f"{key}={int(total_length // 10)}")
     is_total_given = bool(total.steps or total.tokens)
-    steps, tokens = -1 if trainer.max_steps is None else trainer.max_steps, run.max_tokens
+    steps = -1 if trainer.max_steps is None else trainer.max_steps
+    tokens = run.max_tokens
     if tokens and steps != -1:
         message = f"excludes trainer.max_steps={steps}: both end the run"
         yield checked.error("max_tokens", message, "trainer.max_steps=-1, or max_tokens=null")
@@ -179,13 +192,13 @@ def check_length(checked: CheckedConfig) -> Iterator[ConfigIssue]:
         message = f"no stop condition: set one of {', '.join(LIMITS)}"
         yield ConfigIssue("", None, message, hint="trainer.max_epochs=3")
     elif scheduler.target in DECAYING and not is_total_given:
-        message = "this schedule decays over a run of unknown length: trainer.max_time ends it"
+        message = "the schedule decays until the last step, which trainer.max_time leaves unknown"
         hint = "scheduler=warmup_constant, or scheduler.total_steps=<steps>"
         yield checked.error("scheduler.total_steps", message, hint)
 
 
 def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check the strategy against devices, precision and compilation."""
+    """Check the strategy against the accelerator, the precision and torch.compile."""
     run = checked.run
     name, precision = run.strategy.name, run.trainer.precision
     if run.trainer.accelerator == "cpu":
@@ -193,43 +206,49 @@ def check_strategy(checked: CheckedConfig) -> Iterator[ConfigIssue]:
     if name not in STRATEGIES or name in ("auto", "single", "ddp"):
         return
     if precision in FP16:
-        message = f"strategy={name} does not scale losses"
+        message = f"strategy={name} does not scale the loss, which fp16 needs"
         yield checked.error("trainer.precision", message, "trainer.precision=bf16-mixed")
     if name not in ANY_NET and run.model.compile == "model":
-        message = f"under strategy={name} collectives and hooks lie between the blocks"
+        message = f"strategy={name} has collectives and hooks between the blocks"
         yield checked.error("model.compile", message, "model.compile=blocks")
     recomputes = (run.model.activation_checkpointing or "none") != "none"
     if "tensor" in name and recomputes and (run.model.compile or "none") != "none":
         message = (
-            f"under strategy={name} torch cannot compile what is recomputed of sharded weights"
+            f"under strategy={name} torch cannot compile the recomputation of activations "
+            "from sharded weights"
         )
         yield checked.error("model.compile", message, "model.activation_checkpointing=none")
 
 
 def check_cpu(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check for options that no CPU supports."""
+    """Check that precision and backend are available on a CPU."""
     precision, backend = checked.run.trainer.precision, checked.run.strategy.backend
     if precision in FP16 or str(precision).startswith("transformer-engine"):
         hint = "trainer.precision=bf16-mixed"
         yield checked.error("trainer.precision", "not supported on CPU", hint)
     if backend == "nccl":
-        yield checked.error("strategy.backend", "nccl needs GPUs", "strategy.backend=gloo")
+        yield checked.error("strategy.backend", "NCCL needs GPUs", "strategy.backend=gloo")
 
 
 def check_start(checked: CheckedConfig) -> Iterator[ConfigIssue]:
-    """Check where the run starts from."""
+    """Check the checkpoint from which the run starts."""
     run = checked.run
     if run.ckpt_path and run.init_from:
-        message = "excludes ckpt_path: fresh weights or an exact resume, not both"
+        message = "excludes ckpt_path: a run either resumes exactly or starts with other weights"
         yield checked.error("init_from", message)
-    starts = run.ckpt_path or run.init_from or run.from_run
-    if (run.task or "fit") != "fit" and not starts and not run.trainer.fast_dev_run:
-        message = "no ckpt_path: it measures initial weights"
+    has_weights = run.ckpt_path or run.init_from or run.from_run
+    if (run.task or "fit") != "fit" and not has_weights and not run.trainer.fast_dev_run:
+        message = "no ckpt_path: the task evaluates the initial weights"
         yield checked.error("task", message, "ckpt_path=best", code=DONE)
 
 
 def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue]:
-    """Check how so many ranks share the work: sizes, batch and steps."""
+    """Check that the net, the batch and the steps can be divided over a number of ranks.
+
+    Args:
+        checked: Config to check.
+        world_size: Number of ranks of the whole job.
+    """
     run, options = checked.run, checked.run.strategy
     name = options.name
     if name not in ("auto", *STRATEGIES) or any(
@@ -239,8 +258,8 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
     try:
         dims = parallel_dims(options, world_size)
     except ValueError as error:
-        given = (axis for axis in (TENSOR, PIPELINE) if options.axis_size(axis))
-        key = next((f"strategy.{axis}_parallel_size" for axis in given), "trainer.devices")
+        axes = (axis for axis in (TENSOR, PIPELINE) if options.axis_size(axis))
+        key = next((f"strategy.{axis}_parallel_size" for axis in axes), "trainer.devices")
         yield checked.error(key, str(error))
         return
     if world_size == 1 and name not in ("auto", "single"):
@@ -257,12 +276,13 @@ def check_world(checked: CheckedConfig, world_size: int) -> Iterator[ConfigIssue
 
 
 def divisors(number: int) -> str:
-    """Return all divisors of a number, joined by commas."""
+    """Return all divisors of a positive number in ascending order, joined by commas."""
     small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
     return ", ".join(map(str, sorted({*small, *(number // i for i in small)})))
 
 
 def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator[ConfigIssue]:
+    """Check that heads and layers of a decoder can be divided over so many ranks per axis."""
     model, options = checked.run.model, checked.run.strategy
     heads = {}
     if isinstance(model, LlamaConfig):
@@ -271,50 +291,65 @@ def _check_split(checked: CheckedConfig, tensor: int, pipeline: int) -> Iterator
         heads["model.n_heads"] = model.n_heads
     for key, n_heads in heads.items():
         if n_heads and n_heads % tensor:
-            message = f"does not divide {key}={n_heads}, a rank must hold whole heads"
+            message = f"does not divide {key}={n_heads}; a head is not split over ranks"
             allowed = divisors(n_heads)
             yield checked.error("strategy.tensor_parallel_size", message, allowed=allowed)
-    is_interleaved = isinstance(options, PipelineOptions)
-    stages = pipeline * (STAGES_PER_RANK[options.schedule] if is_interleaved else 1)
-    layers = model.n_layers if isinstance(model, DecoderConfig) else None
-    if layers and stages > layers:
-        message = f"{stages} stages, but model.n_layers={layers}: each holds at least one"
+    n_stages = pipeline
+    if isinstance(options, PipelineOptions):
+        n_stages *= STAGES_PER_RANK[options.schedule]
+    n_layers = model.n_layers if isinstance(model, DecoderConfig) else None
+    if n_layers and n_stages > n_layers:
+        message = f"{n_stages} stages, but model.n_layers={n_layers}: a stage needs a layer"
         yield checked.error("strategy.pipeline_parallel_size", message)
 
 
 def _check_microbatches(
-    checked: CheckedConfig, options: PipelineOptions, stages: int
+    checked: CheckedConfig, options: PipelineOptions, n_ranks: int
 ) -> Iterator[ConfigIssue]:
-    batch, schedule = checked.run.data.batch_size, options.schedule
-    micro = count_microbatches(options.microbatches, stages)
-    if batch and batch % micro:
-        message = f"not divisible into {micro} microbatches"
-        hint = f"data.batch_size={micro * max(1, batch // micro)}"
+    """Check the number of microbatches against the batch size and the schedule.
+
+    Args:
+        checked: Config to check.
+        options: Options of the pipeline.
+        n_ranks: Number of ranks along the pipeline axis.
+    """
+    batch_size = checked.run.data.batch_size
+    n_micro = count_microbatches(options.microbatches, n_ranks)
+    if batch_size and batch_size % n_micro:
+        message = f"not divisible into {n_micro} microbatches"
+        hint = f"data.batch_size={n_micro * max(1, batch_size // n_micro)}"
         yield checked.error("data.batch_size", message, hint)
-    hint = f"strategy.microbatches={2 * stages}, or strategy.schedule=gpipe"
-    if schedule == "1f1b" and micro < stages:
-        message = f"1f1b needs at least one microbatch per stage ({stages})"
+    hint = f"strategy.microbatches={2 * n_ranks}, or strategy.schedule=gpipe"
+    if options.schedule == "1f1b" and n_micro < n_ranks:
+        message = f"1f1b needs at least one microbatch per stage ({n_ranks})"
         yield checked.error("strategy.microbatches", message, hint)
-    if schedule == "interleaved_1f1b" and micro % stages:
-        message = f"interleaved_1f1b needs equally many microbatches per stage ({stages})"
+    if options.schedule == "interleaved_1f1b" and n_micro % n_ranks:
+        message = f"interleaved_1f1b needs a multiple of the {n_ranks} pipeline ranks"
         yield checked.error("strategy.microbatches", message, hint)
 
 
 def _check_steps(checked: CheckedConfig, n_data: int) -> Iterator[ConfigIssue]:
+    """Check the global batch size, the length of an epoch and the warm-up.
+
+    Args:
+        checked: Config to check.
+        n_data: Number of data-parallel ranks.
+    """
     run, data, trainer = checked.run, checked.run.data, checked.run.trainer
-    size, accumulate = data.batch_size, trainer.accumulate_grad_batches
-    if not size or not accumulate or "data.global_batch_size" in checked.wrong_keys:
+    batch_size = data.batch_size
+    accumulate = trainer.accumulate_grad_batches
+    if not batch_size or not accumulate or "data.global_batch_size" in checked.wrong_keys:
         return
     try:
-        batch = plan_batch(size, data.global_batch_size, accumulate, n_data)
+        batch = plan_batch(batch_size, data.global_batch_size, accumulate, n_data)
     except ValueError as error:
         yield checked.error("data.global_batch_size", str(error))
         return
     is_static = isinstance(run.strategy, DDPOptions) and run.strategy.static_graph
     if batch.accumulate > 1 and is_static:
-        message = "torch keeps no static graph over the micro-steps of an accumulation (2.13)"
+        message = "torch 2.13 does not support a static graph with gradient accumulation"
         yield checked.error("strategy.static_graph", message, "strategy.static_graph=false")
-    # The length of other data is read later.
+    # Any other dataset reports its length after it was built.
     n_samples = data.num_samples if isinstance(data, DummyTextConfig) else None
     if run.task != "fit":
         return

@@ -1,4 +1,7 @@
-"""From the command line to the job: compose, check, and only then let Hydra write anything."""
+"""Runs the command line of every command: parses, composes, checks, and starts the job.
+
+Nothing is written before the config was checked. See `main`.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,18 @@ from yaml import YAMLError
 
 from gptrain.checkpoints.status import write_status
 from gptrain.config.check import check_config
-from gptrain.config.compose import compose_and_explain, line_of, open_hydra, parse, plain
+from gptrain.config.compose import compose_and_explain, open_hydra, plain, resolved
 from gptrain.config.from_run import expand
-from gptrain.config.preflight import check_machine, check_place
+from gptrain.config.overrides import line_of, parse
+from gptrain.config.preflight import check_machine, check_paths
 from gptrain.config.study import continue_study
 from gptrain.config.sweep import (
+    LOG_LEVELS,
     find_finished,
     job_options,
-    keep_typed,
     report_finished,
     report_sweep,
+    save_overrides,
 )
 from gptrain.config.values import read_config
 from gptrain.core import errors, labels, locations, shell
@@ -50,8 +55,11 @@ from gptrain.core.schema import RunConfig
 from gptrain.runtime.process import reserve_gpus, stop_idle_spinning, this_process
 from gptrain.runtime.streams import flush_output, prepare_streams
 
-LINGER_S = 10.0  # ranks start within seconds of each other
-Job = Callable[[Any], "float | None"]  # takes the config, of the command's own type
+# Seconds that a rank other than 0 waits before it exits with an error of the config. All ranks of a
+# launcher start within these seconds, so rank 0 can print the error before the launcher kills it.
+LINGER_S = 10.0
+# Function of the typed config that returns the value of `objective`, if the job has one.
+Job = Callable[[Any], "float | None"]
 
 
 def main(
@@ -61,15 +69,18 @@ def main(
     usage: str | None = None,
     conf: str | Path | None = None,
 ) -> NoReturn:
-    """Runs `job` under Hydra, once or once per job of a sweep, and exits with its code.
+    """Run a job with the command line `sys.argv`, and exit with its exit code.
 
-    A wrong command is answered before Hydra makes a folder: it is composed and checked here
-    first. Only rank 0 speaks, and keeps Hydra's files and log.
+    The job runs once, or once per job of a sweep, under Hydra. The config is composed and checked
+    before Hydra creates a folder. Only rank 0 prints errors and warnings, and only rank 0 writes
+    Hydra's files and its log.
 
     Args:
-        schema: of the run; a command's own keys are in a class that inherits from it.
-        defaults: of those keys.   usage: with which --help begins.
-        conf: the project's folder of yaml; None: that of the project in which the command is typed.
+        job: Function that gets the typed config. In a sweep it returns the value of `objective`.
+        schema: Type of the config. A command with additional keys passes a subclass of RunConfig.
+        defaults: Default values of the additional keys.
+        usage: Text with which `--help` begins.
+        conf: Path of the project's conf/ folder. None finds the project from the working directory.
     """
     prepare_streams(schema.runs_here)
     stop_idle_spinning()
@@ -78,7 +89,7 @@ def main(
     output_code = flush_output()
     code = code or output_code
     if code == errors.BAD_CONFIG and _rank() > 0:
-        time.sleep(LINGER_S)  # a launcher that sees this rank fail ends rank 0, which has to speak
+        time.sleep(LINGER_S)  # a launcher kills rank 0 when another rank exits with an error
     sys.exit(code)
 
 
@@ -89,7 +100,15 @@ def run_command(
     defaults: Mapping[str, Any] | None = None,
     usage: str | None = None,
 ) -> int:
-    """The exit code of a command line, after it has run or was refused."""
+    """Run a command line and return its exit code. Errors are printed and not raised.
+
+    Args:
+        job: As in `main`.
+        argv: Words of the command line, without the name of the program.
+        schema: As in `main`.
+        defaults: As in `main`.
+        usage: As in `main`.
+    """
     try:
         args = parse_command(argv)
         if args.help:
@@ -108,35 +127,42 @@ def run_command(
             with open_hydra() as hydra:
                 hydra.show_cfg("train", overrides, args.cfg, package=None)
             return errors.DONE
-        sweep, searched = None, []
+        sweep = None
+        search_path = []
         if args.multirun:
-            parsed, first = check_sweep(overrides)
-            sweep = Path(first.hydra.sweep.dir)
-            searched = [word for word in overrides if word.startswith("hydra.searchpath=")]
-            overrides += [*job_options(parsed, first), *continue_study(first)]
+            parsed, cfg = check_sweep(overrides)
+            sweep = Path(cfg.hydra.sweep.dir)
+            search_path = [word for word in overrides if word.startswith("hydra.searchpath=")]
+            log_levels = [key for key in LOG_LEVELS if OmegaConf.select(cfg, key)]
+            overrides += [*job_options(parsed, log_levels), *_continue_study(cfg)]
         else:
-            cfg, found = first, _ = compose_and_explain(overrides)
+            cfg, problems = compose_and_explain(overrides)
             if cfg.hydra.mode == RunMode.MULTIRUN:
-                found.append(ConfigIssue("hydra.mode", "MULTIRUN", "no sweep", hint="-m"))
+                message = "only -m starts a sweep"
+                problems.append(ConfigIssue("hydra.mode", "MULTIRUN", message, hint="-m"))
             HydraConfig.instance().set_config(cfg)  # for references to Hydra's own node
             folder = OmegaConf.select(cfg, "hydra.run.dir", throw_on_resolution_failure=False)
-            run, warnings = check(cfg, schema, found, folder)
+            run, warnings = check(cfg, schema, problems, folder)
             _print(warnings)
-            if not schema.runs_here:  # nor writes: without Hydra, which would make a folder
+            if not schema.runs_here:  # Hydra would create a run folder, so it does not run the job
                 job(run)
                 return errors.DONE
         if _rank() > 0:
             overrides.append("++hydra.job_logging.root={level:ERROR,handlers:[]}")
-        code = _run(job, overrides, schema, sweep, debug=bool(first.get("debug")))
+        code = _run(job, overrides, schema, sweep, debug=bool(cfg.get("debug")))
         if sweep:
-            report_sweep(sweep, searched)
+            report_sweep(sweep, search_path)
         return code
     except (Exception, KeyboardInterrupt) as error:
-        return _end(error, asks_for_tracebacks(argv))[0]
+        code, _ = _report(error, asks_for_tracebacks(argv))
+        return code
 
 
 def asks_for_tracebacks(words: Iterable[str]) -> bool:
-    """Return whether the last `debug=...` among the words of a command line is true."""
+    """Return whether the last `debug=...` of a command line is `debug=true`.
+
+    The words are read as text, because the config may be what cannot be composed.
+    """
     pairs = [word.lstrip("+").partition("=") for word in words]
     values = [value.lower() for key, _, value in pairs if key == "debug"]
     return values[-1:] == ["true"]
@@ -145,38 +171,57 @@ def asks_for_tracebacks(words: Iterable[str]) -> bool:
 def check(
     cfg: DictConfig,
     schema: type[RunConfig] = RunConfig,
-    found: Sequence[ConfigIssue] = (),
+    known_problems: Sequence[ConfigIssue] = (),
     folder: str | None = None,
 ) -> tuple[RunConfig, list[str]]:
-    """Check a composed config and return it typed, with one line for each warning.
+    """Check a composed config and return the typed config and one line for each warning.
+
+    The checks of this machine, its folders and its files are skipped if `schema.runs_here` is
+    False. The checks of its devices import torch.
 
     Args:
+        cfg: Composed config.
         schema: Type of the config.
-        found: Problems that are known already.
-        folder: Folder of the job. Defaults to its run_dir.
+        known_problems: Problems that were found while the config was composed.
+        folder: Folder into which the job will write. Defaults to `run_dir`.
 
     Raises:
-        ConfigError: If the config cannot run, with every problem.
+        ConfigError: If the config has errors. It contains all of them, and the warnings.
     """
-    checked = check_config(cfg, schema)
-    if schema.runs_here and checked.values and not found:
-        checked.add(check_place(checked, folder or checked.run.run_dir or ""))
-        if not checked.errors:  # importing torch is worth its time now
+    try:
+        values = resolved(cfg)
+    except ConfigError as error:
+        raise ConfigError([*known_problems, *error.problems]) from error
+    checked = check_config(values, schema)
+    if schema.runs_here and not known_problems:
+        checked.add(check_paths(checked, folder or checked.run.run_dir or ""))
+        if not checked.errors:  # check_machine imports torch, which takes seconds
             checked.add(check_machine(checked))
-    all_found = [*found, *checked.problems]
-    if any(problem.code for problem in all_found):
-        raise ConfigError(all_found)
-    return checked.run, [problem.line for problem in all_found]
+    problems = [*known_problems, *checked.problems]
+    if any(problem.code for problem in problems):
+        raise ConfigError(problems)
+    return checked.run, [problem.line for problem in problems]
 
 
-def typed(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunConfig:
-    """Return the typed config of a job that was checked, with the folder that Hydra made for it."""
+def typed_config(cfg: DictConfig, schema: type[RunConfig], folder: str) -> RunConfig:
+    """Return the typed config of a job whose config was checked.
+
+    Args:
+        cfg: Composed config of the job.
+        schema: Type of the config.
+        folder: Folder that Hydra created for the job. It replaces the value of `run_dir`.
+    """
     run, _ = read_config(plain(cfg, resolve=True), schema)
     return run.changed({"run_dir": str(Path(folder))})
 
 
 def check_environment() -> None:
-    """Raises: ConfigError where variables name no folder, or those of a launcher are no numbers."""
+    """Check the environment variables that gptrain and the launchers set.
+
+    Raises:
+        ConfigError: If GPTRAIN_CONF is not a folder, or the variables of a launcher are incomplete
+            or not numbers.
+    """
     if (conf := locations.find_conf()) and not conf.is_dir():
         raise ConfigError.of(locations.VARIABLE, conf, "no such folder")
     try:
@@ -187,28 +232,36 @@ def check_environment() -> None:
 
 
 def check_sweep(overrides: list[str]) -> tuple[list[Override], DictConfig]:
-    """Overrides, and the config of the first job; each is checked as it starts.
+    """Return the parsed overrides of a sweep and the composed config of its first job.
 
-    Raises: ConfigError.
+    Only the overrides are checked here. The config of each job is checked when the job starts.
+
+    Raises:
+        ConfigError: If an override cannot be parsed or does not fit, or a launcher started this
+            process as one of several ranks.
     """
     parsed, unreadable = parse(overrides)
     if this_process().is_rank:
         message = "a sweep cannot run inside the ranks of a launcher"
-        attempt = f"{shell.train_command('-m')} ... trainer.devices=<n>"
-        raise ConfigError.of("-m", None, message, hint=attempt)
-    known = (one for one in parsed if not isinstance(one.value(), Glob))  # which Hydra looks up
-    cfg, unfit = compose_and_explain([_first_value(one) for one in known])
-    if unreadable or unfit:
-        raise ConfigError([*unreadable, *unfit])
+        hint = f"{shell.train_command('-m')} ... trainer.devices=<n>"
+        raise ConfigError.of("-m", None, message, hint=hint)
+    # Hydra expands glob(...) when it starts the sweep, so its first value is not known here.
+    known = [override for override in parsed if not isinstance(override.value(), Glob)]
+    cfg, refused = compose_and_explain([_first_job_override(override) for override in known])
+    if unreadable or refused:
+        raise ConfigError([*unreadable, *refused])
     return parsed, cfg
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
-    """Flags and overrides, in any order. Raises: ConfigError for a flag that does not exist."""
-    spec = sys.modules["__main__"].__spec__  # None of a script
-    typed = ("-m", spec.parent) if spec and spec.parent else (locations.train_script(),)
-    program = shell.command("python", *typed)
-    parser = Parser(program, add_help=False, allow_abbrev=False)
+    """Parse flags and overrides, which may stand in any order.
+
+    Raises:
+        ConfigError: If a flag is unknown, or the folder of `--config-dir` does not exist.
+    """
+    spec = sys.modules["__main__"].__spec__  # None if the program is a script
+    program = ("-m", spec.parent) if spec and spec.parent else (locations.train_script(),)
+    parser = Parser(shell.command("python", *program), add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--multirun", "-m", action="store_true")
@@ -221,9 +274,15 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
 
 
 def compose_command(overrides: list[str]) -> DictConfig:
-    """The config that these overrides compose, those of from_run first, without Hydra's node.
+    """Compose the config of a command line, without Hydra's own node and without checks.
 
-    Raises: ConfigError, or what Hydra raises.
+    Args:
+        overrides: Words of the command line. If one is `from_run=<folder>`, the overrides of that
+            run come first.
+
+    Raises:
+        ConfigError: If the run in `from_run` cannot be read, or has overrides that are refused.
+        HydraException: If an override does not fit.
     """
     lines = expand(overrides)
     with open_hydra():
@@ -231,7 +290,11 @@ def compose_command(overrides: list[str]) -> DictConfig:
 
 
 def help_text(usage: str | None) -> str:
-    """What to type, every choice of every group, and where the keys are."""
+    """Return the text of `--help`: usage, all choices of all config groups, and the flags.
+
+    Args:
+        usage: First paragraph of the text.
+    """
     choices: dict[str, set[str]] = {}
     for conf in filter(None, (locations.find_conf(), locations.LIBRARY / "conf")):
         for file in conf.glob("*/*.yaml"):
@@ -255,62 +318,86 @@ def _run(
     """Let Hydra run the job, or the jobs of a sweep, and return the first exit code that is not 0.
 
     Args:
+        job: Function that gets the typed config.
+        overrides: Overrides of the command line.
+        schema: Type of the config.
         sweep: Folder of the sweep. None for a single run.
         debug: Whether to print the traceback of an error outside a job (of a sweeper or launcher).
     """
     codes: list[int] = []
 
-    def attempt(cfg: DictConfig) -> float | None:
-        """Runs one job; a search, and the launcher of another process, is told of its failure."""
+    def run_job(cfg: DictConfig) -> float | None:
+        """Run one job and return its objective, or None after an error that was printed.
+
+        Raises:
+            JobFailedError: If a job fails that a search or a launcher of other processes started.
+                A basic sweep runs its next job instead.
+            SystemExit: If the job was interrupted or preempted, which ends the sweep.
+        """
         node: Any = HydraConfig.get()
+        folder = Path(node.runtime.output_dir)
+        words: Any = OmegaConf.to_container(node.overrides.task)
         try:
             if sweep:
-                gc.collect()  # the net of the job before, in cycles that no small collection finds
-                locations.enter()  # it may be a process of another machine
+                gc.collect()  # frees the net of the previous job, which is part of cycles
+                locations.enter()  # the job may run in a process on another machine
                 print(labels.line(f"job {node.job.num}", node.job.override_dirname), flush=True)
-                if finished := find_finished(node):
+                if finished := find_finished(folder, words):
                     codes.append(errors.DONE)
                     return report_finished(finished, cfg.objective)
                 reserve_gpus(cfg.trainer.devices)
-                _print(check(cfg, schema, folder=node.runtime.output_dir)[1])
-            value = job(typed(cfg, schema, node.runtime.output_dir))
+                _, warnings = check(cfg, schema, folder=str(folder))
+                _print(warnings)
+            value = job(typed_config(cfg, schema, str(folder)))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            code, said = _end(error, bool(cfg.get("debug")))
+            code, message = _report(error, bool(cfg.get("debug")))
             codes.append(code)
             if isinstance(error, (ConfigError, ModuleNotFoundError)) and _rank() == 0:
-                with suppress(OSError):  # somebody's files are there, or others log into it
-                    Path(node.runtime.output_dir).rmdir()  # made by Hydra
+                with suppress(OSError):  # the folder is not empty: keep it
+                    folder.rmdir()  # Hydra created the folder for this job
                     if sweep:
-                        folder = keep_typed(node)
-                        write_status(folder, cause="refused", exit_code=code, message=said)
+                        save_overrides(folder, words)
+                        write_status(folder, cause="refused", exit_code=code, message=message)
             if sweep and errors.exit_code(code).ends_sweep:
-                raise SystemExit from error  # Hydra keeps an Exception, and runs the next job
-            kinds = [one["_target_"].rpartition(".")[2] for one in (node.sweeper, node.launcher)]
+                raise SystemExit from error  # after an Exception, Hydra would run the next job
+            kinds = [part["_target_"].rpartition(".")[2] for part in (node.sweeper, node.launcher)]
             if sweep and code and kinds != ["BasicSweeper", "BasicLauncher"]:
-                raise JobFailedError(
-                    code, said
-                ) from error  # a basic sweep would lose the jobs to come
+                raise JobFailedError(code, message) from error
             return None
         codes.append(errors.DONE)
         return value
 
     try:
-        with open_hydra() as hydra:  # not by hydra.main, which composes once more
-            (hydra.multirun if sweep else hydra.run)("train", attempt, overrides)
+        with open_hydra() as hydra:  # hydra.main would compose the config a second time
+            start = hydra.multirun if sweep else hydra.run
+            start("train", run_job, overrides)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         if not any(codes):
-            codes.append(_end(error, debug)[0])
-            if isinstance(error, JobFailedError):  # it was told in another process
+            code, _ = _report(error, debug)
+            codes.append(code)
+            if isinstance(error, JobFailedError):  # the job printed the error in another process
                 _print([first_line(error)])
     return next(filter(None, codes), errors.DONE)
 
 
-def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
-    """Return the exit code and the error message of what a command or its job raised.
+def _continue_study(cfg: DictConfig) -> list[str]:
+    """Return the overrides by which a search continues its study, see `continue_study`."""
+    storage, study_name, seed = (
+        OmegaConf.select(cfg, f"hydra.sweeper.{key}", throw_on_missing=False)
+        for key in ("storage", "study_name", "sampler.seed")
+    )
+    return continue_study(storage, study_name, seed)
 
-    The message of a JobFailedError has been printed already. Every other message is printed on
-    stderr,
-    and reported to `gptrain.fit` if that started this process.
+
+def _report(error: BaseException, debug: bool = False) -> tuple[int, str]:
+    """Print the error of a command or its job, and return its exit code and message.
+
+    The message of a JobFailedError has been printed by the job. Every other message is printed on
+    stderr, and passed to `gptrain.fit` if that started this process.
+
+    Args:
+        error: Exception that the command or the job raised.
+        debug: Whether to print the traceback.
     """
     if isinstance(error, JobFailedError):
         return error.code, str(error)
@@ -329,24 +416,28 @@ def _end(error: BaseException, debug: bool = False) -> tuple[int, str]:
     return ending.code, ending.line
 
 
-def _first_value(one: Override) -> str:
-    """An override of a sweep with the first of its values."""
-    if not one.is_sweep_override():
-        return line_of(one)
-    sweep = one.value()
-    first = sweep.start if isinstance(sweep, IntervalSweep) else next(one.sweep_string_iterator())
-    return f"{line_of(one).partition('=')[0]}={first}"
+def _first_job_override(override: Override) -> str:
+    """Return the override that the first job of a sweep gets."""
+    if not override.is_sweep_override():
+        return line_of(override)
+    sweep = override.value()
+    is_interval = isinstance(sweep, IntervalSweep)
+    first = sweep.start if is_interval else next(override.sweep_string_iterator())
+    return f"{line_of(override).partition('=')[0]}={first}"
 
 
 def _print(lines: Iterable[object]) -> None:
-    """Prints on stderr, once per job and not once per rank."""
+    """Print each different line once on stderr, on rank 0 only."""
     if _rank() == 0:
         for line in dict.fromkeys(lines):
             print(line, file=sys.stderr, flush=True)
 
 
 def _rank() -> int:
-    """This process's rank; 0 where the launcher's environment cannot be read, which is told."""
+    """Return the rank of this process, or 0 if the variables of the launcher are damaged.
+
+    `check_environment` reports damaged variables.
+    """
     try:
         return this_process().rank
     except (ValueError, KeyError):

@@ -26,8 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gptrain.checkpoints.signature import read_signed_record
-from gptrain.config.compose import compose_and_explain, line_of, parse
+from gptrain.config.compose import compose_and_explain
 from gptrain.config.outside import allowed_roots, find_outside
+from gptrain.config.overrides import line_of, parse
 from gptrain.config.values import walk
 from gptrain.core import locations
 from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, ConfigIssue, show

@@ -1,11 +1,9 @@
-"""An Optuna study that is kept in a database, so that a search can be interrupted and continued."""
+"""Optuna studies in a database, by which an interrupted hyper-parameter search is continued."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 from importlib.util import find_spec
-
-from omegaconf import DictConfig, OmegaConf
 
 from gptrain.core import labels
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, first_line
@@ -13,22 +11,23 @@ from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError, first_line
 STORAGE = "hydra.sweeper.storage"
 
 
-def continue_study(cfg: DictConfig) -> list[str]:
-    """Return the overrides by which a search continues the study of `hydra.sweeper.storage`.
+def continue_study(storage: object, study_name: object, seed: object) -> list[str]:
+    """Return the overrides by which a search continues a study that has trials already.
 
     A sampler with a fixed seed would draw the points of the first start again. The number of trials
-    that the study already has is therefore added to the seed.
+    in the study is therefore added to the seed. Returns no override if the sweep has no storage,
+    the sampler has no integer seed, or optuna is not installed. Prints a line if the study
+    continues.
 
     Args:
-        cfg: Config of the first job, with Hydra's node.
+        storage: Value of `hydra.sweeper.storage`, the URL of the database. None for other sweepers.
+        study_name: Value of `hydra.sweeper.study_name`.
+        seed: Value of `hydra.sweeper.sampler.seed`.
 
     Raises:
-        ConfigError: If the installed packages cannot keep a study, or the storage cannot be opened.
+        ConfigError: If the installed packages cannot store a study, or the storage cannot be
+            opened.
     """
-    storage, name, seed = (
-        OmegaConf.select(cfg, key, throw_on_missing=False)
-        for key in (STORAGE, "hydra.sweeper.study_name", "hydra.sweeper.sampler.seed")
-    )
     if not isinstance(storage, str) or not find_spec("optuna"):
         return []
     check_versions(storage)
@@ -41,18 +40,22 @@ def continue_study(cfg: DictConfig) -> list[str]:
     except SQLAlchemyError as error:
         message = f"cannot be opened: {first_line(error)}"
         raise ConfigError.of(STORAGE, storage, message, code=INPUT_NOT_FOUND) from error
-    n_trials = sum(study.n_trials for study in studies if study.study_name == name)
+    n_trials = sum(study.n_trials for study in studies if study.study_name == study_name)
     if not n_trials or not isinstance(seed, int):
         return []
-    print(labels.line("study", f"{name}: continues after {n_trials} trials"))
+    print(labels.line("study", f"{study_name}: continues after {n_trials} trials"))
     return [f"hydra.sweeper.sampler.seed={seed + n_trials}"]
 
 
 def check_versions(storage: str) -> None:
-    """Check that the installed SQLAlchemy can keep a study of the installed optuna.
+    """Check that the installed SQLAlchemy can store a study of the installed optuna.
 
     optuna 2, which Hydra's sweeper needs, relies on the automatic commit of SQLAlchemy 1. With
-    SQLAlchemy 2 the study is lost before its first trial, and optuna raises a bare AssertionError.
+    SQLAlchemy 2 the study is not saved before its first trial, and optuna raises an AssertionError
+    without a message.
+
+    Args:
+        storage: URL of the database, for the error message.
 
     Raises:
         ConfigError: If optuna 2 and SQLAlchemy 2 or newer are installed.
@@ -61,5 +64,6 @@ def check_versions(storage: str) -> None:
     majors = [int(number.partition(".")[0]) for number in numbers.values()]
     if majors[0] < 3 and majors[1] > 1:
         pair = " with ".join(f"{name} {number}" for name, number in numbers.items())
-        message, hint = f"{pair} cannot keep a study", 'pip install "sqlalchemy<2" "alembic<1.20"'
+        message = f"{pair} cannot store a study"
+        hint = 'pip install "sqlalchemy<2" "alembic<1.20"'
         raise ConfigError.of(STORAGE, storage, message, hint=hint)

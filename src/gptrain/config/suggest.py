@@ -1,4 +1,4 @@
-"""Suggestions for a mistyped option: the nearest name, and the same option of another project."""
+"""Suggestions for a misspelt option: the most similar name, or gptrain's name for an alias."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-# Pattern of an option's name in Lightning, nanoGPT or Hugging Face -> the override to type here.
+# Override that replaces an option of Lightning, nanoGPT or Hugging Face, by a pattern of its name.
 OPTION_ALIASES = {
     "trainer.logger": "logger=csv",
     "trainer.callbacks": "callbacks=default",
@@ -22,13 +22,24 @@ OPTION_ALIASES = {
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that is most similar to a word, or None if none is similar enough."""
+    """Return the name that is most similar to a word, or None if none is similar enough.
+
+    Args:
+        word: Misspelt name.
+        names: Names to choose from.
+        cutoff: Least similarity of a match between 0 and 1, as in `difflib.get_close_matches`.
+    """
     matches = get_close_matches(word[:100].lower(), list(map(str, names)), 1, cutoff)
     return matches[0] if matches else None
 
 
 def find_alias(key: str, value: str) -> str | None:
-    """Return the override to type in place of another project's option, or None if none fits."""
+    """Return gptrain's override for an option of another project, or None for an unknown option.
+
+    Args:
+        key: Name of the option.
+        value: Value of the option, which is inserted into the override.
+    """
     for pattern, override in OPTION_ALIASES.items():
         if fnmatchcase(key, pattern):
             return override.format(value=value or "<value>")
@@ -38,14 +49,18 @@ def find_alias(key: str, value: str) -> str | None:
 def nearest_key(key: str, known: Iterable[str]) -> str | None:
     """Return the known key that is most similar to a key, or None.
 
-    A key of the same group is preferred. Of several keys with the same last name the shortest is
-    returned.
+    A key of the same group is preferred. If several keys have the same last part, the one with the
+    fewest parts is returned.
+
+    Args:
+        key: Misspelt dotted key.
+        known: Dotted keys of the config.
     """
     group, _, leaf = key.rpartition(".")
     every = sorted(known, key=lambda name: (name.count("."), name), reverse=True)
     own = [name for name in every if name.rpartition(".")[0] == group]
     for names, cutoff in ((own, 0.6), (every, 0.8)):
-        leaves = {name.rpartition(".")[2]: name for name in names}  # the shortest name comes last
+        leaves = {name.rpartition(".")[2]: name for name in names}
         if near := nearest(leaf, leaves, cutoff):
             return leaves[near]
     return None

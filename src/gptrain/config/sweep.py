@@ -1,6 +1,6 @@
-"""A sweep as a person sees it: a line where a job begins, and a table of all at the end.
+"""Output of a sweep: one line per job, and a table of all jobs at the end.
 
-All that a job says is in its train.log; warnings and errors are shown in full.
+The terminal shows warnings and errors of a job. The complete output of a job is in its train.log.
 """
 
 from __future__ import annotations
@@ -11,85 +11,115 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from gptrain.checkpoints import fileops
-from gptrain.config.compose import line_of, parse
 from gptrain.config.from_run import is_left_out, typed_again
+from gptrain.config.overrides import line_of, parse
 from gptrain.core import labels
 from gptrain.core.shell import override, train_command
 from gptrain.runs.folder import MALFORMED_FILE_ERRORS, OVERRIDES, RunRecord, read_run, read_runs
 from gptrain.runs.table import is_same_value, rank_runs, table, text_table
 
 LENGTHS = ("trainer.max_steps", "trainer.max_epochs", "max_tokens")
-LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
+LOG_LEVELS = ("hydra.job_logging.handlers.console.level", "hydra.hydra_logging.root.level")
 
 
-def job_options(typed: Sequence[Override], first: DictConfig) -> list[str]:
-    """Overrides by which jobs are named by what varies alone, and say no more than warnings.
+def job_options(overrides: Sequence[Override], log_levels: Sequence[str]) -> list[str]:
+    """Return overrides of Hydra that name the jobs of a sweep and make their log quiet.
+
+    The name of a job shows only the keys that the sweep varies.
 
     Args:
-        first: the config of the first job.
+        overrides: All overrides of the sweep.
+        log_levels: Keys of log levels that become WARNING, of LOG_LEVELS.
     """
-    same = [one.key_or_group for one in typed if not one.is_sweep_override()]
-    quiet = [f"{key}=WARNING" for key in LEVELS if OmegaConf.select(first, key)]
-    return [f"hydra.job.config.override_dirname.exclude_keys={same}", *quiet]
+    constant = [override.key_or_group for override in overrides if not override.is_sweep_override()]
+    quiet = [f"{key}=WARNING" for key in log_levels]
+    return [f"hydra.job.config.override_dirname.exclude_keys={constant}", *quiet]
 
 
-def keep_typed(node: DictConfig) -> Path:
-    """Make the folder of a job that trains nothing, keep its overrides in it, and return it."""
-    folder = Path(node.runtime.output_dir)
+def save_overrides(folder: Path, words: list[str]) -> None:
+    """Create the folder of a refused job and write its overrides to .hydra/overrides.yaml.
+
+    The table of the sweep finds the job by this file.
+
+    Args:
+        folder: Folder of the job, which must not contain .hydra.
+        words: Overrides of the job.
+
+    Raises:
+        OSError: If .hydra exists or the folder cannot be written.
+    """
     (folder / OVERRIDES).parent.mkdir(parents=True)
-    fileops.replace(folder / OVERRIDES, OmegaConf.to_yaml(node.overrides.task).encode())
-    return folder
+    fileops.replace(folder / OVERRIDES, OmegaConf.to_yaml(words).encode())
 
 
-def find_finished(node: DictConfig) -> RunRecord | None:
-    """Return the run in a job's own folder, if it is done and reached what this job asks for.
+def find_finished(folder: Path, words: Sequence[str]) -> RunRecord | None:
+    """Return the finished run in the folder of a job, or None if the job has to run.
 
-    A sweep that is typed again in its folder asks for jobs that have run. One that was continued
-    since is longer than it is asked to be, and done. One that is to be longer is not done.
+    The run counts as finished if it is done, has the same overrides as the job, and is at least as
+    long as the job. So a sweep that is started again in its folder skips its finished jobs.
+
+    Args:
+        folder: Folder of the job.
+        words: Overrides of the job.
     """
     try:
-        run = read_run(Path(node.runtime.output_dir))
-    except MALFORMED_FILE_ERRORS:
-        # There is no run, or its files cannot be read: the checks of the job report that.
+        run = read_run(folder)
+    except (
+        MALFORMED_FILE_ERRORS
+    ):  # there is no run, or its files are damaged, which the checks of the job report
         return None
-    then, now = _identity(run.overrides), _identity(node.overrides.task)
+    before, now = _identity(run.overrides), _identity(words)
     is_same = all(
-        is_same_value(then.get(key), now.get(key))
-        or (key in LENGTHS and _reaches(then[key], now[key]))
-        for key in then.keys() | now.keys()
+        is_same_value(before.get(key), now.get(key))
+        or (key in LENGTHS and _reaches(before.get(key), now.get(key)))
+        for key in before.keys() | now.keys()
     )
     return run if run.is_done and is_same else None
 
 
 def _identity(words: Sequence[str]) -> dict[str, str]:
-    """Key -> value of the overrides that say which run it is: not where it lies or starts from."""
-    pairs = (line_of(one).partition("=") for one in parse(list(words))[0] if not is_left_out(one))
+    """Return key and value of the overrides that do not merely name folders or a checkpoint."""
+    parsed, _ = parse(list(words))
+    lines = (line_of(override) for override in parsed if not is_left_out(override))
+    pairs = (line.partition("=") for line in lines)
     return {key.lstrip("+"): value for key, _, value in pairs}
 
 
-def _reaches(then: str | None, now: str | None) -> bool:
-    """Whether a run of one length is at least as long as another, both as typed."""
+def _reaches(length: str | None, needed: str | None) -> bool:
+    """Return whether one value of a key in LENGTHS is at least as large as another one.
+
+    False if one of the two is missing or not a positive number.
+    """
     try:
-        return float(then or "") >= float(now or "") > 0
+        return float(length or "") >= float(needed or "") > 0
     except ValueError:
         return False
 
 
 def report_finished(run: RunRecord, objective: str) -> float | None:
-    """Print that a job of this sweep was finished before, and return its objective."""
-    text = f"{run.path.name}: finished before, its result is read"
+    """Print that a job is skipped, and return the metric that the sweep optimizes.
+
+    Args:
+        run: Finished run in the folder of the job.
+        objective: Name of the metric. None is returned if the run has no such metric.
+    """
+    text = f"{run.path.name}: finished earlier, its result is reused"
     print(labels.line("done", text), flush=True)
     return run.metrics.get(objective)
 
 
-def report_sweep(folder: Path, searched: Sequence[str] = ()) -> None:
-    """Print the table of all jobs, the best first, and write results.csv.
+def report_sweep(folder: Path, search_path: Sequence[str] = ()) -> None:
+    """Print the table of all jobs, the best first, and write it to results.csv.
+
+    The last line is a command that trains the best job for twice as long. Does nothing if the
+    folder has no runs.
 
     Args:
-        searched: Overrides that name where choices are looked up; `next` has to repeat them.
+        folder: Folder of the sweep.
+        search_path: Overrides of `hydra.searchpath`, which that command has to repeat.
 
     Raises:
         OSError: If results.csv cannot be written.
@@ -97,21 +127,24 @@ def report_sweep(folder: Path, searched: Sequence[str] = ()) -> None:
     if runs := read_runs([folder]):
         metric, runs = rank_runs(runs)
         print(f"\n{text_table(runs, metric)}")
-        every = sorted({name for run in runs for name in run.metrics})
+        names = sorted({name for run in runs for name in run.metrics})
         with open(folder / "results.csv", "w", newline="") as file:
-            csv.writer(file).writerows(table(runs, every))
+            csv.writer(file).writerows(table(runs, names))
         print(labels.line("results", folder / "results.csv"), flush=True)
         if metric in runs[0].metrics:
             best = runs[0]
             words = [override(key, best.path) for key in ("from_run", "run_dir")]
             words += ["ckpt_path=last", twice_as_long(best)]
-            words += typed_again([*searched, *best.overrides], best.path)
-            text = f"the best goes on: {train_command(*words)}"
+            words += typed_again([*search_path, *best.overrides], best.path)
+            text = f"resume the best job: {train_command(*words)}"
             print(labels.line("next", text), flush=True)
 
 
 def twice_as_long(run: RunRecord) -> str:
-    """Return the override that doubles a run's length, by the limit that ended the run."""
+    """Return the override that doubles the length of a run.
+
+    The key is the limit that ended the run, or `trainer.max_steps` if the run ended otherwise.
+    """
     limit = re.fullmatch(r"(trainer\.max_steps|trainer\.max_epochs|max_tokens)=(.+)", run.detail)
     if run.ended.endswith(" done") and limit:
         return f"{limit[1]}={2 * float(limit[2]):.15g}"

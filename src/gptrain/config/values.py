@@ -1,4 +1,7 @@
-"""Each value that is wrong by itself: a config held against the types of its keys."""
+"""Validates each value of a config against the type of its key, and returns the typed config.
+
+Rules about several values are in `gptrain.config.check`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ from gptrain.core.shell import command
 from gptrain.core.strategies import STRATEGIES, options_type
 from gptrain.core.value_types import Section
 
-OF_HYDRA = {"_args_", "_recursive_", "_convert_", "_partial_"}  # in any node with a _target_
-CLASS = r"[^\W\d]\w*(\.\w+)+"
-SHORTER = {
+# Keys of Hydra that any node with a _target_ may have.
+HYDRA_KEYS = {"_args_", "_recursive_", "_convert_", "_partial_"}
+DOTTED_NAME = r"[^\W\d]\w*(\.\w+)+"
+# Phrases of pydantic's messages, and what is printed instead.
+PHRASES = {
     "greater than or equal to": ">=",
     "less than or equal to": "<=",
     "greater than": ">",
@@ -34,26 +39,28 @@ SHORTER = {
 def read_config(
     values: dict[str, Any], schema: type[RunConfig] = RunConfig
 ) -> tuple[RunConfig, list[ConfigIssue]]:
-    """Return the typed config and a problem for each value that is wrong by itself.
-
-    If there is a problem, the values that are wrong or missing are None in the returned config, so
-    that rules about other keys can still be applied.
+    """Validate a config.
 
     Args:
-        values: The config as nested dicts and lists, with all references resolved.
+        values: Config as nested dicts and lists, with all references resolved.
         schema: Type of the config.
+
+    Returns:
+        The typed config, and a problem for each invalid value, missing key and unknown key. If
+        there are problems, invalid and missing values are None in the typed config, so that rules
+        about other keys can still be applied.
     """
     flat = dict(walk(values))
     problems = list(_find_wrong_values(values, flat, schema))
     if problems:
-        message = {problem.key for problem in problems}
-        return _construct(schema, values, "", flat, message), problems
+        wrong_keys = {problem.key for problem in problems}
+        return _construct(schema, values, "", flat, wrong_keys), problems
     typed = dict(values)
     for group, field in schema.model_fields.items():
         base, node = _section_in(field.annotation), values.get(group)
         if base is None or not isinstance(node, dict) or not node:
             continue
-        if typing.get_origin(field.annotation) is dict:  # callbacks and loggers, by name
+        if typing.get_origin(field.annotation) is dict:  # callbacks and loggers have a name each
             typed[group] = {
                 name: item and _section_type(f"{group}.{name}", base, flat).model_validate(item)
                 for name, item in node.items()
@@ -66,25 +73,30 @@ def read_config(
 def _find_wrong_values(
     values: dict[str, Any], flat: dict[str, Any], schema: type[RunConfig]
 ) -> Iterator[ConfigIssue]:
-    """Yield a problem for each wrong value, unknown key and missing key.
+    """Yield a problem for each invalid value, unknown key and missing key.
 
     A key may be reported twice: by the type of its class and by the type of its group.
+
+    Args:
+        values: Config as nested dicts and lists.
+        flat: Value of each dotted key of the config.
+        schema: Type of the config.
     """
     for place, node in flat.items():
         if not isinstance(node, dict):
             continue
         target = show(node.get("_target_", "a.class"))
-        if not re.fullmatch(CLASS, target) or target.split(".")[0] in sys.stdlib_module_names:
-            message = "not a dotted name of a class outside of Python's own library"
+        if not re.fullmatch(DOTTED_NAME, target) or target.split(".")[0] in sys.stdlib_module_names:
+            message = "not the dotted name of a class outside of Python's standard library"
             yield ConfigIssue(f"{place}._target_", target, message)
         elif section := _shipped_section(place, flat):
-            own = {key: value for key, value in node.items() if key not in OF_HYDRA}
+            own = {key: value for key, value in node.items() if key not in HYDRA_KEYS}
             yield from _judge(section, own, place, values)
     problems = _judge(schema, values, "", values)
     data = values.get("data")
     if schema.reads_data and isinstance(data, dict) and "_target_" in data:
-        message = "nothing reads a class for the whole data group, such as a LightningDataModule"
-        hint = "data.train._target_ and data.val._target_, each of a dataset"
+        message = "the data group has no class of its own, such as a LightningDataModule"
+        hint = "data.train._target_ and data.val._target_, a dataset each"
         yield ConfigIssue("data._target_", data["_target_"], message, hint=hint)
         missing = {f"data.{name}" for name in DataConfig.model_fields if name not in data}
         problems = (problem for problem in problems if problem.key not in missing)
@@ -92,27 +104,51 @@ def _find_wrong_values(
 
 
 def walk(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of all that is nested in a node, itself first."""
+    """Yield dotted key and value of a node and of everything inside it, in depth-first order.
+
+    Args:
+        node: Nested dicts and lists. An item of a list has its index as the last part of its key.
+        place: Dotted key of the node itself.
+    """
     yield place, node
-    is_list = isinstance(node, list)
-    for key, item in enumerate(node) if is_list else node.items() if isinstance(node, dict) else ():
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(node, dict):
+        items = node.items()
+    elif isinstance(node, list):
+        items = enumerate(node)
+    for key, item in items:
         yield from walk(item, f"{place}.{key}" if place else str(key))
 
 
 def targets(values: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Dotted key and node of all that has a `_target_`."""
-    return (one for one in walk(values) if isinstance(one[1], dict) and "_target_" in one[1])
+    """Yield dotted key and node of every node that has a `_target_`."""
+    for place, node in walk(values):
+        if isinstance(node, dict) and "_target_" in node:
+            yield place, node
 
 
 def unknown_choice(key: str, value: str, names: Iterable[str], group: str) -> ConfigIssue:
-    """Return the problem that a value is not among a key's choices, with the most similar one."""
+    """Return the problem of a value that is not among the choices of its key.
+
+    Args:
+        key: Dotted key.
+        value: Value that is not a choice.
+        names: Choices. The message suggests the most similar one.
+        group: Key to which the suggested choice is assigned.
+    """
     near = nearest(value, names)
-    words = "unknown" + (f', did you mean "{near}"?' if near else "")
-    return ConfigIssue(key, value, words, ", ".join(names), f"{group}={near}" if near else "")
+    message = "unknown" + (f', did you mean "{near}"?' if near else "")
+    return ConfigIssue(key, value, message, ", ".join(names), f"{group}={near}" if near else "")
 
 
 def unknown_key(key: str, value: Any, values: dict[str, Any]) -> ConfigIssue:
-    """Return the problem that nothing reads a key, with the key that may have been meant."""
+    """Return the problem of a key that nothing reads, with the most similar known key.
+
+    Args:
+        key: Unknown dotted key.
+        value: Value that was given to the key.
+        values: Config as nested dicts.
+    """
     group, _, leaf = key.rpartition(".")
     node = values.get(group) or {}
     siblings = [name for name in node if name != "_target_"] if isinstance(node, dict) else []
@@ -130,7 +166,11 @@ def unknown_key(key: str, value: Any, values: dict[str, Any]) -> ConfigIssue:
 
 
 def _shipped_section(place: str, flat: dict[str, Any]) -> type[Section] | None:
-    """Return the type of all keys of a node if the class that reads them ships with gptrain."""
+    """Return the type that knows all keys of the node at a place, or None.
+
+    There is such a type if the class in the node's `_target_` is listed in SHIPPED, the data group
+    is listed in DATA, or the node is the strategy group.
+    """
     if place == "strategy":
         return options_type(flat.get("strategy.name"))
     is_part = re.fullmatch(r"data\.parts\.[^.]+", place)
@@ -146,73 +186,101 @@ def _section_type(place: str, base: type[Section], flat: dict[str, Any]) -> type
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """Return the type of section that an annotation of a field contains, or None."""
+    """Return the section type in the annotation of a field, such as X in `dict[str, X | None]`.
+
+    Returns None if the annotation contains no section type.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
 
 
 def _construct(
-    section: type[Section], node: Any, place: str, flat: dict[str, Any], message: set[str]
+    section: type[Section], node: Any, place: str, flat: dict[str, Any], wrong_keys: set[str]
 ) -> Any:
-    """Return a section without validation, in which missing and wrong values are None."""
-    node, section = node if isinstance(node, dict) else {}, _section_type(place, section, flat)
-    made: dict[str, Any] = {}
+    """Return a section without validation, in which missing and invalid values are None.
+
+    Args:
+        section: Type of the section, or a base class of it.
+        node: Values of the section. Anything but a dict counts as an empty section.
+        place: Dotted key of the section, empty for the whole config.
+        flat: Value of each dotted key of the whole config.
+        wrong_keys: Dotted keys with invalid values.
+    """
+    if not isinstance(node, dict):
+        node = {}
+    section = _section_type(place, section, flat)
+    fields: dict[str, Any] = {}
     for name, field in section.model_fields.items():
-        key, kind = field.alias or name, _section_in(field.annotation)
+        key = field.alias or name
         inner = f"{place}.{key}" if place else key
-        value = None if inner in message else node.get(key, field.get_default())
-        if kind is None or (kind is not field.annotation and value is None):
-            made[key] = None if field.is_required() and key not in node else value
+        inner_section = _section_in(field.annotation)
+        value = None if inner in wrong_keys else node.get(key, field.get_default())
+        is_optional = inner_section is not field.annotation
+        if inner_section is None or (is_optional and value is None):
+            fields[key] = None if field.is_required() and key not in node else value
         elif typing.get_origin(field.annotation) is dict:
-            named = value if isinstance(value, dict) else {}
-            made[key] = {
-                name: item and _construct(kind, item, f"{inner}.{name}", flat, message)
-                for name, item in named.items()
+            items = value if isinstance(value, dict) else {}
+            fields[key] = {
+                name: item and _construct(inner_section, item, f"{inner}.{name}", flat, wrong_keys)
+                for name, item in items.items()
             }
         else:
-            made[key] = _construct(kind, value, inner, flat, message)
-    extra = {key: value for key, value in node.items() if key not in made}
-    return section.model_construct(**made, **extra)
+            fields[key] = _construct(inner_section, value, inner, flat, wrong_keys)
+    extra = {key: value for key, value in node.items() if key not in fields}
+    return section.model_construct(**fields, **extra)
 
 
 def _judge(
     model: type[BaseModel], node: dict[str, Any], place: str, values: dict[str, Any]
 ) -> Iterator[ConfigIssue]:
-    """A problem for each key of a node that its model refuses."""
+    """Yield a problem for each key of a node that pydantic refuses.
+
+    Args:
+        model: Type of the node.
+        node: Values of the node.
+        place: Dotted key of the node, empty for the whole config.
+        values: Whole config as nested dicts, from which similar keys are suggested.
+    """
     try:
         model.model_validate(node)
         return
     except ValidationError as error:
-        found: dict[str, list] = {}  # of a union each member has an error of its own
-        for one in error.errors(include_url=False):
-            found.setdefault(_key(node, dict(one)), []).append(one)
-    for inner, errors in found.items():
-        kind, key = errors[0]["type"], f"{place}.{inner}" if place else inner
+        errors_by_key: dict[str, list] = {}  # each member of a union reports an error for its key
+        for details in error.errors(include_url=False):
+            errors_by_key.setdefault(_key(node, dict(details)), []).append(details)
+    for inner, errors in errors_by_key.items():
+        kind = errors[0]["type"]
+        key = f"{place}.{inner}" if place else inner
         given = dict(walk(node)).get(inner)
         if kind == "extra_forbidden":
             yield unknown_key(key, given, values)
         elif kind == "missing":
-            entry, _, leaf = key.rpartition(".")  # of callbacks, that an experiment adds to, say
+            # A callback or logger without a class often is a leftover of an override: remove it.
+            entry, _, leaf = key.rpartition(".")
             hint = command(f"~{entry}") if leaf == "_target_" and "." in entry else ""
-            yield ConfigIssue(key, None, "missing, the run needs it", hint=hint)
+            yield ConfigIssue(key, None, "missing, but required", hint=hint)
         elif kind == "literal_error" and len(errors) == 1:
             names = re.findall(r"'([^']*)'", errors[0]["ctx"]["expected"])
             yield unknown_choice(key, show(given), names, key)
         else:
             field = model.model_fields.get(inner)
-            words = " or ".join(dict.fromkeys(one["msg"] for one in errors))
+            message = " or ".join(dict.fromkeys(details["msg"] for details in errors))
             if kind in ("model_type", "dict_type"):
-                words = "not a group of keys"
+                message = "not a group of keys"
             if field and field.description:
-                words = f"must be {field.description}"
-            for long, short in SHORTER.items():
-                words = words.replace(long, short)
-            yield ConfigIssue(key, show(given), words)
+                message = f"must be {field.description}"
+            for phrase, replacement in PHRASES.items():
+                message = message.replace(phrase, replacement)
+            yield ConfigIssue(key, show(given), message)
 
 
 def _key(node: Any, error: dict[str, Any]) -> str:
-    """The dotted key of a pydantic error, whose place names members of unions besides keys."""
+    """Return the dotted key of a pydantic error, relative to the node.
+
+    The `loc` of the error contains keys, followed by names of members of a union. The latter are
+    left out.
+    """
     keys = []
     for part in error["loc"]:
         if not isinstance(node, dict) or (part not in node and error["type"] != "missing"):

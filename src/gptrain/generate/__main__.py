@@ -29,7 +29,7 @@ from hydra.core.hydra_config import HydraConfig
 from pydantic import Field, NonNegativeFloat
 
 from gptrain import config
-from gptrain.config.compose import parse
+from gptrain.config.overrides import parse
 from gptrain.core.errors import ConfigError, ConfigIssue, quoted
 from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Count, LocalPath, Name

@@ -15,6 +15,7 @@ from gptrain.assemble.lengths import plan_lengths
 from gptrain.assemble.load import build_net
 from gptrain.config import compose_command
 from gptrain.config.check import check_config
+from gptrain.config.compose import resolved
 from gptrain.core.errors import DONE, ConfigError, ConfigIssue
 from gptrain.core.lengths import DEFAULT_DECAY, token_steps, warmup_steps
 from gptrain.core.schema import RunConfig
@@ -103,7 +104,7 @@ def make_size(
         place: values of `hardware` and `topology`: where it trains.
     Raises: ConfigError.
     """
-    checked = check_config(compose_command(merged(typed, words)))
+    checked = check_config(resolved(compose_command(merged(typed, words))))
     if checked.errors:
         raise ConfigError(checked.errors)
     cfg, words = checked.run, list(words)

@@ -31,7 +31,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gptrain import config
-from gptrain.config.compose import line_of, parse
+from gptrain.config.overrides import line_of, parse
 from gptrain.core import shell
 from gptrain.core.errors import BAD_CONFIG, EXIT_CODES, ConfigError, ConfigIssue
 from gptrain.core.locations import find_project
