@@ -1,12 +1,16 @@
-"""How a run survives: nothing here knows a model, a trainer or a configuration.
+"""Checkpoints and other files that let a run survive a failure.
 
-lock       one run, one folder
+Nothing in this package knows a model, a Trainer or a configuration.
+
+lock       one process per run folder, one run per run folder
 status     how a run ended: status.json, result.json
-store      checkpoints that are complete or do not exist (draft: one while it is written; manifest:
-           what it consists of; fileops: file operations that survive a power cut)
-mirror     a copy of them in another folder, or in an object store
-safe_load  torch's files: loading that cannot run foreign code, shards of ranks
+store      checkpoints that are complete or do not exist
+writer     one rank's part of one save
+manifest   list of a checkpoint's files with their hashes
+amendment  the second file of a checkpoint that was saved before its validation
+fileops    file operations that survive a power cut
+mirror     copies of the checkpoints in another folder or in an object store
+safe_load  loading of torch's files without running code, and shards written by each rank
 rng        states of the random generators
-signals    a request to stop is a flag
-watchdog   no rank waits for ever: heartbeats, and the watch over them in the rank and outside
+signature  proof that this user started a run on this machine
 """

@@ -1,9 +1,9 @@
-"""What a validation adds to a checkpoint that was saved before it: one small file more.
+"""The file that is added to a checkpoint after the validation of its step.
 
-A step is saved before its validation, so that a validation that fails costs nothing. Afterwards
-the same step's counters, metrics and states of callbacks are others, and its tensors, nearly all of
-the bytes, are the same. `NAME` holds the state after the validation, in which every
-tensor that did not change is replaced by `UNCHANGED`. `load_state` puts the two files together.
+A step is saved before its validation, so that a validation that fails costs no training. The
+validation changes counters, metrics and states of callbacks, but hardly any tensor, and the tensors
+are nearly all of the bytes. The file `NAME` holds the state after the validation, in which
+`UNCHANGED` stands for every tensor that did not change. `load_state` merges the two files.
 """
 
 import io
@@ -23,47 +23,62 @@ NAME = "validated.ckpt"
 UNCHANGED = "unchanged tensor of state.ckpt"
 Fingerprint = tuple[tuple[int, ...], torch.dtype, Tensor]
 Fingerprints = dict[tuple[Any, ...], Fingerprint]
-_PIECE = 1 << 22  # elements that are summed at once: bounds the memory of the sum
+_PIECE = 1 << 22  # elements per sum; it bounds the memory that a sum needs
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(state: Any) -> Fingerprints:
-    """Return path -> fingerprint of every tensor in nested dicts, lists and tuples.
+    """Return the fingerprint of every tensor in nested dicts, lists and tuples, by its path.
 
-    A fingerprint is the shape, the dtype and, for each piece of the tensor, the exact sum of its
-    bits read as integers. It costs one read of the tensor on its own device.
+    A path is the tuple of keys and indices that leads to the tensor. A fingerprint is the shape,
+    the dtype and, for each piece of the tensor, the exact sum of its bits read as integers. It is
+    computed on the tensor's device, by one read of the tensor. A DTensor's local shard counts.
     """
-    found: Fingerprints = {}
+    prints: Fingerprints = {}
 
-    def note(path: tuple[Any, ...], tensor: Tensor) -> None:
-        found[path] = _fingerprint(tensor)
+    def add(path: tuple[Any, ...], tensor: Tensor) -> None:
+        prints[path] = _fingerprint(tensor)
 
-    _map_tensors(state, note)
-    return found
+    _map_tensors(state, add)
+    return prints
 
 
 def amend(state: Any, before: Fingerprints) -> bytes:
-    """Return the file of a state in which UNCHANGED stands for every tensor that is as before."""
+    """Return the bytes of a file that holds the state without its unchanged tensors.
 
-    def shorten(path: tuple[Any, ...], tensor: Tensor) -> Tensor | str:
+    Args:
+        state: Nested dicts, lists and tuples after the validation.
+        before: Fingerprints of the state in state.ckpt.
+    """
+
+    def replace_unchanged(path: tuple[Any, ...], tensor: Tensor) -> Tensor | str:
         is_same = path in before and _is_same(_fingerprint(tensor), before[path])
         return UNCHANGED if is_same else tensor
 
     file = io.BytesIO()
-    torch.save(_map_tensors(state, shorten), file)
+    torch.save(_map_tensors(state, replace_unchanged), file)
     return file.getvalue()
 
 
 def is_unchanged(state: Any, before: Fingerprints) -> bool:
-    """Whether the state has the same tensors as before, with the same values."""
+    """Return whether the state has the same tensors as before, with the same values."""
     now = fingerprints(state)
     return now.keys() == before.keys() and all(_is_same(now[path], before[path]) for path in now)
 
 
 def load_state(folder: Path, *, mmap: bool = False) -> Any:
-    """Return the state of a checkpoint's folder, after its validation if that was done.
+    """Return the state in a checkpoint's folder: the one after the validation if it was saved.
 
-    Raises: as `load_file` and `read_manifest`.
+    Does not verify the hashes of the files; see `manifest.verify`.
+
+    Args:
+        folder: Folder of a checkpoint.
+        mmap: Whether the tensors of state.ckpt stay in the file until they are used.
+
+    Raises:
+        DamagedCheckpointError: If a file or the manifest is damaged.
+        UnsafeCheckpointError: If a file would run code when it is loaded.
+        FileNotFoundError: If a file of the state is missing.
     """
     state = load_file(folder / STATE_NAME, mmap=mmap)
     if NAME in read_manifest(folder)["files"]:
@@ -72,6 +87,7 @@ def load_state(folder: Path, *, mmap: bool = False) -> Any:
 
 
 def _merge(state: Any, amended: Any) -> Any:
+    """Return `amended` with the tensors of `state` in place of `UNCHANGED`."""
     if isinstance(amended, str) and amended == UNCHANGED:
         return state
     if isinstance(amended, Mapping):
@@ -99,16 +115,18 @@ def _map_tensors(
 
 @torch.no_grad()
 def _fingerprint(tensor: Tensor) -> Fingerprint:
+    """Return the shape, the dtype and the sums of the bits of a tensor or of its local shard."""
     local = tensor.detach()
     if isinstance(local, DTensor):
         local = local.to_local()
     flat = local.reshape(-1)
-    if flat.element_size() not in _INTEGERS:  # complex128
+    if flat.element_size() not in _INTEGERS:  # complex128 has 16 bytes per element
         flat = torch.view_as_real(flat).reshape(-1)
     flat = flat.view(_INTEGERS[flat.element_size()])
     sums = [piece.sum() for piece in flat.split(_PIECE)] if math.prod(local.shape) else []
     return tuple(local.shape), local.dtype, torch.stack(sums) if sums else flat
 
 
-def _is_same(one: Fingerprint, other: Fingerprint) -> bool:
-    return one[:2] == other[:2] and torch.equal(one[2].cpu(), other[2].cpu())
+def _is_same(first: Fingerprint, second: Fingerprint) -> bool:
+    """Return whether two fingerprints are equal, also if they are on different devices."""
+    return first[:2] == second[:2] and torch.equal(first[2].cpu(), second[2].cpu())

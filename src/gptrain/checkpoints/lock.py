@@ -1,12 +1,12 @@
-"""One run, one folder: which process holds the folder, and which run lives in it.
+"""Lock of a run folder: one process holds the folder, and one run writes into it.
 
 The lock is `flock` on `run_dir/.lock`. The kernel frees such a lock when its holder dies, however
-it dies, so that nobody has to judge whether the process number in the file is still alive. The lock
-belongs to the open file, which forked children inherit. Every forked child closes it at once:
+it dies, so no code has to judge whether the process number in the file is still alive. The lock
+belongs to the open file, which forked children inherit. Every forked child closes the file at once:
 otherwise a data worker that outlives a killed run would keep the folder locked. The file is never
-removed, because a lock on a file that has lost its name excludes nobody.
+removed, because a lock on a file without a name excludes no other process.
 
-The package filelock does not serve here. Its newest version for Python 3.10 (4.1) empties the file
+The package filelock cannot be used. Its newest version for Python 3.10 (4.1) empties the file
 when it takes the lock, and the file holds the identity of the run.
 """
 
@@ -24,27 +24,29 @@ from gptrain.core.errors import FOLDER_UNUSABLE, ConfigError, code_of
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_json
 
 LOCK_NAME = ".lock"
-# Kinds of the files that a run opens, and of the folders in which it makes files. Every other name
-# in the run folder is replaced as it is, a link itself.
+# Expected kinds of the files that a run opens and of the folders in which a run makes files. A run
+# replaces all other files in its folder without opening them, so a link in their place is harmless.
 _KINDS = {
     LOCK_NAME: Path.is_file, "train.log": Path.is_file,
     ".hydra": Path.is_dir, ".beats": Path.is_dir,
 }  # fmt: skip
 # A single write of this fixed length, below a disk's sector, is never torn and replaces the record.
 _RECORD_BYTES = 512
-NAMED_AFTER_S = 1.0  # a new holder writes its record within milliseconds; a dying one has left
+NAMED_AFTER_S = 1.0  # a new holder has written its record by then, and a dying one has ended
 LOST_HOST_S = 120.0  # an NFS server keeps a lost host's lock for its lease, in Linux 90 s
 
 
 class RunLock:
-    """The right to write into a run folder. Hold it as long as any process of the run lives.
+    """Exclusive right to write into a run folder. Hold it as long as any process of the run lives.
 
     Args:
+        run_dir: Folder of the run. It need not exist.
         wait_s: Time that a start waits for another process that holds the folder, in seconds.
 
     Attributes:
-        run_id: Identity of the run in this folder, drawn by its first holder and kept by all later
-            ones. Each checkpoint has it, so that a checkpoint of another run is recognized.
+        run_id: Random identity of the run in this folder. The first holder draws it, and all later
+            holders keep it. It is written into each checkpoint, so that a checkpoint of another run
+            is recognized.
     """
 
     def __init__(self, run_dir: str | Path, wait_s: float = NAMED_AFTER_S) -> None:
@@ -53,9 +55,9 @@ class RunLock:
         self._descriptor = -1
 
     def acquire(self) -> RunLock:
-        """Take the folder, which is made if it does not exist.
+        """Lock the folder and return this lock. Creates the folder if it does not exist.
 
-        Call it before the first file of the run is opened, its log included.
+        Call it before any file of the run is opened, also before the log file.
 
         Raises:
             ConfigError: If another live process holds the folder, if a link or a file of another
@@ -73,8 +75,8 @@ class RunLock:
             self.release()
             if not isinstance(error, OSError):
                 raise
-            about = "run_dir", self.run_dir, error.strerror or str(error)
-            raise ConfigError.of(*about, code=code_of(error)) from error
+            message = error.strerror or str(error)
+            raise ConfigError.of("run_dir", self.run_dir, message, code=code_of(error)) from error
         return self
 
     def adopt(self, run_id: str) -> None:
@@ -88,9 +90,9 @@ class RunLock:
         os.fsync(self._descriptor)
 
     def release(self) -> None:
-        """Give the folder back. Does nothing the second time.
+        """Unlock the folder. Does nothing if it is not locked.
 
-        In a forked child this closes the child's copy, and the parent keeps the folder.
+        In a forked child this closes the child's copy of the file, and the parent keeps the lock.
         """
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -103,52 +105,52 @@ class RunLock:
         self.release()
 
     def _check_names(self) -> None:
-        """Refuse links and files of another kind, as an untrusted run folder may have them.
+        """Raise a ConfigError if an expected name is a link or a file of another kind.
 
-        `checkpoints` may be a link to another disk.
+        An untrusted run folder may hold such names. `checkpoints` may be a link to another disk.
         """
-        for name, is_ours in _KINDS.items():
+        for name, is_expected_kind in _KINDS.items():
             path = self.run_dir / name
-            # In this order: another start may make the file between the two questions.
-            if path.is_symlink() or (path.exists() and not is_ours(path)):
-                what = "a link" if path.is_symlink() else "none that a run makes"
-                raise _refused(path, f"{what}; remove it")
+            # Check for existence first: another start may create the file between the two checks.
+            if path.is_symlink() or (path.exists() and not is_expected_kind(path)):
+                kind = "a link" if path.is_symlink() else "not of the kind that a run makes"
+                raise _refused(path, f"{kind}; remove it")
 
     def _lock(self) -> None:
-        """Take the lock, or refuse the start when its time to wait is over."""
+        """Take the lock. Raise a ConfigError if another process still holds it after `wait_s`."""
         end_s = time.monotonic() + self.wait_s
         while True:
             try:
                 return fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end_s:
-                    about = dict.fromkeys(("pid", "host", "started"), "unknown")
-                    about |= read_holder(self.run_dir)
-                    message = "held by process {pid} on {host} since {started}".format_map(about)
+                    holder = dict.fromkeys(("pid", "host", "started"), "unknown")
+                    holder |= read_holder(self.run_dir)
+                    message = "held by process {pid} on {host} since {started}".format_map(holder)
                     raise _refused(self.run_dir, f"{message}; wait for it, stop it") from None
                 time.sleep(NAMED_AFTER_S)
 
 
 def read_holder(run_dir: str | Path) -> dict:
-    """Return the record of the last holder: run_id, pid, host, started. {} if there is none.
+    """Return the record of the last holder (run_id, pid, host, started), or {} without one.
 
-    The record of a past holder stays: only the lock tells whether any process holds the folder.
+    The record stays when its holder ends: use `is_held` to learn whether a process holds the folder.
 
     Raises:
         OSError: If the file cannot be read.
     """
     try:
         holder = read_json(Path(run_dir) / LOCK_NAME)
-    except (FileNotFoundError, UnreadableFileError):  # of another error no new run may begin
+    except (FileNotFoundError, UnreadableFileError):  # after another error no new run may begin
         return {}
-    is_ours = isinstance(holder, dict) and isinstance(holder.get("run_id"), str)
-    return holder if is_ours else {}
+    is_record = isinstance(holder, dict) and isinstance(holder.get("run_id"), str)
+    return holder if is_record else {}
 
 
 def is_held(run_dir: str | Path) -> bool:
-    """Return whether a live process holds the run folder. Nothing is written.
+    """Return whether a live process holds the run folder. Writes nothing.
 
-    A start at the same moment may find the folder held by this probe, and asks once more.
+    The check locks the folder for an instant. A run that starts in this instant tries again.
     """
     try:
         with open_regular(Path(run_dir) / LOCK_NAME) as file:
@@ -159,5 +161,6 @@ def is_held(run_dir: str | Path) -> bool:
 
 
 def _refused(path: Path, message: str) -> ConfigError:
+    """Return the error of a run folder that cannot be used."""
     text = f"run_dir={path}: {message}, or choose another folder"
     return ConfigError.of("", None, text, code=FOLDER_UNUSABLE)

@@ -1,8 +1,8 @@
-"""What a checkpoint consists of, and whether it is all there: `manifest.json`.
+"""`manifest.json`: the list of a checkpoint's files, and the verification of a checkpoint.
 
-The manifest is written last, lists every file with its size and SHA-256, and holds the SHA-256 of
-its own text, so one flipped bit anywhere in the folder is seen. This finds damage, not forgery:
-whoever changes a file on purpose can seal the manifest anew. Its entries: see `_is_ours`.
+The manifest is written last. It lists every file with its size and SHA-256, and holds the SHA-256 of
+its own text, so that one flipped bit anywhere in the folder is detected. This detects damage, but no
+forgery: whoever changes a file on purpose can write a new manifest. `_is_manifest` has its entries.
 """
 
 import errno
@@ -21,21 +21,26 @@ from gptrain.core.progress import progress_bar
 from gptrain.core.small_files import UnreadableFileError, open_regular, read_bytes
 
 MANIFEST_NAME = "manifest.json"
-STATE_NAME = "state.ckpt"  # all that is not in the ranks' own files
+STATE_NAME = "state.ckpt"  # everything except the shards of the ranks
 FORMAT = 1
-STEP_NAME = re.compile(r"step-(\d{8,})")  # of a checkpoint's folder
-# Of a network file system that is away for a while: no damage, and no reason to do without a file.
-_AWAY = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
-_READ_BYTES = 1 << 20  # hashed while still in the processor's cache
+STEP_NAME = re.compile(r"step-(\d{8,})")  # name of a checkpoint's folder
+# Errors of a network file system that does not answer. They do not mean that a file is damaged.
+_NO_ANSWER = (errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+_READ_BYTES = 1 << 20  # small enough to stay in the processor's cache while it is hashed
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint that is not what its manifest says, or cannot be one."""
+    """A checkpoint or a file of one is missing, damaged or not a checkpoint at all.
+
+    Args:
+        path: Checkpoint or file.
+        reason: Explanation for the user, in a few words.
+    """
 
     cause = "data"
 
     def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(path, reason)  # as it is made again in another process
+        super().__init__(path, reason)  # pickle calls the class with these arguments
         self.path, self.reason = Path(path), reason
 
     def __str__(self) -> str:
@@ -43,137 +48,172 @@ class DamagedCheckpointError(Exception):
 
 
 class NoGoodCheckpointError(Exception):
-    """There are checkpoints, and none of them is whole: a person must decide."""
+    """There are checkpoints, but all of them are damaged. The user must decide what to do.
+
+    Args:
+        folder: Folder of the checkpoints.
+        damaged: Error of each checkpoint.
+    """
 
     cause = "data"
 
     def __init__(self, folder: Path, damaged: list[DamagedCheckpointError]) -> None:
         self.folder, self.damaged = folder, damaged
-        reasons = "; ".join(f"{one.path.name}: {one.reason}" for one in damaged)
+        reasons = "; ".join(f"{error.path.name}: {error.reason}" for error in damaged)
         super().__init__(f"{folder}: no checkpoint is good: {reasons}")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its folder and its manifest."""
+    """A verified checkpoint.
+
+    Attributes:
+        path: Folder of the checkpoint.
+        manifest: Content of its manifest.json.
+    """
 
     path: Path
     manifest: dict
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was written."""
+        """Number of optimizer steps that were done when the checkpoint was saved."""
         return self.manifest["step"]
 
 
 def seal(content: dict) -> bytes:
-    """JSON text of the content, with the text's own hash as last entry in place of any earlier."""
+    """Return the JSON text of a manifest, with the hash of this text as its last entry.
+
+    Args:
+        content: Entries of the manifest. `format` is added, and an old `sha256` is replaced.
+    """
     content = {"format": FORMAT} | {key: content[key] for key in content if key != "sha256"}
     return to_json(content | {"sha256": hashlib.sha256(to_json(content)).hexdigest()})
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint folder; its own seal and shape are checked, the files are not.
+    """Return the manifest of a checkpoint. Checks its own hash and its form, but not the files.
 
-    Raises: DamagedCheckpointError; OSError where its file system does not answer.
+    Raises:
+        DamagedCheckpointError: If the manifest is missing, damaged or of another form.
+        OSError: If the network file system does not answer.
     """
     try:
         return parse(read_bytes(path / MANIFEST_NAME), path)
     except (OSError, UnreadableFileError) as error:
-        raise DamagedCheckpointError(path, _why_not(MANIFEST_NAME, error)) from None
+        raise DamagedCheckpointError(path, _reason(MANIFEST_NAME, error)) from None
 
 
 def parse(text: bytes, path: Path) -> dict:
-    """The manifest of the checkpoint at path, whose text was read. Raises:
-    DamagedCheckpointError.
+    """Parse the text of a manifest.
+
+    Args:
+        text: Content of manifest.json.
+        path: Folder of the checkpoint, for the error.
+
+    Raises:
+        DamagedCheckpointError: If the manifest is damaged or of another form.
     """
-    # The text is judged, not the values: JSON has many spellings of one value.
+    # The hash is that of the text, not of the values: JSON has many spellings of one value.
     before, _, ending = text.rpartition(b',\n "sha256": "')
     if ending != hashlib.sha256(before + b"\n}\n").hexdigest().encode() + b'"\n}\n':
         raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is damaged (sha256)")
     manifest = json.loads(text)
-    if not _is_ours(manifest):
-        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is none of ours")
+    if not _is_manifest(manifest):
+        raise DamagedCheckpointError(path, f"{MANIFEST_NAME} is not a manifest of gptrain")
     return manifest
 
 
 def verify(path: Path, run_id: str | None = None) -> dict:
-    """The manifest of a checkpoint of which every byte was read and found right.
+    """Read and check every byte of a checkpoint, and return its manifest.
 
-    A person at a terminal sees how far it is.
+    Shows a progress bar on a terminal.
 
     Args:
-        run_id: the run it must belong to, None for any.
-    Raises: DamagedCheckpointError, naming the first file that is wrong; OSError where its file
-    system
-        does not answer.
+        path: Folder of the checkpoint.
+        run_id: Identity of the run to which the checkpoint must belong. None allows any run.
+
+    Raises:
+        DamagedCheckpointError: If the checkpoint is damaged or of another run. The error names the
+            first wrong file.
+        OSError: If the network file system does not answer.
     """
     manifest = read_manifest(path)
     if run_id is not None and manifest["run_id"] != run_id:
-        raise DamagedCheckpointError(
-            path, f"of another run ({manifest['run_id']}, this is {run_id})"
-        )
+        message = f"of another run ({manifest['run_id']}, this is {run_id})"
+        raise DamagedCheckpointError(path, message)
     if path.name.startswith("step-") and path.name != folder_name(manifest["step"]):
         raise DamagedCheckpointError(path, f"holds step {manifest['step']}")
 
     files = manifest["files"]
     n_bytes = sum(entry["bytes"] for entry in files.values())
-    workers = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock
+    workers = min(8, os.cpu_count() or 1)  # hashing releases the interpreter lock
     with progress_bar("verifying", n_bytes) as bar, ThreadPoolExecutor(workers) as pool:
         checks = [pool.submit(difference, path / name, files[name], bar.update) for name in files]
         for check in checks:
-            if found := check.result():
-                raise DamagedCheckpointError(path, found)
+            reason = check.result()
+            if reason:
+                raise DamagedCheckpointError(path, reason)
     return manifest
 
 
 def difference(path: Path, expected: dict, on_piece: Callable[[int], object]) -> str | None:
-    """How a file differs from its entry in a manifest; None if it does not."""
+    """Return how a file differs from its entry in a manifest, or None if it is equal.
+
+    Args:
+        path: File.
+        expected: Entry of the manifest: `bytes` (size) and `sha256`.
+        on_piece: Function that is called with the size of each piece that was read.
+
+    Raises:
+        OSError: If the network file system does not answer.
+    """
     digest = hashlib.sha256()
     try:
         with open_regular(path) as file:
             n_bytes = os.fstat(file.fileno()).st_size
             if n_bytes != expected["bytes"]:
-                return f"{path.name} has {n_bytes} bytes, its manifest says {expected['bytes']}"
+                return f"{path.name} has {n_bytes} bytes, its manifest lists {expected['bytes']}"
             while piece := file.read(_READ_BYTES):
                 digest.update(piece)
                 on_piece(len(piece))
     except (OSError, UnreadableFileError) as error:
-        return _why_not(path.name, error)
+        return _reason(path.name, error)
     return None if digest.hexdigest() == expected["sha256"] else f"{path.name} is damaged (sha256)"
 
 
 def folder_name(step: int) -> str:
-    """`step-00000500`; the digits keep a listing in order."""
+    """Return the name of a checkpoint's folder, such as `step-00000500`, which sorts by step."""
     return f"step-{step:08d}"
 
 
 def is_file_name(name: str) -> bool:
-    """Whether it names a file of this very folder; no file system has longer names."""
+    """Return whether a text names a file directly in a folder and is not too long for a name."""
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name) < 256
 
 
-def _why_not(name: str, error: OSError | UnreadableFileError) -> str:
-    if getattr(error, "errno", None) in _AWAY:
+def _reason(name: str, error: OSError | UnreadableFileError) -> str:
+    """Return why a file cannot be read. Raise the error itself if the file may be intact."""
+    if getattr(error, "errno", None) in _NO_ANSWER:
         raise error
     if isinstance(error, FileNotFoundError):
         return f"{name} is missing"
-    why = error.reason if isinstance(error, UnreadableFileError) else error.strerror
-    return f"{name} cannot be read: {why}"
+    reason = error.reason if isinstance(error, UnreadableFileError) else error.strerror
+    return f"{name} cannot be read: {reason}"
 
 
-def _is_ours(manifest: dict) -> bool:
-    """Whether it has the entries that we write."""
+def _is_manifest(manifest: dict) -> bool:
+    """Return whether a dict has the entries of a manifest."""
     match manifest:
         case {
             "format": int(number),
             "run_id": str(),
-            "step": int(step),  # order is by it, never by a file's time
-            "kind": "full" | "sharded",  # one file holds everything, or every rank wrote its own
+            "step": int(step),  # checkpoints are ordered by step, never by the times of files
+            "kind": "full" | "sharded",  # "full": one file; "sharded": files of every rank
             "world_size": int(),
             "metrics": dict(metrics),
             "files": dict(files),
-            "config": dict(),  # like metrics, readable without loading a tensor
+            "config": dict(),  # readable without loading a tensor, like the metrics
         }:
             are_numbers = all(isinstance(value, int | float | None) for value in metrics.values())
             are_files = all(is_file_name(name) and _is_entry(files[name]) for name in files)
@@ -182,6 +222,7 @@ def _is_ours(manifest: dict) -> bool:
 
 
 def _is_entry(entry: object) -> bool:
+    """Return whether a value is the entry of a file: its size and its hash."""
     match entry:
         case {"bytes": int(), "sha256": str()}:
             return True

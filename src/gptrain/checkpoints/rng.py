@@ -1,8 +1,8 @@
-"""The state of every random generator of this process, to be put back bit by bit.
+"""States of the random generators of this process, which continue exactly after a restore.
 
-Plain values and tensors only, so that it survives a weights-only load. Every rank has its own:
-gather them when saving. Of the devices only the current one is taken, which is the one this rank
-uses; asking the others would open a context, and cost memory, on each.
+A state has plain values and tensors only, so that torch.load(weights_only=True) accepts it. Every
+rank has its own state: gather the states when saving. Only the current device is included, because
+reading the state of another device would open a context there, which costs memory.
 """
 
 import random
@@ -13,17 +13,24 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """State of Python's, NumPy's, torch's CPU and the current device's generator."""
-    numbers = numpy.random.get_state(legacy=False)
-    numbers["state"]["key"] = numbers["state"]["key"].tolist()
-    state = {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state()}
+    """Return the states of the generators of Python, NumPy, torch on the CPU and the current device.
+
+    The device is left out if this process has not used it yet.
+    """
+    numpy_state = numpy.random.get_state(legacy=False)
+    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
+    state = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
     if device := _device_in_use():
         state[device] = torch.get_device_module(device).get_rng_state()
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put a captured state back, of the generators that this process has."""
+    """Restore a captured state. Ignores generators that this process does not have.
+
+    Args:
+        state: Return value of `capture`.
+    """
     setters = {
         "python": random.setstate,
         "numpy": numpy.random.set_state,
@@ -36,9 +43,10 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def _device_in_use() -> str | None:
+    """Return the type of the current accelerator if this process has used it, else None."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None
-    # A device that was never used has no state of its own yet, and asking would open it.
+    # Reading the state of a device that was never used would open a context on it.
     is_used = getattr(torch.get_device_module(device), "is_initialized", lambda: True)
     return device.type if is_used() else None

@@ -1,8 +1,8 @@
-"""How a run ended: the exceptions that mean an ending, `status.json`, `result.json`.
+"""How a run ended: `status.json`, `result.json`, and the exceptions that end a run.
 
-When several ranks fail, the first one writes the status: the others fail only because of it.
-"First" is decided by the file system: a hard link to a finished file can be made once, so of any
-number of writers exactly one wins, and nobody ever reads half a status.
+When several ranks fail, the first rank writes the status, because the other ranks fail only as a
+consequence. The file system decides which rank is first: a hard link with a given name can be made
+only once. So exactly one of the writers succeeds, and no process reads an incomplete status.
 """
 
 import json
@@ -19,38 +19,42 @@ from gptrain.core.small_files import read_facts
 
 STATUS_NAME = "status.json"
 RESULT_NAME = "result.json"
-CHECKPOINTS_NAME = "checkpoints"  # the folder of a run that was trained
+CHECKPOINTS_NAME = "checkpoints"  # folder of the checkpoints in the folder of a run
 
 
 class PreemptedError(BaseException):
-    """The run was asked to stop, saved itself and left; the same command goes on with it.
+    """The run was asked to stop, and has saved its state. The same command resumes it.
 
-    No Exception, as KeyboardInterrupt is none: a signal's handler may raise it inside any library,
-    whose `except Exception` would make another error of it (Hydra: "Error locating target").
+    Like KeyboardInterrupt, this is not an Exception: a signal handler may raise it inside any
+    library, whose `except Exception` would turn it into another error.
 
     Args:
-        step: optimizer steps that are done and saved; None where there was nothing to save.
+        step: Number of optimizer steps that are done and saved. None if there was nothing to save.
     """
 
     cause = "preempted"
 
     def __init__(self, step: int | None = None) -> None:
-        what = "there was nothing to save" if step is None else f"saved at step {step}"
-        super().__init__(f"asked to stop: {what}")
+        result = "there was nothing to save" if step is None else f"saved at step {step}"
+        super().__init__(f"asked to stop: {result}")
         self.step = step
 
 
 class NonFiniteError(Exception):
-    """A loss or a gradient was NaN or infinite; the weights are those of the step before.
+    """A loss or a gradient was NaN or infinite, so the optimizer step was not taken.
+
+    The weights are still those from before that step.
 
     Args:
-        step: the optimizer step, counted from 0.
-        rank: the first rank whose own loss was not finite, None where only gradients were.
-        samples: those that the step had read: that rank's, or all.
-        place: what was first not finite, in words.
+        step: Optimizer step, counted from 0.
+        rank: Lowest rank with a loss that was not finite. None if only gradients were not finite.
+        samples: Dataset indices that the step has read: those of `rank`, or of all ranks if it is
+            None.
+        place: Description of the first module with a value that was not finite. May be empty.
 
     Attributes:
-        why: why the step was not skipped.
+        rank: Argument `rank`.
+        why: Explanation, appended to the message, why the step was not skipped.
     """
 
     cause = "nonfinite"
@@ -67,22 +71,26 @@ class NonFiniteError(Exception):
 
 
 def shorten(samples: list[int]) -> str:
-    """The first of many numbers."""
+    """Return the first 16 numbers as text, and an ellipsis if there are more."""
     return ", ".join(map(str, samples[:16])) + (", …" if len(samples) > 16 else "")
 
 
 def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object) -> bool:
-    """Whether this became the run's status: False if another rank was first.
+    """Write status.json and return True, or return False if another rank has written it before.
 
-    The failure of a rank replaces another's word that the run is done.
+    A failure always replaces the status of a run that is done. The host, the process number and the
+    time are added.
 
     Args:
-        replace: put it in place of an earlier status; for the supervisor, which alone knows that a
-            rank was killed before the others noticed.
-        facts: cause (one word for machines: done, preempted, hang, nonfinite, killed, error …),
-            exit_code, rank, step, checkpoint (the newest good one), resume (the command that goes
-            on from it), message, traceback.
-    Raises: OSError if the folder cannot be written.
+        run_dir: Folder of the run.
+        replace: Whether to replace an existing status. The supervisor needs this, because only the
+            supervisor knows that a rank was killed before the other ranks failed.
+        facts: Entries of the status: cause (done, preempted, hang, nonfinite, killed, error, …),
+            exit_code, rank, step, checkpoint (newest one), resume (command that resumes from it),
+            message, traceback.
+
+    Raises:
+        OSError: If the folder cannot be written.
     """
     path = Path(run_dir) / STATUS_NAME
     place = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -91,45 +99,49 @@ def write_status(run_dir: str | Path, *, replace: bool = False, **facts: object)
     if replace or (was_done and facts["exit_code"] != DONE):
         fileops.replace(path, status)
         return True
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    fileops.write_new_file(beside, status)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    fileops.write_new_file(draft, status)
     try:
-        os.link(beside, path)
+        os.link(draft, path)
     except OSError:
         if path.exists():
             return False
-        os.rename(beside, path)  # no hard links here (FAT, some network mounts)
+        os.rename(draft, path)  # the file system has no hard links (FAT, some network mounts)
     finally:
-        beside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
     fileops.sync_folder(path.parent)
     return True
 
 
 def read_status(run_dir: str | Path) -> dict | None:
-    """The status of the last attempt; None if there is none that can be read, or none of ours."""
+    """Return the last status of a run, or None if it is missing, unreadable or not gptrain's."""
     status = read_facts(Path(run_dir) / STATUS_NAME)
     return status if isinstance(status.get("exit_code"), int) else None
 
 
 def clear_status(run_dir: str | Path) -> None:
-    """Makes room for a new attempt's: call it under the run lock, before any rank starts."""
+    """Remove the status of an earlier start. Call it under the run lock, before any rank starts."""
     (Path(run_dir) / STATUS_NAME).unlink(missing_ok=True)
 
 
 def write_result(path: str | Path, metrics: dict[str, float], **facts: object) -> None:
-    """The result of a run that is done: final metrics under their logged names, and facts.
+    """Write the result of a run that is done.
 
-    A metric that is not finite becomes null.
+    Args:
+        path: File, usually result.json in the run folder.
+        metrics: Final metrics under their logged names. A metric that is not finite becomes null.
+        facts: Other entries.
     """
     fileops.replace(Path(path), to_json({"metrics": metrics} | facts))
 
 
 def to_json(value: object) -> bytes:
-    """Indented JSON; nan and inf, which JSON does not know, become null, paths text."""
+    """Return a value as indented JSON. NaN and infinity become null, and paths become text."""
     return json.dumps(_finite(value), indent=1, allow_nan=False, default=str).encode() + b"\n"
 
 
 def _finite(value: object) -> object:
+    """Return the value with None in place of every NaN and infinity in nested dicts and lists."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
