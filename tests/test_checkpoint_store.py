@@ -175,7 +175,7 @@ def test_a_save_that_reads_otherwise_than_written_fails_and_harms_nothing(store,
             wrap_os(patch, write_other)
             save(store, 2, in_background=in_background)
             store.finish()
-        assert "reads otherwise" in str(failed.value.__cause__)
+        assert "reads differently" in str(failed.value.__cause__)
         assert os.listdir(store.folder) == ["step-00000001"] and store.newest_good().step == 1
 
 
@@ -250,7 +250,9 @@ def test_killed_or_cut_off_after_any_operation_the_loader_finds_the_old_or_the_n
 
 def test_too_little_space_is_found_out_before_anything_is_written(store):
     store.check_space(1)
-    with pytest.raises(SaveFailedError, match=r"ENOSPC.* none is there") as short:
+    with pytest.raises(
+        SaveFailedError, match=r"ENOSPC.* the folder has no checkpoint yet"
+    ) as short:
         save(store, 1, needed_bytes=1 << 60)
     assert short.value.path == store.folder and not store.folder.exists()
     assert 0 < short.value.free < short.value.needed == 1 << 60
@@ -326,7 +328,7 @@ def test_where_nothing_can_be_renamed_the_one_before_is_used_all_are_kept(
     wrap_os(monkeypatch, refuse)
     assert store.newest_good().step == 1
     assert "step-00000002.corrupt: Read-only" in caplog.text
-    assert "state.ckpt has 1000 bytes" in caplog.text and "an older one is taken" in caplog.text
+    assert "state.ckpt has 1000 bytes" in caplog.text and "an older one is used" in caplog.text
     store.prune(1)
     assert "step-00000001: cannot be renamed" in caplog.text and store.steps() == [1, 2]
 

@@ -134,7 +134,7 @@ class RunLock:
 def read_holder(run_dir: str | Path) -> dict:
     """Return the record of the last holder (run_id, pid, host, started), or {} without one.
 
-    The record stays when its holder ends: use `is_held` to learn whether a process holds the folder.
+    The record stays when its holder ends: `is_held` tests whether a process holds the folder.
 
     Raises:
         OSError: If the file cannot be read.

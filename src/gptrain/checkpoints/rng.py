@@ -13,7 +13,7 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the generators of Python, NumPy, torch on the CPU and the current device.
+    """Return the generator states of Python, NumPy, torch on the CPU and the current device.
 
     The device is left out if this process has not used it yet.
     """

@@ -1,16 +1,17 @@
-"""Checkpoints that are complete or do not exist.
+"""Store of checkpoints that are complete or do not exist.
 
-A save goes to `.draft-step-00000500` beside its target: files, each hashed and synced; the
-manifest; the folder's names; then one rename to `step-00000500` and a sync of the parent. Killed at
-any point it leaves the earlier checkpoints and a draft that nobody reads. Loading takes the highest
-step of which every byte verifies.
+A save writes into the hidden folder `.draft-step-00000500`: first the files, each hashed and
+synced, then the manifest. The folder is synced, renamed to `step-00000500`, and its parent is
+synced. A process that is killed at any point leaves the earlier checkpoints and a draft that is
+never loaded. Loading takes the highest step of which every byte is verified.
 
-A step that is saved before its validation gets one file more afterwards (`amend`): the file takes
-its name in the folder, and then a new manifest, which lists it, replaces the old one.
+A step that is saved before its validation gets one more file afterwards (`amend`): the file gets
+its name in the folder, and then a new manifest, which lists the file, replaces the old manifest.
 
-Three more names, none of which is ever loaded: `step-00000500.corrupt` (failed verification; kept
-for a person to look at), `.old-step-00000500` (being replaced by a second save of the same step)
-and `.trash-step-00000500` (being removed: a folder half removed must not look like a damaged one).
+Folders with three more kinds of names are never loaded either:
+`step-00000500.corrupt` failed its verification and is kept for the user to look at.
+`.old-step-00000500` is being replaced by a second save of the same step.
+`.trash-step-00000500` is being removed: a half removed folder must not look like a checkpoint.
 """
 
 import errno
@@ -37,12 +38,14 @@ class CheckpointStore:
     """The checkpoints of one run, all in one folder.
 
     Args:
-        run_id: written into every manifest; a checkpoint of another run is refused. None takes
-            checkpoints of any run and cannot write.
-        progress: a heartbeat's `beat`: called bare while bytes are written or read back.
+        folder: Folder of the checkpoints. The first save creates it.
+        run_id: Identity of the run, which is written into every manifest. Checkpoints of another
+            run are refused. With None the store reads checkpoints of any run and cannot write.
+        progress: Function that reports progress, such as `Heartbeat.beat`. It is called without
+            arguments while bytes are written or read back.
 
     Attributes:
-        on_commit: called after each new checkpoint, on rank 0.
+        on_commit: Function that rank 0 calls after each new or amended checkpoint.
     """
 
     def __init__(
@@ -53,9 +56,8 @@ class CheckpointStore:
     ) -> None:
         self.folder, self.run_id, self.progress = Path(folder), run_id, progress
         self.on_commit: Callable[[], object] = lambda: None
-        self._unfinished: tuple[CheckpointWriter, dict] | None = (
-            None  # in the background, and its manifest
-        )
+        # The save in the background, and the entries of its manifest.
+        self._unfinished: tuple[CheckpointWriter, dict] | None = None
 
     # Saving
 
@@ -72,23 +74,32 @@ class CheckpointStore:
         gather: Callable[[object], list] = lambda value: [value],
         in_background: bool = False,
     ) -> Generator[CheckpointWriter, None, None]:
-        """A draft to write files into; a checkpoint once the block ends without an exception.
+        """Yield a writer for the files of a new checkpoint, and save them after the block.
 
             with store.writing(500) as draft, draft.open("state.ckpt") as file:
                 torch.save(state, file)
 
-        In a sharded save all ranks enter it; each writes files of its own names.
+        All ranks of the job enter it. In a sharded save each rank uses its own file names. Finishes
+        an earlier save in the background first. A checkpoint of the same step is replaced.
 
         Args:
-            needed_bytes: expected size, checked against the free space before anything is written.
-            gather: see `CheckpointWriter`.
-            in_background: the files are written while the caller goes on; a checkpoint only once
-                `finish` was called.
-        Raises: SaveFailedError, the same on every rank, for whatever the file system refused.
+            step: Number of optimizer steps that are done.
+            kind: "full" (one file has everything) or "sharded" (every rank writes its shards).
+            config: Entries of the manifest that describe the run. Defaults to {}.
+            metrics: Metrics for the manifest. Defaults to {}.
+            needed_bytes: Expected size. The free space is checked before anything is written.
+            rank: Global rank of this process.
+            gather: Collective function that returns one value of each rank on all ranks.
+            in_background: Whether the files are written while the caller continues. They become a
+                checkpoint when `finish` is called.
+
+        Raises:
+            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
+            ValueError: If the store has no `run_id`.
         """
         self.finish()
         if self.run_id is None:
-            raise ValueError("a store without run_id is for reading only")
+            raise ValueError("a store without run_id can only read")
         draft = CheckpointWriter(
             self._hidden("draft", step), rank, gather, needed_bytes, self.progress
         )
@@ -98,38 +109,42 @@ class CheckpointStore:
                 if not self.folder.exists():
                     os.mkdir(self.folder)
                     fileops.sync_folder(self.folder.parent)
-                fileops.remove_tree(draft.path)  # of a save that failed and could not be removed
+                fileops.remove_tree(draft.path)  # a failed save may have left the folder
                 os.mkdir(draft.path)
         with draft.same_error_on_all_ranks():
             yield draft
-        about = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
-        self._unfinished = draft, about
+        entries = {"step": step, "kind": kind, "config": config or {}, "metrics": metrics or {}}
+        self._unfinished = draft, entries
         draft.write(in_background)
         if not in_background:
             self.finish()
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether a save in the background waits for `finish`; the same on all ranks."""
+        """True if a save in the background waits for `finish`. The value is equal on all ranks."""
         return self._unfinished is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes it."""
+        """True while this rank writes files of a save in the background."""
         return self._unfinished is not None and self._unfinished[0].is_writing
 
     def finish(self) -> None:
-        """Waits for the save in the background and makes a checkpoint of it; all ranks call it.
+        """Wait for the save in the background and turn its files into a checkpoint.
 
-        Raises: SaveFailedError, on all ranks alike.
+        All ranks must call it. Does nothing if there is no such save.
+
+        Raises:
+            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
         """
         if self._unfinished is None:
             return
-        (draft, about), self._unfinished = self._unfinished, None
+        draft, entries = self._unfinished
+        self._unfinished = None
         files_of_ranks = draft.finish()
         with draft.same_error_on_all_ranks():
             if draft.rank == 0:
-                self._commit(draft.path, about, files_of_ranks)
+                self._commit(draft.path, entries, files_of_ranks)
         if draft.rank == 0:
             self.on_commit()
 
@@ -142,24 +157,28 @@ class CheckpointStore:
         rank: int = 0,
         gather: Callable[[object], list] = lambda value: [value],
     ) -> None:
-        """Add files, and metrics, to the newest checkpoint of this store; all ranks call it.
+        """Add files to the checkpoint of a step, and replace its metrics.
 
-        Where that save is still in the background they become part of it.
+        All ranks must call it. If that save is still in the background, the files become part of
+        it.
 
         Args:
-            files: Name -> content of this rank's files; must not be among those of the checkpoint.
-            gather: see `CheckpointWriter`.
+            step: Step of the checkpoint, which must be the last one that was saved.
+            files: Contents of this rank's files by name. The checkpoint must not have these names.
+            metrics: Metrics after the validation.
+            rank: Global rank of this process.
+            gather: Collective function that returns one value of each rank on all ranks.
 
-        Raises: SaveFailedError, on all ranks alike, with the checkpoint as it was.
+        Raises:
+            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error,
+                and the checkpoint is unchanged.
         """
+        is_in_background = self._unfinished is not None
         if self._unfinished is not None:
-            draft, about = self._unfinished
-            about["metrics"] = metrics
+            draft, entries = self._unfinished
+            entries["metrics"] = metrics
         else:
-            draft, about = (
-                CheckpointWriter(self._hidden("draft", step), rank, gather, 0, self.progress),
-                None,
-            )
+            draft = CheckpointWriter(self._hidden("draft", step), rank, gather, 0, self.progress)
             with draft.same_error_on_all_ranks():
                 if rank == 0:
                     fileops.remove_tree(draft.path)
@@ -167,8 +186,8 @@ class CheckpointStore:
         for name, content in files.items():
             with draft.open(name) as file:
                 file.write(content)
-        draft.write(in_background=about is not None)
-        if about is not None:
+        draft.write(in_background=is_in_background)
+        if is_in_background:
             return
         files_of_ranks = draft.finish()
         with draft.same_error_on_all_ranks():
@@ -178,49 +197,61 @@ class CheckpointStore:
             self.on_commit()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raises SaveFailedError unless the folder's file system has that many bytes left."""
-        if (free := free_bytes(self.folder)) < needed_bytes:
+        """Check that the file system has enough free space.
+
+        Raises:
+            SaveFailedError: If fewer than `needed_bytes` bytes are free.
+        """
+        free = free_bytes(self.folder)
+        if free < needed_bytes:
             raise SaveFailedError(errno.ENOSPC, self.folder, needed_bytes, free, rank=0)
 
     # Loading
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are here, verified or not, in order."""
-        # Not by glob, to which a folder that cannot be read is an empty one.
+        """Return the steps of all checkpoints, verified or not, in ascending order.
+
+        Raises:
+            OSError: If the folder exists and cannot be read.
+        """
+        # Path.glob would take a folder that cannot be read for an empty one.
         names = os.listdir(self.folder) if self.folder.exists() else []
-        found = map(manifest.STEP_NAME.fullmatch, names)
-        return sorted(int(name[1]) for name in found if name)
+        matches = map(manifest.STEP_NAME.fullmatch, names)
+        return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint's folder, not verified: for messages, not for loading."""
+        """Return the folder of the newest checkpoint, not verified. Use it for messages only."""
         steps = self.steps()
         return self.folder / folder_name(steps[-1]) if steps else None
 
     def verify(self, path: Path) -> Checkpoint:
-        """The checkpoint, read from disk and found whole. Raises: DamagedCheckpointError."""
+        """Read every byte of a checkpoint and return the verified checkpoint.
+
+        Raises:
+            DamagedCheckpointError: If the checkpoint is damaged, or belongs to another run.
+        """
         return Checkpoint(path, manifest.verify(path, self.run_id))
 
     def newest_good(self) -> Checkpoint | None:
-        """The highest step that verifies, None if nothing was ever saved here.
+        """Return the newest checkpoint that is intact, or None if nothing was ever saved.
 
-        Damaged ones that are newer are renamed to `*.corrupt`, once there is a good one to go on
-        from; but a store without run_id leaves all as it is. Call it on one rank, with a run_id
-        under the run lock.
+        If the store has a `run_id`, newer damaged checkpoints are renamed to `*.corrupt` once an
+        intact one was found. Call it on one rank, and with a `run_id` under the run lock.
 
-        Raises: NoGoodCheckpointError if there are checkpoints and all are damaged, or were found
-        so by
-            an earlier start.
+        Raises:
+            NoGoodCheckpointError: If all checkpoints are damaged, or were found damaged by an
+                earlier start.
         """
         damaged = []
         for step in reversed(self.steps()):
             try:
-                found = self.verify(self.folder / folder_name(step))
+                checkpoint = self.verify(self.folder / folder_name(step))
             except DamagedCheckpointError as error:
                 damaged.append(error)
                 continue
             for error in damaged:
                 _log.warning("warning: %s; %s", error, self._set_aside(error.path))
-            return found
+            return checkpoint
         for path in sorted(self.folder.glob("step-*.corrupt*")):
             damaged.append(DamagedCheckpointError(path, "found damaged before"))
         if damaged:
@@ -228,43 +259,59 @@ class CheckpointStore:
         return None
 
     def ranking(self, monitor: str, mode: str = "min") -> list[Path]:
-        """Folders of the checkpoints that have a metric, the lowest (`max`: highest) first.
+        """Return the folders of the checkpoints that have a metric, the best first.
 
-        Of equal ones the earlier; not verified: for what may be removed, and for messages.
+        Of equal checkpoints the earlier comes first. The checkpoints are not verified.
+
+        Args:
+            monitor: Name of the metric.
+            mode: "min" if the lowest value is the best, "max" if the highest is.
         """
-        sign, scored = {"min": 1, "max": -1}[mode], []
+        sign = {"min": 1, "max": -1}[mode]
+        scored = []
         for step in self.steps():
             path = self.folder / folder_name(step)
             with suppress(DamagedCheckpointError):
-                if (value := manifest.read_manifest(path)["metrics"].get(monitor)) is not None:
+                value = manifest.read_manifest(path)["metrics"].get(monitor)
+                if value is not None:
                     scored.append((sign * value, step, path))
         return [path for _, _, path in sorted(scored)]
 
     def best(self, monitor: str, mode: str = "min") -> Checkpoint | None:
-        """The first of the ranking that is whole, None if there is none."""
+        """Return the first intact checkpoint of the ranking, or None if there is none.
+
+        Args:
+            monitor: Name of the metric.
+            mode: "min" if the lowest value is the best, "max" if the highest is.
+        """
         for path in self.ranking(monitor, mode):
             try:
                 return self.verify(path)
             except DamagedCheckpointError as error:
-                _log.warning("warning: %s; it is not taken as the best", error)
+                _log.warning("warning: %s; not used as the best checkpoint", error)
         return None
 
     # Housekeeping
 
     def prune(self, keep: int, protect: Collection[Path] = ()) -> None:
-        """Removes all but the newest `keep` checkpoints and the protected."""
+        """Remove all checkpoints except the newest `keep` and the protected ones.
+
+        Args:
+            keep: Number of newest checkpoints that stay, at least 1.
+            protect: Folders of more checkpoints that stay. They do not count in `keep`.
+        """
         for step in self.steps()[:-keep]:
             path, trash = self.folder / folder_name(step), self._hidden("trash", step)
             if path in protect:
                 continue
-            shutil.rmtree(trash, ignore_errors=True)  # of a start that was killed meanwhile
+            shutil.rmtree(trash, ignore_errors=True)  # a killed start may have left it
             if _rename(path, trash):
-                shutil.rmtree(trash, ignore_errors=True)  # what is left goes at the next `clean`
+                shutil.rmtree(trash, ignore_errors=True)  # `clean` removes the rest
 
     def clean(self) -> None:
-        """Removes what dead writers left; call it under the run lock, at the start.
+        """Remove the hidden folders that killed processes left. Call it under the run lock.
 
-        A checkpoint that was being replaced comes back if its replacement did not arrive.
+        A checkpoint that was being replaced is restored if its replacement was not completed.
         """
         for path in sorted(self.folder.glob(".*-step-*")):
             kind, _, name = path.name.removeprefix(".").partition("-")
@@ -273,12 +320,19 @@ class CheckpointStore:
             elif kind in ("old", "draft", "trash"):
                 fileops.remove_tree(path)
 
-    def _commit(self, draft: Path, about: dict, files_of_ranks: list[dict[str, dict]]) -> None:
-        """Makes a checkpoint of a draft; one of the same step is replaced."""
-        entries = sorted(entry for files in files_of_ranks for entry in files.items())
-        about |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": dict(entries)}
-        target, old = self.folder / folder_name(about["step"]), self._hidden("old", about["step"])
-        fileops.write_new_file(draft / manifest.MANIFEST_NAME, manifest.seal(about))
+    def _commit(self, draft: Path, entries: dict, files_of_ranks: list[dict[str, dict]]) -> None:
+        """Turn a draft into a checkpoint. Replaces a checkpoint of the same step.
+
+        Args:
+            draft: Hidden folder with all files.
+            entries: Entries of the manifest; `run_id`, `world_size` and `files` are added.
+            files_of_ranks: For each rank, the entries of its files by name.
+        """
+        files = dict(sorted(item for part in files_of_ranks for item in part.items()))
+        entries |= {"run_id": self.run_id, "world_size": len(files_of_ranks), "files": files}
+        target = self.folder / folder_name(entries["step"])
+        old = self._hidden("old", entries["step"])
+        fileops.write_new_file(draft / manifest.MANIFEST_NAME, manifest.seal(entries))
         fileops.sync_folder(draft)
         if target.exists():
             os.rename(target, old)
@@ -291,29 +345,31 @@ class CheckpointStore:
     ) -> None:
         """Move a draft's files into the step's checkpoint, then replace its manifest."""
         target = self.folder / folder_name(step)
-        about, entries = manifest.read_manifest(target), {}
+        entries = manifest.read_manifest(target)
+        added: dict[str, dict] = {}
         for files in files_of_ranks:
-            entries |= files
-        for name in entries:
+            added |= files
+        for name in added:
             os.rename(draft / name, target / name)
         fileops.sync_folder(target)
-        about |= {"metrics": metrics, "files": dict(sorted((about["files"] | entries).items()))}
-        fileops.replace(target / manifest.MANIFEST_NAME, manifest.seal(about))
+        entries |= {"metrics": metrics, "files": dict(sorted((entries["files"] | added).items()))}
+        fileops.replace(target / manifest.MANIFEST_NAME, manifest.seal(entries))
         fileops.remove_tree(draft)
 
     def _set_aside(self, path: Path) -> str:
-        """What became of a damaged checkpoint."""
+        """Rename a damaged checkpoint if the store may write, and return the outcome in words."""
         n_before = len(list(self.folder.glob(f"{path.name}.corrupt*")))
-        aside = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
-        is_aside = self.run_id is not None and _rename(path, self.folder / aside)
-        return f"set aside as {aside}" if is_aside else "an older one is taken"
+        name = f"{path.name}.corrupt" + (f"-{n_before + 1}" if n_before else "")
+        is_renamed = self.run_id is not None and _rename(path, self.folder / name)
+        return f"set aside as {name}" if is_renamed else "an older one is used"
 
     def _hidden(self, kind: str, step: int) -> Path:
+        """Return the hidden folder of a step; `kind` is "draft", "old" or "trash"."""
         return self.folder / f".{kind}-{folder_name(step)}"
 
 
 def _rename(path: Path, to: Path) -> bool:
-    """Whether it could be put away; no run ends because it could not, in a read-only folder say."""
+    """Rename a folder and return whether that succeeded. A failure is a warning, not an error."""
     try:
         os.rename(path, to)
     except OSError as error:

@@ -1,11 +1,10 @@
-"""One save: the files that a rank writes, and the one answer that all ranks give.
+"""One rank's part of one save, and the error that all ranks raise together if one of them fails.
 
-torch.save passes its bytes to C++ code and torch.distributed.checkpoint to collectives of all
-ranks; an exception of a full disk raised inside either ends in a crash, a hang, or a second error
-that hides the first. So they write to memory, which takes as long as a copy. Then the files go to
-the disk from a thread of each rank, and `CheckpointWriter.finish` raises what went wrong there, on
-all ranks,
-as `SaveFailedError`. It is for the main threads, as collectives are.
+torch.save writes from C++ code, and torch.distributed.checkpoint writes between collective
+operations of all ranks. An exception of a full disk inside either ends in a crash, a hang or a
+second error that hides the first. So both write to memory, which takes as long as a copy. Then a
+thread of each rank writes the files to the disk. `CheckpointWriter.finish`, which the main threads
+of all ranks call, raises the error of the first rank that failed as `SaveFailedError` on all ranks.
 """
 
 import errno
@@ -24,11 +23,14 @@ from gptrain.checkpoints.manifest import difference
 
 
 class SaveFailedError(OSError):
-    """A checkpoint cannot be written; nothing of it is left, the ones before are untouched.
+    """A checkpoint cannot be written. Its files were removed; earlier checkpoints are intact.
 
-    Attributes:
-        needed, free: bytes of this save (of this rank) and on its file system, None if unknown.
-        rank: whose file operation failed.
+    Args:
+        number: Number of the operating system's error (errno).
+        path: Folder of the checkpoints.
+        needed: Size of this rank's part of the save, in bytes. None if unknown.
+        free: Free space of the file system, in bytes. None if unknown.
+        rank: Rank whose file operation failed.
     """
 
     cause = "disk"
@@ -44,23 +46,26 @@ class SaveFailedError(OSError):
 
     def __str__(self) -> str:
         name = errno.errorcode.get(self.errno, self.errno)
+        remaining = "earlier checkpoints are intact"
+        if not self.path.is_dir():
+            remaining = "the folder has no checkpoint yet"
         return (
             f"{self.path}: cannot save: {self.strerror} ({name}) on rank {self.rank}; "
-            f"needs {self.needed} bytes, {self.free} bytes free; "
-            + ("earlier checkpoints are intact" if self.path.is_dir() else "none is there")
+            f"needs {self.needed} bytes, {self.free} bytes free; {remaining}"
         )
 
 
 @dataclass(eq=False)
 class CheckpointWriter:
-    """The part of one rank in a save: its files in a checkpoint that is not yet one.
+    """Writer of one rank's files into the folder of an unfinished checkpoint.
 
     Attributes:
-        path: a hidden folder beside the target, into which all ranks write.
-        gather: collects one picklable value of each rank on all ranks, in rank order; it is the
-            barrier, too.
-        needed_bytes: what to say of the size where nothing was written.
-        progress: called for every piece that is written or read back.
+        path: Hidden folder next to the target, into which all ranks write.
+        rank: Global rank of this process.
+        gather: Collective function that returns one picklable value of each rank on all ranks, in
+            rank order. It is the barrier, too.
+        needed_bytes: Size of the save, for error messages. It grows to the size of the files.
+        progress: Function that is called for every piece that is written or read back.
     """
 
     path: Path
@@ -68,7 +73,7 @@ class CheckpointWriter:
     gather: Callable[[object], list]
     needed_bytes: int
     progress: Callable[[], None] | None
-    _held: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
+    _opened: dict[str, io.BytesIO] = field(default_factory=dict, init=False)
     _written: list[Future[dict[str, dict]]] = field(default_factory=list, init=False)
     _thread: ThreadPoolExecutor = field(init=False)
 
@@ -76,27 +81,46 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1)
 
     def open(self, name: str) -> io.BytesIO:
-        """A new file of the checkpoint, for torch.save and the like; use it as a context."""
-        file = self._held[name] = _HeldFile()
+        """Return a new file in memory, which `write` writes to the disk. Closing keeps its content.
+
+        Args:
+            name: Name of the file in the checkpoint.
+        """
+        file = _MemoryFile()
+        self._opened[name] = file
         return file
 
     def write(self, in_background: bool) -> None:
-        """Hand the files that were opened since the last call to the thread that writes them.
+        """Start to write the files that were opened since the last call, in a thread.
 
-        `finish` waits for that thread. More files may be opened and handed over until then.
+        More files may be opened and written until `finish` waits for the thread.
+
+        Args:
+            in_background: Whether training continues meanwhile. Then `progress` is not called,
+                because heartbeats of the thread would hide a training that hangs.
         """
         if in_background:
-            self.progress = None  # it would hide a training that hangs
-        files, self._held = self._held, {}
+            self.progress = None
+        files = self._opened
+        self._opened = {}
         self._written.append(self._thread.submit(self._write_files, files))
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank's thread still is."""
+        """True while this rank's thread is writing files."""
         return not all(written.done() for written in self._written)
 
     def finish(self) -> list[dict[str, dict]]:
-        """The entries of every rank's files, once all are on the disk. Raises: SaveFailedError."""
+        """Wait until all ranks' files are on the disk, and return their entries for the manifest.
+
+        All ranks must call it.
+
+        Returns:
+            For each rank, the entries by file name.
+
+        Raises:
+            SaveFailedError: If a file operation failed on any rank. All ranks raise the same error.
+        """
         with self.same_error_on_all_ranks():
             entries = {}
             for written in self._written:
@@ -105,25 +129,27 @@ class CheckpointWriter:
 
     @contextmanager
     def same_error_on_all_ranks(self) -> Generator[None, None, None]:
-        """Lets all ranks raise the first rank's SaveFailedError, so that none goes on or waits
-        alone.
+        """Raise the SaveFailedError of the lowest failed rank on all ranks, after the block.
 
-        Other exceptions pass: their rank is about to end the job, and a collective might not
-        return. After any exception nothing is left of the draft.
+        All ranks must enter it. An OSError of the file system within the block becomes a
+        SaveFailedError. Other exceptions pass without a collective operation: their rank is about
+        to end the job. After any exception rank 0 removes the folder of the unfinished checkpoint.
         """
-        mine = free = None
+        local_failure = free = None
         try:
             try:
                 yield
             except OSError as error:
                 if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
-                    raise  # of the network, not of the file system
+                    raise  # an error of the network, not of the file system
                 folder = self.path.parent
                 with suppress(OSError):
                     free = free_bytes(folder)
-                mine = SaveFailedError(error.errno, folder, self.needed_bytes, free, self.rank)
-                mine.__cause__ = error
-            for failure in self.gather(mine):
+                local_failure = SaveFailedError(
+                    error.errno, folder, self.needed_bytes, free, self.rank
+                )
+                local_failure.__cause__ = error
+            for failure in self.gather(local_failure):
                 if failure is not None:
                     raise failure
         except BaseException:
@@ -132,32 +158,44 @@ class CheckpointWriter:
             raise
 
     def _write_files(self, files: dict[str, io.BytesIO]) -> dict[str, dict]:
-        """Return the entries of these files, each of which is freed once it is on the disk."""
+        """Write the files, free the memory of each, and return their entries for the manifest."""
         sizes = [file.getbuffer().nbytes for file in files.values()]
-        self.needed_bytes, entries = max(self.needed_bytes, sum(sizes)), {}
+        self.needed_bytes = max(self.needed_bytes, sum(sizes))
+        entries = {}
         while files:
             name, file = files.popitem()
             entries[name] = self._write_file(self.path / name, file.getbuffer())
         return entries
 
     def _write_file(self, path: Path, content: memoryview) -> dict:
-        """Its entry in the manifest, after it was read back."""
+        """Write a file, read it back to verify it, and return its entry for the manifest.
+
+        Raises:
+            OSError: If the file cannot be written, or reads differently from what was written.
+        """
         entry = {"bytes": content.nbytes, "sha256": hashlib.sha256(content).hexdigest()}
         fileops.write_new_file(path, content, self._beat)
-        if found := difference(path, entry, self._beat):
-            raise OSError(errno.EIO, f"what was written reads otherwise: {found}")
+        reason = difference(path, entry, self._beat)
+        if reason:
+            raise OSError(errno.EIO, f"the file reads differently from what was written: {reason}")
         return entry
 
     def _beat(self, *_: int) -> None:
+        """Call `progress` if there is one. The arguments are ignored."""
         if self.progress:
             self.progress()
 
 
 def free_bytes(folder: Path) -> int:
-    """Left on the file system of a folder, which may still have to be made; quotas are not seen."""
+    """Return the free space of the file system of a folder, in bytes. Ignores quotas.
+
+    If the folder does not exist, the file system of its parent counts.
+    """
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free
 
 
-class _HeldFile(io.BytesIO):
+class _MemoryFile(io.BytesIO):
+    """File in memory that keeps its content when it is closed."""
+
     def close(self) -> None:
-        """Nothing: what torch has closed is still to be written to the disk."""
+        """Do nothing: the content is written to the disk after torch has closed the file."""
