@@ -198,7 +198,7 @@ def test_a_damaged_or_unfinished_copy_is_not_used_and_without_a_whole_copy_the_r
         assert f"/step-0000000{step}: {wrong} is damaged (sha256); not used" in caplog.text
     (tmp_path / "mirror" / "step-00000001" / "state.ckpt").write_bytes(b"other")
     for _ in range(2):  # the second start must not begin from scratch either
-        with pytest.raises(ConfigError, match="is whole: step-00000001: state") as stop:
+        with pytest.raises(ConfigError, match="are damaged: step-00000001: state") as stop:
             mirror.restore(CheckpointStore(tmp_path / "third", "a"))
         assert stop.value.code == BAD_DATA
 
@@ -224,7 +224,7 @@ def test_a_mirror_that_fails_on_the_way_is_a_warning(pair, tmp_path, caplog):
     save(store, b"whole")
     copy(store, mirror)
     assert caplog.text.count("warning: checkpoint.mirror=") == 1
-    assert "own checkpoints are whole" in caplog.text and store.newest_good().step == 1
+    assert "own checkpoints are intact" in caplog.text and store.newest_good().step == 1
 
 
 class StopsOneRank(Callback):

@@ -1,8 +1,8 @@
 """`manifest.json`: the list of a checkpoint's files, and the verification of a checkpoint.
 
-The manifest is written last. It lists every file with its size and SHA-256, and it holds the SHA-256
-of its own text, so that one flipped bit anywhere in the folder is detected. This protects against
-damage, not against forgery: whoever changes a file on purpose can write a new manifest.
+The manifest is written last. It lists every file with its size and SHA-256, and it ends with the
+SHA-256 of its own text, so that one flipped bit anywhere in the folder is detected. This protects
+against damage, not against forgery: whoever changes a file on purpose can write a new manifest.
 `_is_manifest` lists the entries.
 """
 

@@ -4,11 +4,11 @@
     mirror.update(store)  # after each commit; the copy is made while training continues
     mirror.restore(store)  # if the run folder was lost
 
-An object store has no rename. The manifest of a copy is therefore written last, and removed first
+An object store has no rename. So the manifest of a copy is written last, and it is removed first
 when a step is saved again: a folder without a manifest is not a checkpoint. Keys of an object store
-may contain any "..", so only the files that a manifest names are copied back, and verified. Only
-steps that the run has passed and pruned are removed: a run that resumes from an old image of its
-disk leaves newer copies in place until it reaches their steps.
+may contain "..", so only the files that a manifest lists are copied back, and then verified. A copy
+is removed only when the run has passed its step and pruned the original. A run that resumes from an
+old image of its disk keeps newer copies until it reaches their steps.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ _log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """A run's checkpoints, wherever fsspec can write.
+    """Copy of a run's checkpoints in any place that fsspec can write.
 
     Args:
-        url: of a folder of this run alone: /path, file:///path, s3://bucket/path.
+        url: Folder for this run alone: /path, file:///path or s3://bucket/path.
 
-    Raises: ValueError for an unknown protocol, ImportError where its package is missing.
+    Raises:
+        ValueError: If the protocol is unknown.
+        ImportError: If the package of the protocol is missing.
     """
 
     def __init__(self, url: str):
@@ -55,12 +57,17 @@ class Mirror:
         self._last: Future | None = None
 
     def join(self, store: CheckpointStore, lock: RunLock, restore: bool) -> None:
-        """Makes sure that it is the mirror of the folder's run.
+        """Check that the mirror belongs to the run, and restore the run from it if asked to.
 
         Args:
-            restore: the store is empty: the folder becomes that of the run that is in the mirror.
+            store: Store of the run's checkpoints.
+            lock: Lock of the run folder.
+            restore: Whether the store is empty. Then the folder takes over the identity of the run
+                in the mirror, and the checkpoints are copied into the store.
 
-        Raises: ConfigError where it holds another run or no whole checkpoint, or cannot be used.
+        Raises:
+            ConfigError: If the mirror holds another run, has only damaged checkpoints to restore,
+                or cannot be used.
         """
         try:
             run_id = self._run_id()
@@ -73,27 +80,32 @@ class Mirror:
             message, code = first_line(error), code_of(error)
             raise ConfigError.of("checkpoint.mirror", self.url, message, code=code) from error
         if run_id not in ("", lock.run_id):
-            about = "checkpoint.mirror", self.url, "holds another run"
-            hint = "ckpt_path=last in a new run_dir to go on with that"
-            raise ConfigError.of(*about, hint=hint, code=FOLDER_UNUSABLE)
+            message = "holds another run"
+            hint = "ckpt_path=last in a new run_dir to resume that run"
+            raise ConfigError.of(
+                "checkpoint.mirror", self.url, message, hint=hint, code=FOLDER_UNUSABLE
+            )
 
     def update(self, store: CheckpointStore) -> None:
-        """Begins to make the mirror equal to the store; where it cannot, that is one warning."""
+        """Start to copy new checkpoints in a thread. Log an error of the copy as a warning."""
         if self._last is not None:
-            self._last.cancel()  # unless it has begun: this one will see all
+            self._last.cancel()  # has no effect if the copy has begun
         self._last = self._thread.submit(self._copy, store)
 
     def wait(self) -> None:
-        """Until the last update is done, or has failed."""
+        """Wait until the last update is done or has failed."""
         if self._last is not None:
             self._last.result()
 
     def restore(self, store: CheckpointStore) -> None:
-        """Copy every checkpoint of the mirror that is whole into the store.
+        """Copy every intact checkpoint of the mirror into the store.
 
-        A damaged copy is reported and not used. Its manifest is removed, unless all copies are
-        damaged: without a manifest the copy counts as unfinished, and the run writes all of its
-        files again when it saves this step again. A run on a CPU may save the very same bytes.
+        A damaged copy is logged as a warning and not used. Its manifest is removed, so that the
+        copy counts as unfinished and is written again when the run saves this step again. If all
+        copies are damaged, nothing is removed.
+
+        Args:
+            store: Store, whose folder is created if it does not exist.
 
         Raises:
             OSError: If the mirror cannot be read, or the store cannot be written.
@@ -103,7 +115,7 @@ class Mirror:
         damaged = {}
         for step in self._steps():
             name = folder_name(step)
-            draft = store.folder / f".draft-{name}"  # the store removes or replaces drafts
+            draft = store.folder / f".draft-{name}"  # `store.clean` removes a draft that is left
             try:
                 self._get(name, draft)
                 manifest.verify(draft, store.run_id)
@@ -115,7 +127,7 @@ class Mirror:
         fileops.sync_folder(store.folder)
         if damaged and not store.steps():
             reasons = "; ".join(f"{name}: {reason}" for name, reason in damaged.items())
-            message = f"none of its checkpoints is whole: {reasons}"
+            message = f"all of its checkpoints are damaged: {reasons}"
             raise ConfigError.of("checkpoint.mirror", self.url, message, code=BAD_DATA)
         for name, reason in damaged.items():
             with suppress(OSError):  # the mirror may be read-only
@@ -123,16 +135,19 @@ class Mirror:
             _log.warning("warning: %s/%s: %s; not used", self.url, name, reason)
 
     def _copy(self, store: CheckpointStore) -> None:
+        """Copy new checkpoints, the newest first, and remove copies of pruned ones."""
         try:
             for step in reversed(store.steps()):
-                with suppress(FileNotFoundError, DamagedCheckpointError):  # pruned meanwhile
+                with suppress(
+                    FileNotFoundError, DamagedCheckpointError
+                ):  # the run has pruned the checkpoint meanwhile
                     self._put(store.folder / folder_name(step))
             kept = store.steps()
             for step in self._steps():
                 if kept and step < kept[-1] and step not in kept:
                     self.files.rm(f"{self.root}/{folder_name(step)}", recursive=True)
-        except Exception as error:  # of a package that we do not know; the run itself is well
-            message = f"not up to date: {first_line(error)}; the run's own checkpoints are whole"
+        except Exception as error:  # fsspec's packages raise exceptions of any type
+            message = f"not up to date: {first_line(error)}; the run's own checkpoints are intact"
             _log.warning("%s", ConfigIssue("checkpoint.mirror", self.url, message, code=DONE).line)
 
     def _put(self, source: Path) -> None:
@@ -141,11 +156,11 @@ class Mirror:
         text = read_bytes(source / MANIFEST_NAME)
         copied: dict[str, dict] = {}
         with suppress(FileNotFoundError, DamagedCheckpointError):
-            there = self._manifest(source.name)
-            if there == text:
+            old_text = self._manifest(source.name)
+            if old_text == text:
                 return
             self.files.rm_file(f"{target}/{MANIFEST_NAME}")
-            copied = manifest.parse(there, source)["files"]
+            copied = manifest.parse(old_text, source)["files"]
         self.files.makedirs(target, exist_ok=True)
         for file, entry in manifest.parse(text, source)["files"].items():
             if copied.get(file) != entry:
@@ -154,7 +169,12 @@ class Mirror:
         self.files.pipe_file(f"{target}/{MANIFEST_NAME}", text)
 
     def _get(self, name: str, draft: Path) -> None:
-        """Brings the files of a copy, and no others, into a new folder."""
+        """Download the files that the manifest of a copy lists into a new folder.
+
+        Args:
+            name: Name of the checkpoint's folder.
+            draft: Folder, which is replaced.
+        """
         fileops.remove_tree(draft)
         text = self._manifest(name)
         draft.mkdir()
@@ -163,22 +183,27 @@ class Mirror:
         fileops.write_new_file(draft / MANIFEST_NAME, text)
 
     def _run_id(self) -> str:
-        """Of the run whose checkpoints are there, "" where there are none."""
+        """Return the identity of the run in the mirror, or "" if there is no complete copy."""
         for step in self._steps():
             name = folder_name(step)
-            with suppress(FileNotFoundError, DamagedCheckpointError):  # never finished
+            with suppress(FileNotFoundError, DamagedCheckpointError):  # the copy was not finished
                 return manifest.parse(self._manifest(name), Path(name))["run_id"]
         return ""
 
     def _manifest(self, name: str) -> bytes:
-        """The text of a copy's manifest. Raises: FileNotFoundError; OSError."""
+        """Return the text of a copy's manifest.
+
+        Raises:
+            FileNotFoundError: If the copy has no manifest.
+            OSError: If the mirror cannot be read.
+        """
         return self.files.cat_file(f"{self.root}/{name}/{MANIFEST_NAME}")
 
     def _steps(self) -> list[int]:
-        """Steps that are there, complete or not, the newest first."""
+        """Return the steps of all copies, complete or not, the newest first."""
         self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             names = (Path(path).name for path in self.files.ls(self.root, detail=False))
-            found = map(manifest.STEP_NAME.fullmatch, names)
-            return sorted((int(name[1]) for name in found if name), reverse=True)
+            matches = map(manifest.STEP_NAME.fullmatch, names)
+            return sorted((int(match[1]) for match in matches if match), reverse=True)
         return []

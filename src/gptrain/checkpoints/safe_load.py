@@ -1,13 +1,13 @@
-"""torch's files: loaded without running code, whoever wrote them; and shards written into a draft.
+"""Loading of torch's files without running code, and writing of shards into a checkpoint.
 
     with store.writing(step, kind="sharded", rank=rank, gather=gather) as draft:
         dcp.save(state, storage_writer=ShardWriter(draft))
     dcp.load(state, storage_reader=SafeFileSystemReader(store.newest_good().path))
 
-A pickle names functions and calls them; whoever unpickles it freely runs them. torch.load with
-`weights_only=True` refuses names it does not know, and this is the only way of loading used here.
-torch.distributed.checkpoint unpickles freely in two places, whatever it is told: `.metadata`, and
-every value that is not a tensor. `SafeFileSystemReader` closes both.
+A pickle may call any function, so unpickling an untrusted file runs its author's code. torch.load
+with `weights_only=True` refuses unknown names, and gptrain loads files in this way only.
+torch.distributed.checkpoint unpickles without this protection in two places: the `.metadata` file,
+and every value that is not a tensor. `SafeFileSystemReader` protects both.
 """
 
 import io
@@ -44,7 +44,7 @@ from gptrain.checkpoints.writer import CheckpointWriter
 from gptrain.core.errors import first_line
 from gptrain.core.small_files import open_regular, read_bytes
 
-# Exactly what torch 2.11 to 2.13 write into .metadata: data classes, sizes and names of dtypes.
+# The only names that torch 2.11 to 2.13 write into .metadata. Dtypes are allowed, too.
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "BytesStorageMetadata", "TensorStorageMetadata",
@@ -57,8 +57,8 @@ _METADATA_NAMES = {
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }  # fmt: skip
 _ENTRIES = (BytesStorageMetadata, TensorStorageMetadata)
-# What unpickling of arbitrary bytes raises.
-_GARBAGE = (
+# The exceptions that unpickling of arbitrary bytes may raise.
+_UNPICKLING_ERRORS = (
     pickle.UnpicklingError, zipfile.BadZipFile, struct.error, ArithmeticError, AssertionError,
     AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, StopIteration,
     TypeError, ValueError,
@@ -66,16 +66,22 @@ _GARBAGE = (
 
 
 class UnsafeCheckpointError(DamagedCheckpointError):
-    """A file that would run foreign code if it were loaded freely."""
+    """A file would run code if it were loaded without protection. It was not loaded."""
 
 
 def load_file(path: str | Path, *, mmap: bool = False) -> Any:
-    """The tensors (on the CPU) and plain values of a file that torch.save wrote.
+    """Load a file of torch.save. Return its tensors, on the CPU, and its plain values.
 
     Args:
-        mmap: leave the tensors in the file until they are used: halves the peak memory where they
-            are copied to a device. They die with the file: not for a state that trains on the CPU.
-    Raises: UnsafeCheckpointError, DamagedCheckpointError, FileNotFoundError.
+        path: File.
+        mmap: Whether the tensors stay in the file until they are used. That halves the peak memory
+            if they are copied to a device afterwards. Do not use it for a state that is trained on
+            the CPU, because the tensors are lost with the file.
+
+    Raises:
+        UnsafeCheckpointError: If the file contains anything but tensors and plain values.
+        DamagedCheckpointError: If the file is damaged, or no file of torch.save.
+        FileNotFoundError: If the file is missing.
     """
     with one_line_errors(path), open_regular(path) as file:
         is_mapped = mmap and zipfile.is_zipfile(file)
@@ -85,84 +91,111 @@ def load_file(path: str | Path, *, mmap: bool = False) -> Any:
 
 @contextmanager
 def one_line_errors(path: str | Path) -> Generator[None, None, None]:
-    """Makes one UnsafeCheckpointError or DamagedCheckpointError of all that loading from
-    path may raise.
+    """Turn an exception of the block into an UnsafeCheckpointError or DamagedCheckpointError.
+
+    A FileNotFoundError passes unchanged.
+
+    Args:
+        path: File or folder that the block loads.
     """
     try:
         yield
     except FileNotFoundError:
         raise
-    except _GARBAGE as error:
-        if refused := re.search(r"GLOBAL (\w\S*\.\w+)", str(error)):
+    except _UNPICKLING_ERRORS as error:
+        refused = re.search(r"GLOBAL (\w\S*\.\w+)", str(error))
+        if refused:
             name = re.sub(r"^posix\.", "os.", refused[1])  # os.system pickles as posix.system
-            reason = f"contains {name}; refused, only tensors and plain values are loaded"
+            reason = f"contains {name}; refused: only tensors and plain values are loaded"
             raise UnsafeCheckpointError(path, reason) from error
-        # torch's first advice on a pickle that it cannot read is to load it freely, code and all.
-        is_pickle = isinstance(error, pickle.UnpicklingError | LookupError)
-        said = "no file that torch.save wrote" if is_pickle else first_line(error)
-        raise DamagedCheckpointError(path, f"not a checkpoint ({said})") from error
+        # Do not print torch's message: it advises to load the file without protection.
+        is_pickle_error = isinstance(error, pickle.UnpicklingError | LookupError)
+        reason = "not a file of torch.save" if is_pickle_error else first_line(error)
+        raise DamagedCheckpointError(path, f"not a checkpoint ({reason})") from error
 
 
 class SafeFileSystemReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader for folders that need not be trusted."""
+    """Reader of torch.distributed.checkpoint for untrusted folders."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The folder's index, of whose classes none can do anything.
+        """Read `.metadata`, the index of the shards, with an unpickler that allows few names.
 
-        Raises: UnsafeCheckpointError, DamagedCheckpointError.
+        Args:
+            *args: Ignored.
+            **kwargs: `rank`, if each rank has its own index.
+
+        Raises:
+            UnsafeCheckpointError: If the file contains another name.
+            DamagedCheckpointError: If the file is missing or damaged, or refers to files outside
+                the folder.
         """
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         with one_line_errors(path):
             if not path.exists():
-                raise ValueError("it is missing")
+                raise ValueError("the file is missing")
             metadata = _MetadataUnpickler(io.BytesIO(read_bytes(path))).load()
             for entry in metadata.storage_data.values():
                 if not is_file_name(entry.relative_path):
-                    raise ValueError(f"its shards are in {entry.relative_path}")
+                    raise ValueError(f"its shards are outside the folder: {entry.relative_path}")
             if not all(isinstance(v, _ENTRIES) for v in metadata.state_dict_metadata.values()):
-                raise ValueError("its index has an entry of another kind")
+                raise ValueError("an entry is neither a tensor nor a plain value")
             metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the plan's tensors and values."""
+        """Load the tensors and values of a plan into the planner's state.
+
+        Args:
+            plan: Tensors and values to load.
+            planner: Owner of the state.
+
+        Raises:
+            UnsafeCheckpointError: If a value would run code when it is unpickled.
+            DamagedCheckpointError: If a file is damaged.
+        """
         with one_line_errors(os.fspath(self.path)):
             return super().read_data(plan, cast(LoadPlanner, _PlainValues(planner)))
 
 
 class ShardWriter(FileSystemWriter):
-    """Writes through `Draft.open`: hashed, synced and counted like every file of a save.
+    """Writer of torch.distributed.checkpoint that writes through a CheckpointWriter.
 
-    The draft keeps a file's error for the end of the save, so that no rank leaves the collectives
-    of torch.distributed.checkpoint alone.
+    So the shards are hashed and synced like every file of a save. The CheckpointWriter reports a
+    failed write at the end of the save, after the collective operations of
+    torch.distributed.checkpoint: an exception between them would leave the other ranks waiting.
+
+    Args:
+        draft: Writer of this rank's files.
     """
 
     def __init__(self, draft: CheckpointWriter) -> None:
-        # Nothing is copied ahead: what is, _OverlappingCpuLoader of the writer's module leaves
-        # page-locked until the file is closed, a second copy of the whole state on the host.
+        # Copy no tensor ahead of its write: torch's _OverlappingCpuLoader keeps such copies in
+        # page-locked memory until the file is closed, a second copy of the full state on the host.
         super().__init__(draft.path, sync_files=False, per_thread_copy_ahead=0)
-        self.fs = _DraftFolder(draft)  # whose files sync themselves
+        self.fs = _DraftFolder(draft)
 
     def storage_meta(self) -> None:
-        """Nothing: it would hold the draft's path, which is gone after the save."""
+        """Return None: the metadata would hold the path of the draft, which is renamed later."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler that allows the names in `_METADATA_NAMES` and dtypes only."""
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
-        # So do Python 3.11.0 to 3.11.3, of which Debian 12 has one, write a member of an enum.
+        # Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle a member of an enum as a getattr.
         if (module, name) == ("builtins", "getattr"):
             return lambda _, member: _MEM_FORMAT_ENCODING[member]
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
 class _PlainValues:
-    """A planner that is given only bytes that this process has pickled itself.
+    """Wrapper of a planner that passes on only bytes that this process has pickled itself.
 
-    torch's own planner loads with weights_only=False, so a value is loaded safely here and, being
-    plain, saved again for it. The values are counters and settings, a few bytes each.
+    torch's planner loads values with weights_only=False. So each value is loaded here with
+    weights_only=True and pickled again for the planner. The values are small counters and options.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
@@ -172,33 +205,40 @@ class _PlainValues:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        ours = io.BytesIO()
-        torch.save(_load(value), ours)
-        ours.seek(0)
-        self._planner.load_bytes(read_item, ours)
+        """Load a value with weights_only=True and pass it on."""
+        safe_value = io.BytesIO()
+        torch.save(_load(value), safe_value)
+        safe_value.seek(0)
+        self._planner.load_bytes(read_item, safe_value)
 
 
 def _load(file: str | Path | IO[bytes], mmap: bool = False) -> Any:
-    with warnings.catch_warnings():  # about pickles not made by torch.save: those end in an error
+    """Load a file onto the CPU with weights_only=True."""
+    with warnings.catch_warnings():  # a pickle that torch.save did not write raises an error anyway
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         return torch.load(file, "cpu", weights_only=True, mmap=mmap)
 
 
 class _DraftFolder(FileSystem):
+    """File system of torch.distributed.checkpoint that opens files of a CheckpointWriter."""
+
     def __init__(self, draft: CheckpointWriter) -> None:
         self._draft = draft
 
     def create_stream(  # ty: ignore[incompatible-method-override]  # torch's is a generator
         self, path: str | os.PathLike, mode: str
     ) -> AbstractContextManager[IO[bytes]]:
-        # The index comes as .metadata.tmp, to be renamed: a draft needs no second layer of it.
+        """Return a new file of the draft."""
+        # torch writes .metadata.tmp and renames it. The draft's folder is renamed after all files
+        # were written, so .metadata can have its final name from the start.
         return self._draft.open(Path(path).name.removesuffix(".tmp"))
 
     def mkdir(self, path: str | os.PathLike) -> None:
-        """The draft has its folder."""
+        """Do nothing: the folder of the draft exists."""
 
     def exists(self, path: str | os.PathLike) -> bool:
+        """Return False: a draft has no file of the name yet."""
         return False
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        """Written under its final name already."""
+        """Do nothing: `create_stream` has used the final name."""

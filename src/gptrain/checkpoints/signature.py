@@ -1,9 +1,9 @@
 """Signatures of runs: proof that this user started a run on this machine.
 
-The configuration of such a run is the user's own words, so `from_run` obeys it as if it were typed
+The user has typed the configuration of such a run, so `from_run` uses it as if the user typed it
 again. A signature is an HMAC-SHA256 of the run's records and its id. The key is a file in the
-user's configuration folder. Who cannot read that file cannot sign, and a changed record does not
-fit its signature. Without a usable key there are no signatures, and every run counts as untrusted.
+user's configuration folder. A person who cannot read this file cannot sign, and a changed record
+does not match its signature. Without a usable key no run is signed, and every run is untrusted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _PURPOSE = b"gptrain run 1"
 
 
 def sign_record(run_dir: str | Path) -> None:
-    """Write the signature of what a run's .hydra holds; without a key, remove an older one.
+    """Sign the files in the .hydra folder of a run. Without a key, remove an older signature.
+
+    Creates the user's key if there is none.
 
     Raises:
         OSError: If the run's folder cannot be read or written.
     """
-    file, key = Path(run_dir) / ".hydra" / SIGNATURE_NAME, read_key(make=True)
+    file = Path(run_dir) / ".hydra" / SIGNATURE_NAME
+    key = read_key(make=True)
     if key is None:
         remove_signature(run_dir)
     else:
@@ -41,14 +44,14 @@ def sign_record(run_dir: str | Path) -> None:
 
 
 def remove_signature(run_dir: str | Path) -> None:
-    """Remove the signature of a run, if it has one."""
+    """Remove the signature of a run. Does nothing if the run has none."""
     (Path(run_dir) / ".hydra" / SIGNATURE_NAME).unlink(missing_ok=True)
 
 
 def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
-    """Return the records of a run by their names if this user signed them on this machine.
+    """Return the records of a run by name if this user has signed them on this machine, else None.
 
-    The bytes that are returned are those that were verified. The files may change later.
+    Use the returned bytes, which were verified: the files may change afterwards.
     """
     key = read_key()
     if key is None:
@@ -62,10 +65,12 @@ def read_signed_record(run_dir: str | Path) -> dict[str, bytes] | None:
 
 
 def read_key(make: bool = False) -> bytes | None:
-    """Return this user's key, or None if there is none that nobody else can read or replace.
+    """Return this user's key, or None if there is no key that is safe from other users.
+
+    A key is safe if no other user can read it or replace it.
 
     Args:
-        make: Make a key where there is none.
+        make: Whether to create a key if there is none.
     """
     folder = _key_folder()
     if folder is None:
@@ -89,17 +94,17 @@ def read_key(make: bool = False) -> bytes | None:
 
 
 def _key_folder() -> Path | None:
-    """Return the absolute path of the folder of the key, or None if this user has no home."""
+    """Return the absolute path of the folder of the key, or None if the user has no home folder."""
     configured = os.environ.get("XDG_CONFIG_HOME", "")
     base = configured if os.path.isabs(configured) else os.path.expanduser("~/.config")
     return Path(base, "gptrain") if os.path.isabs(base) else None
 
 
 def _make_key(folder: int) -> None:
-    """Make the key in an open folder, unless there is one.
+    """Create the key in an open folder. Does nothing if there is one.
 
-    The key gets its name by a hard link when all of its bytes are written. So of several processes
-    one succeeds, and no process reads a part of a key.
+    The key gets its name by a hard link after all of its bytes were written. So only one of several
+    processes succeeds, and no process reads an incomplete key.
     """
     with suppress(FileNotFoundError):
         os.stat("key", dir_fd=folder, follow_symlinks=False)
@@ -118,7 +123,7 @@ def _make_key(folder: int) -> None:
 
 
 def _read_key(folder: int) -> bytes | None:
-    """Return the key in an open folder if it is a whole file of this user alone."""
+    """Return the key in an open folder, or None if it is incomplete or not private to this user."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open("key", flags, dir_fd=folder)
     try:
@@ -130,18 +135,19 @@ def _read_key(folder: int) -> bytes | None:
 
 
 def _is_private(descriptor: int, forbidden: int) -> bool:
-    """Return whether an open file is this user's and has none of the forbidden mode bits."""
+    """Return whether this user owns an open file that has none of the forbidden mode bits."""
     status = os.fstat(descriptor)
     return status.st_uid == os.geteuid() and not status.st_mode & forbidden
 
 
 def _is_foreign_link(path: Path) -> bool:
-    """Return whether a path is a link that neither this user nor root has made."""
+    """Return whether a path is a link that neither this user nor root owns."""
     status = os.lstat(path)
     return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
 def _read_records(run_dir: str | Path) -> dict[str, bytes]:
+    """Return the contents of the records of a run by name."""
     return {name: read_bytes(Path(run_dir) / ".hydra" / name) for name in RECORDS}
 
 
