@@ -35,4 +35,4 @@ def test_shared_memory_that_is_full_ends_the_loop_in_one_error():
     command = ["unshare", "-m", "bash", "-c", f'{mount}; exec "$@"', "bash", sys.executable, "-c"]
     run = subprocess.run([*command, READ_ALL], capture_output=True, text=True, timeout=120)
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith("OSError: [Errno 28] full: no room"), run.stderr
+    assert run.stderr.splitlines()[-1].startswith("OSError: [Errno 28] no space left"), run.stderr

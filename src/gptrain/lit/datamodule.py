@@ -1,4 +1,4 @@
-"""TextDataModule: training and evaluation batches for this rank, in an order that can resume."""
+"""TextDataModule: the training and evaluation batches of one rank, in an order that can resume."""
 
 import atexit
 import errno
@@ -21,24 +21,37 @@ from gptrain.data.mixture import MixtureOrder
 from gptrain.data.samples import count_batch_targets, len_of
 from gptrain.runtime.signals import block_stop_signals, ignore_in_worker, kill_workers
 
-SHARED_MEMORY = "/dev/shm"  # by which batches of a worker reach the training process
+# Workers pass batches to the training process through this file system.
+SHARED_MEMORY = "/dev/shm"
 
 
 class TextDataModule(pl.LightningDataModule):
-    """Serves any data set; one of `(tokens (T,), targets (T,))` to a LanguageModel.
+    """Serves the batches of this rank from map-style datasets, not only from text.
 
-    The order of training is a pure function of (seed, micro-batch number of the run), so that a
-    resumed run goes on at the very next sample.
+    A LanguageModel needs samples `(tokens (T,), targets (T,))`. The training order is a pure
+    function of the seed and the number of the micro-batch in the run, so that a resumed run
+    continues with the next sample.
 
     Args:
-        train, val: datasets; `test` defaults to `val`.
-        lengths: of the run.
-        rank, world_size: place among the ranks that see different samples.
-        ranks_per_sample: neighbouring ranks that see the same ones, of a tensor group.
-        equal_lengths: Which of "train", "val" and "test" hold pairs of token sequences that all
-            must have one length, because LanguageModel's own step reads them.
-        num_workers: processes that load batches; 0 loads in the training process.
-        pin_memory: page-locked batches, for faster copies to a GPU.
+        train: Training dataset.
+        val: Validation dataset.
+        test: Test dataset. None uses `val`.
+        lengths: Batch sizes, epoch length and validation interval of the run.
+        seed: Seed of the training order and, with the rank, of the data workers.
+        rank: Index of this rank among the data ranks, which read different samples.
+        world_size: Number of data ranks.
+        ranks_per_sample: Number of neighbouring ranks that read the same samples, because they form
+            a tensor-parallel group.
+        equal_lengths: Names of datasets, of "train", "val" and "test", whose samples must be pairs
+            of token sequences of one length, because LanguageModel's own step reads them.
+        num_workers: Number of processes that load batches. 0 loads them in the training process.
+        pin_memory: Whether batches are put into page-locked memory, for faster copies to a GPU.
+
+    Attributes:
+        batches: Batch sampler of the training.
+        epoch_steps: Number of optimizer steps of an epoch.
+        validate_every: Number of optimizer steps between two validations.
+        step_tokens: Number of positions that an optimizer step trains on, over all ranks.
     """
 
     def __init__(
@@ -57,118 +70,180 @@ class TextDataModule(pl.LightningDataModule):
         pin_memory: bool = False,
     ):
         super().__init__()
-        self.train, self.val, self.test = train, val, test if test is not None else val
-        self.batch_size, self.rank, self.world_size = lengths.batch.batch_size, rank, world_size
-        self.epoch_steps, self.validate_every = lengths.epoch_steps, lengths.validate_every
-        self.ranks_per_sample, self.equal_lengths = ranks_per_sample, equal_lengths
-        self.num_workers, self.pin_memory, self.worker_seed = num_workers, pin_memory, seed + rank
-        self.accumulate = accumulate = lengths.batch.accumulate
+        self.train = train
+        self.val = val
+        self.test = val if test is None else test
+        self.rank = rank
+        self.world_size = world_size
+        self.ranks_per_sample = ranks_per_sample
+        self.equal_lengths = equal_lengths
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.worker_seed = seed + rank
+        self.batch_size = lengths.batch.batch_size
+        self.accumulate = lengths.batch.accumulate
+        self.epoch_steps = lengths.epoch_steps
+        self.validate_every = lengths.validate_every
+        self.step_tokens = lengths.step_tokens
         is_mixture = isinstance(train, Mixture)
         order = train.order(seed) if is_mixture else SampleOrder(len_of(train), seed)
         self.batches = TrainBatches(
             order,
             self.batch_size,
-            accumulate,
+            self.accumulate,
             rank,
             world_size,
             epoch_steps=lengths.epoch_steps,
-            position=lambda: self.step * accumulate,
+            position=lambda: self.step * self.accumulate,
         )
-        self.step_tokens = lengths.step_tokens
-        self._tokens_at = (0, 0)  # a step, and tokens by it
+        self._loaded_step = 0  # optimizer step of the checkpoint that was loaded
+        self._loaded_tokens = 0  # tokens by that step, possibly in steps of another size
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the run has done."""
+        """Number of optimizer steps that the run has done."""
         return cast(pl.Trainer, self.trainer).global_step
 
     @property
     def tokens(self) -> int:
-        """Positions that the run has trained on, over all ranks, in steps of whatever size."""
-        step, tokens = self._tokens_at
-        return tokens + (self.step - step) * self.step_tokens
+        """Number of positions that the run has trained on, over all ranks and all resumes."""
+        return self._loaded_tokens + (self.step - self._loaded_step) * self.step_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, for one that goes on with another batch or other weights."""
-        step, order = self.step, self.batches.order
-        place = list(self.batches.place(step))
+        """Return the position of the run in its data.
+
+        It is needed by a run that resumes with another global batch size, or with other weights of
+        a mixture's parts.
+
+        Returns:
+            `step`, `tokens`, `place` (number of the permutation of the data, and the position in
+            it) and `taken` (samples that each part of a mixture has given, or None).
+        """
+        order = self.batches.order
+        place = list(self.batches.place(self.step))
         taken = order.taken(*place) if isinstance(order, MixtureOrder) else None
-        return {"step": step, "place": place, "taken": taken, "tokens": self.tokens}
+        return {"step": self.step, "place": place, "taken": taken, "tokens": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there; an evaluation does not."""
+        """Continue from the position of a checkpoint's run. Does nothing outside of a fit."""
         if cast(pl.Trainer, self.trainer).state.fn == "fit":
-            step, place = state_dict["step"], state_dict["place"]
-            self.batches.begin = (step, *place)
-            self._tokens_at = (step, state_dict["tokens"])
+            place = state_dict["place"]
+            self._loaded_step = state_dict["step"]
+            self._loaded_tokens = state_dict["tokens"]
+            self.batches.begin = (self._loaded_step, *place)
             if isinstance(self.batches.order, MixtureOrder):
                 self.batches.order.go_on(*place, state_dict["taken"])
 
     def train_dataloader(self) -> DataLoader:
+        """Return the loader of this rank's micro-batches, from the run's position on."""
         loader = self._loader(self.train, "data.train", self.batches)
         loader.read_ahead = self.accumulate
         return loader
 
     def val_dataloader(self) -> DataLoader:
+        """Return the loader of this rank's validation batches."""
         return self._evaluation_loader(self.val, "data.val")
 
     def test_dataloader(self) -> DataLoader:
+        """Return the loader of this rank's test batches."""
         return self._evaluation_loader(self.test, "data.test")
 
     def step_samples(self, step: int, rank: int | None = None) -> list[int]:
-        """The samples of one optimizer step, of all ranks or of one rank of the job."""
-        samples = self.batches.step_samples(step)  # (accumulate, ranks, batch)
+        """Return the dataset indices of the samples of one optimizer step, for error messages.
+
+        Args:
+            step: Number of the step, counted from 0.
+            rank: Rank of the job whose samples are returned. None returns those of all ranks.
+        """
+        samples = self.batches.step_samples(step)  # (accumulate, data ranks, batch)
         if rank is not None:
             samples = samples[:, rank // self.ranks_per_sample % self.world_size]
         return samples.ravel().tolist()
 
     def part_of(self, batch_idx: int) -> str | None:
-        """Of a mixture that is evaluated: the part that a batch is of."""
+        """Return the part of a mixture to which an evaluation batch belongs.
+
+        Args:
+            batch_idx: Index of the batch in the loader that was made last.
+
+        Returns:
+            Name of the part, or None if the dataset is not a mixture.
+        """
         return self.eval_parts[self.eval_batches.part_of(batch_idx)] if self.eval_parts else None
 
     def _evaluation_loader(self, dataset: Dataset, name: str) -> DataLoader:
+        """Return a loader of this rank's batches of an evaluation.
+
+        Args:
+            dataset: Dataset, or mixture whose parts are evaluated separately.
+            name: Config key of the dataset, for error messages.
+        """
         parts = dataset.parts if isinstance(dataset, Mixture) else {}
-        lengths = [len_of(one) for one in parts.values() or [dataset]]
+        lengths = [len_of(part) for part in parts.values() or [dataset]]
         self.eval_parts = list(parts)
         self.eval_batches = EvalBatches(lengths, self.batch_size, self.rank, self.world_size)
         return self._loader(dataset, name, self.eval_batches)
 
     def _loader(self, dataset: Dataset, name: str, batches: Iterable[list[int]]) -> "Loader":
-        forks = self.num_workers > 0 and sys.platform == "linux"  # Python 3.14's default does not
+        """Return a loader of the batches that a batch sampler yields.
+
+        Args:
+            dataset: Dataset from which samples are read.
+            name: Config key of the dataset, for error messages.
+            batches: Batch sampler: lists of indices into the dataset.
+        """
+        has_workers = self.num_workers > 0
+        # A forked worker shares the dataset and inherits the blocked signals. Python 3.14 does not
+        # fork by default.
+        forks = has_workers and sys.platform == "linux"
         is_checked = name.removeprefix("data.") in self.equal_lengths
         n_positions = len(dataset[0][0]) if is_checked else None
         return Loader(
             BatchReader(dataset, name, n_positions),
             batch_sampler=batches,
-            # Its own, from which workers are seeded: the run's random numbers are left alone.
+            # Without a generator, DataLoader would draw the seed of its workers from the global
+            # generator, and so change the random numbers of the training.
             generator=torch.Generator().manual_seed(self.worker_seed),
-            collate_fn=collate_and_share if self.num_workers else collate,
+            collate_fn=collate_and_share if has_workers else collate,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            persistent_workers=self.num_workers > 0,
-            worker_init_fn=partial(ignore_in_worker, os.getpid()) if self.num_workers else None,
+            persistent_workers=has_workers,
+            worker_init_fn=partial(ignore_in_worker, os.getpid()) if has_workers else None,
             multiprocessing_context="fork" if forks else None,
         )
 
 
 class Loader(DataLoader):
-    """A DataLoader whose workers start with stop signals blocked, and which times its batches.
+    """A DataLoader that measures waiting times, counts targets and protects workers from signals.
 
     Attributes:
-        waited_s: seconds in which training has waited for a batch; a GPU may have been busy.
-        read_ahead: batches that are loaded at once: the micro-batches of a step.
-        step_targets: Targets that count in each step, or batch of an evaluation, that was loaded
-            and not yet taken from here; None where a batch has no known targets.
+        waited_s: Seconds in which training has waited for a batch. A GPU may have been busy with
+            earlier steps meanwhile.
+        read_ahead: Number of batches that are loaded before the first of them is yielded: the
+            micro-batches of an optimizer step.
+        step_targets: Number of targets of each group of `read_ahead` batches that was loaded. None
+            for a group that has a batch without known targets. The training strategy removes the
+            number of a step when the step begins.
     """
 
-    waited_s, read_ahead = 0.0, 1
+    waited_s = 0.0
+    read_ahead = 1
     step_targets: Sequence[int | None] = ()
 
-    # A generator around torch's iterator.
+    # DataLoader declares that this method returns its own iterator class.
     def __iter__(self) -> Iterator[Any]:  # ty: ignore[incompatible-method-override]
+        """Yield the batches of one epoch.
+
+        Workers start with stop signals blocked, so that a signal for the process group does not end
+        them before their rank has saved.
+
+        Raises:
+            DataError: If samples of a batch cannot be stacked, also if a worker has found it.
+            OSError: If the shared memory has no space for the batches of the workers.
+        """
         with block_stop_signals():
             batches = super().__iter__()
-        atexit.unregister(kill_workers)  # once
+        atexit.unregister(kill_workers)  # register the function only once
         atexit.register(kill_workers)
         self.step_targets = []
         start_s = time.perf_counter()
@@ -180,20 +255,30 @@ class Loader(DataLoader):
                 self.step_targets.append(sum(known) if len(known) == len(counts) else None)
                 yield from step
                 start_s = time.perf_counter()
-        except DataError as error:  # from a worker the message comes behind its traceback
+        except DataError as error:
+            # PyTorch puts the traceback of a worker in front of the error's message.
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from None
         except RuntimeError as error:
             if "No space left" not in str(error):
                 raise
-            message = "full: no room for the batches of data.num_workers; docker has --shm-size"
+            message = (
+                "no space left for the batches of data.num_workers; try: docker run --shm-size, or "
+                "data.num_workers=0"
+            )
             raise OSError(errno.ENOSPC, message, SHARED_MEMORY) from None
 
 
 def collate_and_share(batch: Any) -> Any:
-    """`collate` in a worker. Where shared memory is full this raises.
+    """Stack samples with `collate` in a worker and move the batch to shared memory.
 
-    The thread of a worker that sends its batches would print the error and send nothing, and the
-    training process would wait for ever.
+    PyTorch would do this in a background thread of the worker. If the shared memory is full, that
+    thread prints the error and sends nothing, and the training process waits forever.
+
+    Args:
+        batch: Samples of a batch, as BatchReader returns them.
+
+    Raises:
+        RuntimeError: If the shared memory is full.
     """
     batch = collate(batch)
     for tensor in tensors_in(batch):
@@ -202,7 +287,7 @@ def collate_and_share(batch: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors of a batch, in whatever lists and dicts."""
+    """Yield the tensors of a batch, which may be in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
