@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptrain.costs.choice import compare
-from gptrain.costs.speed import this_machine
+from gptrain.costs.machine import this_machine
 from gptrain.plan.counters import FLOPS, Sent
 
 ROOT = Path(__file__).parents[1]

@@ -21,8 +21,9 @@ from statistics import quantiles
 from gptrain.core.strategies import ParallelDims, PipelineOptions, ShardedOptions, default_options
 from gptrain.costs.flops import train_flops_per_token
 from gptrain.costs.hardware import DEVICES, LINKS
+from gptrain.costs.machine import machine_of
 from gptrain.costs.shape import DecoderShape, llama_shape
-from gptrain.costs.speed import estimate, machine_of
+from gptrain.costs.speed import estimate
 from gptrain.costs.work import Work
 
 T = 8192

@@ -16,8 +16,8 @@ from gptrain.core.strategies import DATA, STRATEGIES, Strategy, StrategyOptions
 from gptrain.costs.choice import compare
 from gptrain.costs.communication import Traffic, all_reduce_bytes, gather_bytes
 from gptrain.costs.hardware import DEVICES
+from gptrain.costs.machine import machine_of
 from gptrain.costs.optimizers import ADAM, MuonFacts, OptimizerFacts, facts_of
-from gptrain.costs.speed import machine_of
 from gptrain.costs.strategies import StrategyCosts
 from gptrain.costs.work import Work
 from tests.command_line import compose_run

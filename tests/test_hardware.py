@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.speed import DamagedMeasurementError, this_machine
+from gptrain.costs.machine import DamagedMeasurementError, this_machine
 
 
 def test_links_have_the_arithmetic_of_their_standards():

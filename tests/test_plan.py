@@ -9,10 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptrain.core.strategies import ParallelDims, default_options
 from gptrain.costs.communication import Traffic, all_reduce_bytes, find_traffic
 from gptrain.costs.hardware import DEVICES, Link
+from gptrain.costs.machine import Machine, machine_of
 from gptrain.costs.memory import block_activations, estimate_memory, estimate_states
 from gptrain.costs.optimizers import MuonFacts, facts_of, muon_flops
 from gptrain.costs.shape import gpt_shape, llama_shape
-from gptrain.costs.speed import Machine, estimate, find_way, machine_of
+from gptrain.costs.speed import estimate, find_link
 from gptrain.costs.work import Work
 from gptrain.models import SimpleGPT
 from gptrain.optim.muon import orthogonalize
@@ -135,7 +136,7 @@ def test_a_hundred_megabytes_take_what_the_textbooks_say():
     for bytes_per_s, ms, share in ((16e9, 6.25, 0.11), (300e9, 0.33, 0.0066)):
         link = Link("", bytes_per_s / 0.8, 0.0)  # which reaches 0.8 of what it has
         machine = machine_of(DEVICES["h100_sxm"], 2, link)
-        way = find_way(sent, ParallelDims(data=2), machine)
+        way = find_link(sent, ParallelDims(data=2), machine)
         seconds = sent.hops * way.latency_s + sent.n_bytes / way.bytes_per_s
         assert 1e3 * seconds == pytest.approx(ms, abs=0.01)
         assert seconds / (seconds + 0.05) == pytest.approx(share, rel=0.02)
@@ -266,7 +267,7 @@ def test_fewer_key_value_heads_leave_less_for_the_backward_pass():
 def test_a_ring_over_two_nodes_uses_the_network_cards_of_its_ranks(axis, dims, n_cards):
     link, network = Link("", bytes_per_s=1e12, latency_s=0.0), Link("", 1e9, 0.0)
     machine = machine_of(DEVICES["h100_sxm"], 8, link, network)
-    way = find_way(Traffic("", axis, 1e6, 1), dims, machine)
+    way = find_link(Traffic("", axis, 1e6, 1), dims, machine)
     assert way.bytes_per_s == pytest.approx(n_cards * 0.8 * 1e9)
 
 

@@ -5,7 +5,7 @@ States exactly, peak memory within 10 %, FLOPs within 1 %, bytes on the wire wit
 
 import pytest
 
-from gptrain.costs import speed
+from gptrain.costs import machine
 from gptrain.costs.shape import gpt_shape
 from tests.plan_accuracy import METERED, QUIET, compare_all, predict, read_meters
 
@@ -48,7 +48,7 @@ def test_a_real_step_takes_what_the_plan_says(train, words):
 def test_muon_without_instructions_for_bf16_sends_fp32(monkeypatch):
     words = f"model=gpt_nano {SMALL} {TWO} {MUON}".split()
     for has_bf16 in (True, False):
-        monkeypatch.setattr(speed, "cpu_has_bf16", lambda known=has_bf16: known)
+        monkeypatch.setattr(machine, "cpu_has_bf16", lambda known=has_bf16: known)
         sent = predict(words)["wire"]["updates of Muon, data axis, gloo"]
         net = gpt_shape(256, 64, 4, 2, 256)
         matrices = net.n_layers * net.block_matrices

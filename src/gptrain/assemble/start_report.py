@@ -15,7 +15,7 @@ from gptrain.assemble.optimizer import peak_lr
 from gptrain.config.from_run import NOT_TAKEN, typed_again
 from gptrain.core.lengths import RunLengths
 from gptrain.core.schema import RunConfig
-from gptrain.costs.speed import DamagedMeasurementError
+from gptrain.costs.machine import DamagedMeasurementError
 from gptrain.lit.lightning import (
     strategy_of,
 )

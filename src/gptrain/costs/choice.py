@@ -9,8 +9,9 @@ from typing import Any
 
 from gptrain.core.schema import RunConfig
 from gptrain.core.strategies import ANY_NET, STRATEGIES
+from gptrain.costs.machine import Machine
 from gptrain.costs.shape import find_shape
-from gptrain.costs.speed import TIMES, Machine, estimate
+from gptrain.costs.speed import TIMES, estimate
 from gptrain.costs.work import find_work
 
 SELECTIVE, FULL = ({"model.activation_checkpointing": mode} for mode in ("selective", "full"))

@@ -2,10 +2,10 @@
 
 A strategy states its traffic in `costs.strategies`, an optimizer in `costs.optimizers`.
 
-Collectives are taken as rings, whose traffic is the least possible (Patarasuk & Yuan 2009,
-doi:10.1016/j.jpdc.2008.09.002): of b bytes that each of n ranks holds, or will hold, whole, a rank
-sends (n-1)/n b in an all-gather or a reduce-scatter and twice that in an all-reduce. Logging,
-clipping and the vote on stopping send some hundred bytes and are left out.
+Collectives count as rings, which send the fewest bytes possible (Patarasuk & Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002). For a tensor of b bytes on n ranks, each rank sends (n-1)/n b in an
+all-gather or a reduce-scatter, and 2 (n-1)/n b in an all-reduce. Logging, gradient clipping and the
+agreement on stopping send some hundred bytes and are left out.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Traffic(NamedTuple):
         what: Name of the kind, for the output of the planner.
         axis: Axis of the device mesh over which the data is sent.
         n_bytes: Bytes that one rank sends.
-        calls: Number of collectives.
+        calls: Number of collectives in a step.
         hops: Number of messages of one collective that follow each other.
         exposed: Fraction of the traffic that cannot overlap with computation.
-        room: Fraction of the step's computation that the rest can overlap with.
+        overlap: Fraction of the step's computation during which the remaining traffic can be sent.
     """
 
     what: str
@@ -35,20 +35,30 @@ class Traffic(NamedTuple):
     calls: float
     hops: int = 1
     exposed: float = 1.0
-    room: float = 0.0
+    overlap: float = 0.0
 
 
 def gather_bytes(n_bytes: float, n_ranks: int) -> float:
-    """Return what a rank sends to all-gather or reduce-scatter n_bytes: (n-1)/n of them."""
+    """Return the bytes that a rank sends to all-gather or reduce-scatter a tensor.
+
+    Args:
+        n_bytes: Size of the full tensor, in bytes.
+        n_ranks: Number of ranks, n. A rank sends (n-1)/n of the tensor.
+    """
     return n_bytes * (n_ranks - 1) / n_ranks
 
 
 def all_reduce_bytes(n_bytes: float, n_ranks: int) -> float:
-    """Return the bytes that a rank sends to all-reduce n_bytes: reduce-scatter, then all-gather."""
+    """Return the bytes that a rank sends to all-reduce a tensor: reduce-scatter, then all-gather.
+
+    Args:
+        n_bytes: Size of the tensor, in bytes.
+        n_ranks: Number of ranks, n. A rank sends 2 (n-1)/n times the size of the tensor.
+    """
     return 2 * gather_bytes(n_bytes, n_ranks)
 
 
 def find_traffic(work: Work) -> list[Traffic]:
-    """Return what a rank sends in an optimizer step. The list is empty on one device."""
-    sent = (*work.costs.traffic(work), *work.optimizer.traffic(work))
-    return [traffic for traffic in sent if traffic.n_bytes]
+    """Return the traffic of a rank in an optimizer step. The list is empty on one device."""
+    entries = (*work.costs.traffic(work), *work.optimizer.traffic(work))
+    return [entry for entry in entries if entry.n_bytes]

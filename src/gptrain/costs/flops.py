@@ -1,7 +1,8 @@
 """Model FLOPs of a training step.
 
-Conventions: a multiply-add is two FLOPs; the forward pass costs 2 and the backward pass 4 per
-matrix weight and token; causal attention counts in full, recomputation does not.
+A multiply-add is two FLOPs. Per token, each matrix weight costs 2 FLOPs in the forward pass and 4
+in the backward pass. Causal attention counts as full attention. Recomputation does not count.
+
 Source: Chowdhery et al. 2022, "PaLM", appendix B, arXiv:2204.02311.
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 def train_flops_per_token(
     n_matrix_weights: int, n_layers: int = 0, d_attention: int = 0, seq_len: int = 0
 ) -> int:
-    """Model FLOPs that one token of a training step costs: 6 N + 12 L (H Q) T.
+    """Return the model FLOPs of one token in a training step: 6 N + 12 L (H Q) T.
 
     Args:
-        n_matrix_weights: N, weights that multiply each token: all matrices with the head (also
-            where it is tied to the token table), without tables that are only looked up in.
-        n_layers: L, attention layers.
-        d_attention: H Q, heads times width of a head.
-        seq_len: T, positions of a sequence.
+        n_matrix_weights: N, number of weights that multiply each token. These are all matrices and
+            the head, also if the head is tied to the token table. Embedding tables do not count.
+        n_layers: L, number of attention layers.
+        d_attention: H Q, number of heads times the width of a head.
+        seq_len: T, number of positions in a sequence.
     """
     return 6 * n_matrix_weights + 12 * n_layers * d_attention * seq_len

@@ -1,10 +1,10 @@
-"""What devices and links can do at most, as their makers and standards say.
+"""Peak speeds of devices and links, from the data sheets of their makers and from standards.
 
-Dense FLOP/s with fp32 accumulation (headline figures for sparse matrices are twice as high); GB/s
-and TB/s are powers of ten; a link's bytes/s go one way, all links of one device together. A
-device's memory is what its driver reports: of HBM the GiB that the data sheet calls GB, of GDDR
-with error correction 94 % of them (nvidia-smi's figures, thundergolfer.com/blog/
-nvidia-gpu-memory-capacity).
+FLOP/s are those of dense matrices with fp32 accumulation. Headline figures for sparse matrices are
+twice as high. GB/s and TB/s are powers of ten. The bandwidth of a link is one-way and is the sum of
+all links of one device. The memory of a device is the size that its driver reports: for HBM the
+number of the data sheet in GiB, for GDDR with error correction 94 % of this number (nvidia-smi's
+figures, thundergolfer.com/blog/nvidia-gpu-memory-capacity).
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Link:
-    """A way between devices.
+    """A connection between devices.
 
     Attributes:
-        latency_s: of each message of a ring.
-        wait_s: more that a collective takes between computations: ranks do not come to it together.
+        name: Name of the link, which is its key in LINKS.
+        bytes_per_s: One-way bandwidth of one device, in bytes/s.
+        latency_s: Seconds that each message of a ring takes in addition to its bytes.
+        source: Where the bandwidth comes from.
+        wait_s: Seconds that a collective takes longer in a training step than alone, because the
+            ranks do not reach the collective at the same time.
     """
 
     name: str
@@ -31,54 +35,71 @@ class Link:
     wait_s: float = 0.0
 
 
-class Reached(NamedTuple):
-    """What training reaches of a device's FLOP/s.
+class Efficiency(NamedTuple):
+    """Fractions of a device's peak FLOP/s that training reaches.
 
     Attributes:
-        products: of matrices.
-        attention: over that of products; masked positions count as computed.
+        matmul: Speed of matrix multiplications, as a fraction of the peak.
+        attention: Speed of attention, as a fraction of the speed of matrix multiplications. Masked
+            positions count as computed.
     """
 
-    products: float
+    matmul: float
     attention: float
 
 
-# By generation, fitted to published speeds; `python -m tests.plan_scale` shows what is left over.
-_OTHERS = Reached(0.6, 0.6)  # fitted to none
-_REACHED = {
+# Efficiency of each GPU generation, fitted to published speeds. `python -m tests.plan_scale` prints
+# the remaining errors.
+_DEFAULT_EFFICIENCY = Efficiency(0.6, 0.6)  # an assumption, for generations without published runs
+_EFFICIENCY = {
     # 39 TFLOP/s of a GPT of 1.2 B: Shoeybi et al. 2019, arXiv:1909.08053.
-    "v100": Reached(0.55, 0.5),
+    "v100": Efficiency(0.55, 0.5),
     # MPT of 125 M to 70 B on 8 to 128 GPUs: llm-foundry, scripts/train/benchmarking/README.md.
-    "a100": Reached(0.73, 0.76),
-    # The same on 8 to 64 GPUs; torchtitan's tables, Llama of 8 B and 70 B on 8 to 256.
-    "h100": Reached(0.61, 0.5),
+    "a100": Efficiency(0.73, 0.76),
+    # The same MPT runs on 8 to 64 GPUs, and torchtitan's tables: Llama of 8 B and 70 B on 8 to 256
+    # GPUs.
+    "h100": Efficiency(0.61, 0.5),
     # Llama of 8 B, bf16, at less than full power: torchao, prototype/mx_formats/README.md.
-    "b200": Reached(0.37, 0.5),
+    "b200": Efficiency(0.37, 0.5),
 }
-_REACHED |= {"h200": _REACHED["h100"], "gh200": _REACHED["h100"], "gb200": _REACHED["b200"]}
+_EFFICIENCY["h200"] = _EFFICIENCY["gh200"] = _EFFICIENCY["h100"]
+_EFFICIENCY["gb200"] = _EFFICIENCY["b200"]
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device, as the driver counts them, and the name of its fastest link within a node."""
+    """One device, in the sense in which the driver counts devices.
+
+    Attributes:
+        name: Name of the device, which is its key in DEVICES.
+        memory_bytes: Memory that the driver reports.
+        flops_per_s: Peak FLOP/s of the types that the device has instructions for. The keys are
+            torch's names of the types, and "tf32".
+        memory_bytes_per_s: Bandwidth of the memory.
+        link: Name of the fastest link within a node.
+        source: Data sheet of the device.
+    """
 
     name: str
     memory_bytes: float
-    flops_per_s: Mapping[str, float]  # by torch's name of the type, and "tf32"; what it has
+    flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
     link: str
     source: str = ""
 
     @property
-    def reached(self) -> Reached:
-        """What training reaches of its flops_per_s."""
-        return _REACHED.get(self.name.partition("_")[0], _OTHERS)
+    def efficiency(self) -> Efficiency:
+        """Fractions of `flops_per_s` that training reaches."""
+        generation = self.name.partition("_")[0]
+        return _EFFICIENCY.get(generation, _DEFAULT_EFFICIENCY)
 
 
-# Per message of a ring, protocol Simple: hwLat in NCCL 2.27, src/graph/tuning.cc.
+# Latency of each message of a ring, in seconds: hwLat of the protocol Simple in NCCL 2.27,
+# src/graph/tuning.cc.
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14e-6
 _LANES = "16 lanes x GT/s x 128/130, PCI-SIG base specification"
 _IBTA = "4 lanes, InfiniBand roadmap of the IBTA"
+# Name, one-way GB/s of one device, latency in seconds, source.
 _LINKS = (
     ("pcie3", 15.75, _PCIE_S, _LANES),
     ("pcie4", 31.5, _PCIE_S, _LANES),
@@ -97,11 +118,15 @@ _LINKS = (
     ("ethernet_100", 12.5, _NETWORK_S, "100 Gbit/s, IEEE 802.3ba"),
     ("ethernet_400", 50, _NETWORK_S, "400 Gbit/s, IEEE 802.3bs"),
 )
-LINKS = {name: Link(name, gb * 1e9, wait, sheet) for name, gb, wait, sheet in _LINKS}
+LINKS = {
+    name: Link(name, gb_per_s * 1e9, latency_s, source)
+    for name, gb_per_s, latency_s, source in _LINKS
+}
 
 _TYPES = "float32", "tf32", "float16", "bfloat16"
-# Name, words of the driver's name, GiB, TB/s, link, TFLOP/s in _TYPES (0: not there), data sheet.
-# The first whose words are all in the driver's name is the device: the special before the plain.
+# Name, words of the driver's name, GiB, TB/s, link, TFLOP/s in the order of _TYPES (0: the device
+# has no instructions for the type), data sheet. A device is the first row with all its words in the
+# driver's name. Rows with more words therefore come before rows with fewer words.
 _DEVICES = (
     ("v100_pcie_32gb", "V100 PCIE 32GB", 32, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
     ("v100_pcie", "V100 PCIE", 16, 0.9, "pcie3", (14, 0, 112, 0), "V100, 2020"),
@@ -131,13 +156,14 @@ _DEVICES = (
     ("b200", "B200", 179, 7.7, "nvlink5", (80, 1100, 2250, 2250), "HGX B200, 2025"),
     ("mi300x", "MI300X", 192, 5.3, "infinity_fabric_4", (163.4, 653.7, 1307, 1307), "MI300X, 2023"),
 )
-# Words of a slice, of what is slower than the device of the table, of a card without its links.
+# A driver's name with one of these words is not in the table: a MIG slice, a slower variant of a
+# device in the table, or a card without NVLink.
 _NOT_IN_TABLE = {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "FHHL"}
 DEVICES = {
     name: Device(
         name,
         gib * 2**30,
-        {kind: value * 1e12 for kind, value in zip(_TYPES, tflops, strict=True) if value},
+        {dtype: peak * 1e12 for dtype, peak in zip(_TYPES, tflops, strict=True) if peak},
         tb_per_s * 1e12,
         link,
         f"data sheet, {sheet}",
@@ -147,9 +173,13 @@ DEVICES = {
 
 
 def device_of(driver_name: str) -> Device | None:
-    """The device that the driver calls so; None for a slice of one and what is not in the table."""
+    """Return the device with a driver's name, or None if it is a slice or is not in the table.
+
+    Args:
+        driver_name: Name that nvidia-smi or `torch.cuda.get_device_name` reports.
+    """
     words = set(re.split(r"[\s_-]+", driver_name.upper()))
     if words & _NOT_IN_TABLE:
         return None
-    found = (row[0] for row in _DEVICES if set(row[1].upper().split()) <= words)
-    return DEVICES.get(next(found, ""))
+    matches = (row[0] for row in _DEVICES if set(row[1].upper().split()) <= words)
+    return DEVICES.get(next(matches, ""))

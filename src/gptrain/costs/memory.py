@@ -1,6 +1,8 @@
-"""Memory of a rank: its parameters with their states, and what a step adds to them."""
+"""Memory of a rank: weights, gradients, optimizer states, and the tensors of a training step.
 
-# D d_model, F d_ff, V vocab, C rows of the loss's chunk
+The formulas count the tensors that `gptrain.models` and torch allocate. `tests/plan_accuracy.py`
+compares them with measured runs. All results are in bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,79 +11,149 @@ from gptrain.costs.work import Work
 
 
 def estimate_states(work: Work) -> dict[str, float]:
-    """Bytes of a rank's weights, gradients and optimizer states.
+    """Return the bytes of a rank's weights, gradients and optimizer states.
 
-    Mixed precision keeps fp32 weights. Exact where sizes divide; else off by less than a row of a
-    matrix per parameter. Uneven stages: ask for the first rank and the last.
+    Mixed precision keeps fp32 weights. The result is exact if the numbers of ranks divide the
+    sizes. Otherwise the error is less than one row of a matrix per parameter. If pipeline stages
+    differ in size, call the function for the first and for the last rank of the pipeline.
+
+    Returns:
+        {"weights", "gradients", "optimizer"} in bytes.
     """
-    held, costs = work.weight_bytes * sum(work.held), work.costs
-    states = work.optimizer.state_bytes(work) + held * costs.extra_per_parameter
-    sizes = {"weights": held, "gradients": held, "optimizer": states}
-    return {key: n_bytes / costs.n_shards for key, n_bytes in sizes.items()}
+    weights = work.weight_bytes * sum(work.held)
+    extra_states = weights * work.costs.extra_per_parameter
+    optimizer = work.optimizer.state_bytes(work) + extra_states
+    sizes = {"weights": weights, "gradients": weights, "optimizer": optimizer}
+    return {name: n_bytes / work.costs.n_shards for name, n_bytes in sizes.items()}
 
 
 def estimate_memory(work: Work) -> dict[str, float]:
-    """Bytes of a rank: weights, gradients, optimizer, activations, logits, buffers, total.
+    """Return the bytes of a rank: each part of its memory, and the peak of a step.
 
-    The total is the peak of a step and at most their sum: gradients are formed while activations
-    are freed. It is the maximum over four moments: the loss, the backward passes of the last block,
-    of the first, and of the token table, whose gradient is complete before it is added. Tensors
-    alone: no process, no context of a GPU, nothing that an allocator wastes.
+    The total is the peak. It is at most the sum of the parts, because gradients are allocated while
+    activations are freed. The peak is the maximum over four moments of the last micro-step: the
+    loss, the backward pass of the last block, the backward pass of the first block, and the
+    addition of the token table's gradient.
+
+    Only tensors are counted. The memory of the process, the CUDA context and the fragmentation of
+    the allocator come on top.
+
+    Returns:
+        {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "total"} in bytes.
     """
-    shape, states, n = work.shape, estimate_states(work), work.dims.tensor
+    shape = work.shape
+    states = estimate_states(work)
+    gradients = states["gradients"]
+    n_tensor = work.dims.tensor
     n_blocks, _, is_last = work.part
-    tokens, gradients = work.tokens / work.microbatches, states["gradients"]
-    alive = work.costs.live_microbatches(work.rank)
-    kept, again = block_activations(work)
-    row = shape.d_model * work.row_bytes / n  # of the residual stream
-    activations = tokens * (n_blocks * kept * alive + is_last * 2 * row)
-    table = shape.table / n
-    # The head's 16-bit copy and its gradient; a CPU adds that in fp32.
-    casts = work.is_mixed * table * (8 if work.is_cpu else 4)
-    rows = min(loss_rows("cpu" if work.is_cpu else "cuda"), tokens)
-    logits = is_last * (rows * shape.vocab_size / n * (4 + 2 * work.is_mixed) + casts)
-    inner = (1 + shape.is_gated) * shape.d_ff + work.is_cast * shape.d_model
-    once = row + inner / n * work.product_bytes
-    # Gathered, and in the order of time; gloo may not have freed those of the collective before.
-    once += (n > 1) * (8 if work.is_cpu else 4) * shape.d_model * work.product_bytes
-    once = tokens * (again + once)  # in the backward pass of one block
+    tokens = work.tokens / work.microbatches  # of one microbatch
 
-    copies, early, block, last = work.costs.step_memory(work, gradients)
-    once += block
-    head = is_last * table * work.weight_bytes
+    # Activations. The last stage also keeps the input and the output of the last norm.
+    kept_per_token, recomputed_per_token = block_activations(work)
+    live_microbatches = work.costs.live_microbatches(work.rank)
+    row = shape.d_model * work.row_bytes / n_tensor  # bytes per token of the residual stream
+    last_rows = 2 * row if is_last else 0
+    activations = tokens * (n_blocks * kept_per_token * live_microbatches + last_rows)
+
+    # Logits of one chunk of the loss: in fp32, and in 16 bits if the head multiplies in 16 bits.
+    # Mixed precision adds a 16-bit copy of the head and its gradient. A CPU adds the gradient in
+    # fp32.
+    table = shape.table / n_tensor
+    logits = 0.0
+    if is_last:
+        head_bytes = 0
+        if work.is_mixed:
+            head_bytes = 8 if work.is_cpu else 4
+        logit_bytes = 6 if work.is_mixed else 4
+        rows = min(loss_rows("cpu" if work.is_cpu else "cuda"), tokens)
+        logits = rows * shape.vocab_size / n_tensor * logit_bytes + table * head_bytes
+
+    # Bytes that exist during the backward pass of one block: the gradients of the residual stream
+    # and of the values inside the MLP.
+    inner_width = shape.n_up_matrices * shape.d_ff
+    if work.is_cast:
+        inner_width += shape.d_model
+    block_per_token = row + inner_width / n_tensor * work.matmul_bytes
+    if n_tensor > 1:
+        # Sequences are gathered and then copied into the order of time. With gloo, the tensors of
+        # the previous collective may not be freed yet.
+        n_gathered = 8 if work.is_cpu else 4
+        block_per_token += n_gathered * shape.d_model * work.matmul_bytes
+    strategy = work.costs.step_memory(work, gradients)
+    block = tokens * (recomputed_per_token + block_per_token) + strategy.block
+
+    head_gradient = table * work.weight_bytes if is_last else 0
+    last_row = tokens * row if is_last else 0
     peaks = (
-        early + activations + is_last * tokens * row + head + logits + copies,
-        early + activations + head + once + copies,
-        max(early, gradients) + tokens * kept + once + copies,
-        last,
+        strategy.early + activations + last_row + head_gradient + logits + strategy.copies,
+        strategy.early + activations + head_gradient + block + strategy.copies,
+        max(strategy.early, gradients) + tokens * kept_per_token + block + strategy.copies,
+        strategy.last,
     )
-    once = max(once, max(peaks) - copies - gradients - activations - logits)
-    parts = {"activations": activations, "logits": logits, "buffers": copies + once}
-    return states | parts | {"total": states["weights"] + states["optimizer"] + max(peaks)}
+    peak = max(peaks)
+    # The buffers are at least what the peak has in addition to the other parts.
+    block = max(block, peak - strategy.copies - gradients - activations - logits)
+    parts = {
+        "activations": activations,
+        "logits": logits,
+        "buffers": strategy.copies + block,
+        "total": states["weights"] + states["optimizer"] + peak,
+    }
+    return states | parts
 
 
 def block_activations(work: Work) -> tuple[float, float]:
-    """Bytes per token that a block keeps for its backward pass, and that it then computes again.
+    """Return the bytes per token that a block keeps for its backward pass, and that it recomputes.
 
-    The inputs of both norms; what q, k, v and the MLP multiply; q, k, v and the attention's output;
-    the MLP's inner values; the statistics of norms and softmax. Under autocast each matrix has a
-    16-bit copy of its input to itself. A CPU's RMSNorm of 16 bits keeps its input, and what it
-    multiplies by its weight, in fp32.
+    Without activation checkpointing a block keeps the inputs of both norms, the inputs of its
+    matrices, q, k, v and the output of the attention, the values inside the MLP, and the statistics
+    of norms and softmax. "selective" keeps the outputs of matrices, "full" the input of the block.
+
+    Under autocast each matrix has its own 16-bit copy of its input. On a CPU, RMSNorm of 16-bit
+    values keeps its input and its normalized values in fp32.
+
+    Returns:
+        Bytes that are kept and bytes that are recomputed, both per token of one rank.
     """
-    shape, n, each = work.shape, work.dims.tensor, work.product_bytes
-    row = shape.d_model * work.row_bytes / n
-    normed = (4 + shape.is_gated if work.is_cast else 2) * shape.d_model * each
-    # What a norm keeps of a number.
-    in_fp32 = work.is_cpu and not shape.has_biases and work.row_bytes != 4
-    norm = 8 if in_fp32 else work.row_bytes
-    attended = (2 * shape.d_model + 2 * shape.d_kv) / n * each + 4 * shape.n_heads / n
-    inner, out = shape.d_ff / n * each, shape.d_model / n * each
-    # torch's fused attention for CPUs knows no dropout, whose masks are numbers there.
-    scores = bool(work.dropout and work.is_cpu) * 3 * work.seq_len * shape.n_heads / n * each
-    masks = bool(work.dropout) * 2 * shape.d_model / n * (each if work.is_cpu else 1)
-    heads = shape.has_qk_norm * (8 if in_fp32 else each) * (shape.d_model + shape.d_kv) / n
-    whole = 2 * norm * shape.d_model / n + 16 + normed + attended + (2 + 2 * shape.is_gated) * inner
-    whole += heads + scores + masks
-    outputs = attended + (1 + shape.is_gated) * inner + 2 * out
-    kept = {"none": whole, "selective": row + outputs, "full": row}[work.checkpointing]
-    return kept, max(0.0, whole - kept + 2 * out * (work.checkpointing == "selective"))
+    shape = work.shape
+    n_tensor = work.dims.tensor
+    value_bytes = work.matmul_bytes
+    row = shape.d_model * work.row_bytes / n_tensor
+
+    # Inputs of q, k, v and up (and gate): each its own copy under autocast, else one per norm.
+    n_normed = 3 + shape.n_up_matrices if work.is_cast else 2
+    normed = n_normed * shape.d_model * value_bytes
+    keeps_norm_in_fp32 = work.is_cpu and not shape.has_biases and work.row_bytes != 4
+    norm_bytes = 8 if keeps_norm_in_fp32 else work.row_bytes  # per element of a norm's input
+    norm_statistics = 16  # fp32 mean and 1 / std of two LayerNorms; RMSNorm has less
+
+    # q and the output of the attention, k and v; the fp32 logsumexp of each head.
+    attention_width = 2 * shape.d_model + 2 * shape.d_kv
+    attention = attention_width / n_tensor * value_bytes + 4 * shape.n_heads / n_tensor
+    inner = shape.d_ff / n_tensor * value_bytes  # one tensor of width d_ff
+    block_output = shape.d_model / n_tensor * value_bytes
+
+    scores = masks = 0.0
+    if work.dropout:
+        # A mask is one byte per element on a GPU, and has the type of the values on a CPU.
+        mask_bytes = value_bytes if work.is_cpu else 1
+        masks = 2 * shape.d_model / n_tensor * mask_bytes
+        if work.is_cpu:
+            # torch's fused attention for CPUs has no dropout: three (T, T) matrices per head.
+            scores = 3 * work.seq_len * shape.n_heads / n_tensor * value_bytes
+    head_norms = 0.0
+    if shape.has_qk_norm:
+        head_norm_bytes = 8 if keeps_norm_in_fp32 else value_bytes
+        head_norms = head_norm_bytes * (shape.d_model + shape.d_kv) / n_tensor
+
+    everything = 2 * norm_bytes * shape.d_model / n_tensor + norm_statistics + normed + attention
+    everything += 2 * shape.n_up_matrices * inner
+    everything += head_norms + scores + masks
+    if work.checkpointing == "none":
+        return everything, 0.0
+    if work.checkpointing == "full":
+        return row, max(0.0, everything - row)
+    # "selective" also keeps the outputs of out and down, which are not part of `everything`.
+    outputs = attention + shape.n_up_matrices * inner + 2 * block_output
+    kept = row + outputs
+    return kept, max(0.0, everything - kept + 2 * block_output)

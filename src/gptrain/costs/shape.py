@@ -1,6 +1,10 @@
-"""The sizes of a decoder, and how many parameters lie where: SimpleGPT's and Llama's formulas."""
+"""Sizes of a decoder, and the number of parameters that each rank holds.
 
-# V vocab, D d_model, F d_ff, kv the width of all k heads
+The formulas count the parameters of `gptrain.models.SimpleGPT` and `gptrain.models.Llama`. A test
+compares them with the nets themselves.
+
+Symbols in the formulas: V vocab_size, D d_model, F d_ff, D_kv the width of all key heads together.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,20 @@ from gptrain.core.schema import LlamaConfig, ModelConfig, SimpleGPTConfig
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """A decoder of pre-norm blocks, each an attention and an MLP.
+    """Sizes of a decoder whose blocks are pre-norm: an attention and an MLP with residuals.
 
     Attributes:
-        has_biases: linear layers but the head, and norms, have biases.
-        is_gated: the MLP has three matrices, act(gate x) * (up x) -> down.
-        n_positions: rows of a learned table that is added to the embedding.
-        is_tied: the head is the token table.
-        has_qk_norm: q and k are normalised by head, with a weight of its width each.
+        vocab_size: Number of tokens in the vocabulary, V.
+        d_model: Width of the residual stream, D.
+        n_heads: Number of query heads.
+        n_kv_heads: Number of key heads, which is also the number of value heads.
+        n_layers: Number of blocks.
+        d_ff: Width inside the MLP, F.
+        has_biases: True if the norms and all linear layers except the head have biases.
+        is_gated: True if the MLP has three matrices: down(act(gate(x)) * up(x)).
+        n_positions: Rows of the learned position table. 0 if there is no such table.
+        is_tied: True if the head uses the weights of the token table.
+        has_qk_norm: True if queries and keys are normalized per head, each with its own weight.
     """
 
     vocab_size: int
@@ -38,81 +48,131 @@ class DecoderShape:
 
     @property
     def d_kv(self) -> int:
+        """Width of all key heads together, D_kv."""
         return self.d_model // self.n_heads * self.n_kv_heads
 
     @property
+    def n_up_matrices(self) -> int:
+        """Number of matrices that map d_model to d_ff: up, and the gate of a gated MLP."""
+        return 2 if self.is_gated else 1
+
+    @property
     def table(self) -> int:
-        """Parameters of the token table, and of the head."""
+        """Number of parameters of the token table, which the head has as well: V D."""
         return self.vocab_size * self.d_model
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """The sides of a block's: q and out, k and v, the MLP's two or three."""
-        width, inner = self.d_model, [(self.d_ff, self.d_model)] * (1 + self.is_gated)
-        return [(width, width)] * 2 + [(self.d_kv, width)] * 2 + inner + [(width, self.d_ff)]
+        """Shapes (rows, columns) of a block's matrices: q and out, k and v, then the MLP's."""
+        attention = [(self.d_model, self.d_model)] * 2 + [(self.d_kv, self.d_model)] * 2
+        up = [(self.d_ff, self.d_model)] * self.n_up_matrices
+        return [*attention, *up, (self.d_model, self.d_ff)]
 
     @property
     def block_matrices(self) -> int:
-        """2 D D + 2 D kv + (2 or 3) D F."""
+        """Number of weights in a block's matrices: 2 D D + 2 D D_kv + 2 D F, or 3 D F if gated."""
         return sum(rows * columns for rows, columns in self.matrices)
 
     @property
     def matrix_weights(self) -> int:
-        """Weights that multiply each token: all matrices and the head, not what is looked up."""
+        """Number of weights that multiply each token: all matrices and the head, no tables."""
         return self.n_layers * self.block_matrices + self.table
 
     @property
     def n_parameters(self) -> int:
-        """Of the whole net, each once."""
+        """Number of parameters of the model. A tied weight counts once."""
         return int(self.parameters(self.n_layers, True, True))
 
     def parameters(
         self, n_blocks: int, is_first: bool, is_last: bool, n_tensor: int = 1, n_shards: int = 1
     ) -> float:
-        """Those of some blocks, with the tables before all, with the norm and head after them.
+        """Return the number of parameters that one rank holds of a part of the model.
 
-        Where first and last are apart a tied table counts in both. Of one rank of n_tensor, which
-        has norms and the two row-split biases whole: exact where sizes divide. Of the first of
-        n_shards, which has its rows of each tensor, rounded up.
+        Args:
+            n_blocks: Number of blocks in the part.
+            is_first: True if the part has the token table and the position table.
+            is_last: True if the part has the last norm and the head. A tied table counts once if
+                the part is first and last. Otherwise each of the two parts has a copy.
+            n_tensor: Number of tensor-parallel ranks that split the part. Norms, the position
+                table and the biases of out and down are not split. The result is exact if
+                `n_tensor` divides the sizes.
+            n_shards: Number of FSDP shards of each tensor. The result is the size of the first
+                shard, which has ceil(rows / n_shards) rows.
         """
-        width, n_heads, n_tables = self.d_model, self.n_heads, is_first + is_last
-        n_tables -= is_first and is_last and self.is_tied
-        split = [width, self.d_kv, self.d_kv, *[self.d_ff] * (1 + self.is_gated)]  # by rows
-        block: list[tuple[float, float]]
-        block = [(rows / n_tensor, width + self.has_biases) for rows in split]
-        block += [(width, side / n_tensor) for side in (width, self.d_ff)]  # by columns
-        block += [(width, 2 + 4 * self.has_biases), (width // n_heads, 2 * self.has_qk_norm)]
-        around = [(self.vocab_size / n_tensor, n_tables * width)]
-        around += [(is_first * self.n_positions, width), (width, is_last * (1 + self.has_biases))]
+        n_biases = 1 if self.has_biases else 0  # of a linear layer, and of a norm
+        n_tables = (1 if is_first else 0) + (1 if is_last else 0)
+        if is_first and is_last and self.is_tied:
+            n_tables = 1
 
-        def held(tensors: Sequence[tuple[float, float]]) -> float:
+        # Sizes (rows, columns) of the tensors of a block. A bias is a column more.
+        column_parallel = [self.d_model, self.d_kv, self.d_kv]  # rows of q, k, v
+        column_parallel += [self.d_ff] * self.n_up_matrices
+        block: list[tuple[float, float]]
+        block = [(rows / n_tensor, self.d_model + n_biases) for rows in column_parallel]
+        block += [(self.d_model, columns / n_tensor) for columns in (self.d_model, self.d_ff)]
+        # The weights of two norms. With biases: the biases of the norms, of out and of down.
+        block += [(self.d_model, 2 + 4 * n_biases)]
+        n_head_norms = 2 if self.has_qk_norm else 0
+        block += [(self.d_model // self.n_heads, n_head_norms)]
+
+        n_positions = self.n_positions if is_first else 0
+        n_last_norm_vectors = 1 + n_biases if is_last else 0
+        root = [(self.vocab_size / n_tensor, n_tables * self.d_model)]
+        root += [(n_positions, self.d_model), (self.d_model, n_last_norm_vectors)]
+
+        def count(tensors: Sequence[tuple[float, float]]) -> float:
             if n_shards == 1:
                 return sum(rows * columns for rows, columns in tensors)
             return sum(math.ceil(rows / n_shards) * columns for rows, columns in tensors)
 
-        return n_blocks * held(block) + held(around)
+        return n_blocks * count(block) + count(root)
 
 
 def gpt_shape(
     vocab_size: int, d_model: int, n_heads: int, n_layers: int, max_seq_len: int
 ) -> DecoderShape:
-    """SimpleGPT's: MLP of 4 d_model, biases, learned positions, head tied to the token table."""
-    sizes = (vocab_size, d_model, n_heads, n_heads, n_layers, 4 * d_model)
-    return DecoderShape(*sizes, has_biases=True, n_positions=max_seq_len, is_tied=True)
+    """Return the shape of a SimpleGPT.
+
+    SimpleGPT has an MLP of width 4 d_model, biases, a learned position table, and a head that is
+    tied to the token table.
+    """
+    return DecoderShape(
+        vocab_size,
+        d_model,
+        n_heads,
+        n_kv_heads=n_heads,
+        n_layers=n_layers,
+        d_ff=4 * d_model,
+        has_biases=True,
+        n_positions=max_seq_len,
+        is_tied=True,
+    )
 
 
 def llama_shape(
     vocab_size: int, d_model: int, n_heads: int, n_kv_heads: int, n_layers: int, d_ff: int,
     qk_norm: bool = False, tie_head: bool = False,
 ) -> DecoderShape:  # fmt: skip
-    """Llama's: RMSNorm, rotary positions, grouped queries, a gated MLP, no biases."""
-    sizes = (vocab_size, d_model, n_heads, n_kv_heads, n_layers, d_ff)
-    return DecoderShape(*sizes, is_gated=True, is_tied=tie_head, has_qk_norm=qk_norm)
+    """Return the shape of a Llama: RMSNorm, rotary positions, a gated MLP, and no biases."""
+    return DecoderShape(
+        vocab_size,
+        d_model,
+        n_heads,
+        n_kv_heads,
+        n_layers,
+        d_ff,
+        is_gated=True,
+        is_tied=tie_head,
+        has_qk_norm=qk_norm,
+    )
 
 
 def find_shape(model: ModelConfig) -> DecoderShape | None:
-    """Return the shape of a model group, or None for a net that does not ship."""
-    make = gpt_shape if isinstance(model, SimpleGPTConfig) else llama_shape
-    if not isinstance(model, SimpleGPTConfig | LlamaConfig):
+    """Return the shape of a model group, or None if the net is neither SimpleGPT nor Llama."""
+    if isinstance(model, SimpleGPTConfig):
+        make_shape = gpt_shape
+    elif isinstance(model, LlamaConfig):
+        make_shape = llama_shape
+    else:
         return None
-    return make(**{key: getattr(model, key) for key in signature(make).parameters})
+    return make_shape(**{key: getattr(model, key) for key in signature(make_shape).parameters})

@@ -215,12 +215,12 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         blocks, root = work.parameters()
         n_blocks, options = work.part[0], self.options
         gathered_share = min(1, 2 / n_blocks) if options.reshard_after_forward else 1
-        copies = (root + gathered_share * blocks) * work.product_bytes
+        copies = (root + gathered_share * blocks) * work.matmul_bytes
         early = self.stores_gradients(work) * gradients
         if work.accumulate > 1 and not options.accumulate_shards:
             early = (blocks + root) * work.weight_bytes
         # Full gradients in the type of the products, and again as they are sent.
-        full_gradient = work.product_bytes + work.weight_bytes
+        full_gradient = work.matmul_bytes + work.weight_bytes
         gloo_copy = work.is_cpu * work.weight_bytes
         last = max(early, gradients) + root * (full_gradient + gloo_copy)
         return StepMemory(copies, early, blocks / n_blocks * full_gradient, last)
@@ -238,7 +238,7 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
         n, total, weight_bytes = self.n_shards, blocks + root, work.weight_bytes
         passes = work.accumulate * (2 if self.options.reshard_after_forward else 1)
         gathered = passes * blocks + work.accumulate * root
-        sent, calls = gather_bytes(gathered * work.product_bytes, n), passes * n_blocks + 1
+        sent, calls = gather_bytes(gathered * work.matmul_bytes, n), passes * n_blocks + 1
         exposed = work.accumulate * root / gathered
         yield Traffic("weights", DATA, sent, calls, n - 1, exposed, 1.0)
         times = work.accumulate if self.options.accumulate_shards else 1
@@ -295,7 +295,7 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         """
         n, (_, is_first, is_last) = self.dims.pipeline, work.part
         boundaries = work.accumulate * (2 * self.stages_per_rank - is_first - is_last)
-        row_bytes = work.shape.d_model * max(work.product_bytes, work.weight_bytes)
+        row_bytes = work.shape.d_model * max(work.matmul_bytes, work.weight_bytes)
         sent = boundaries * work.tokens * row_bytes
         yield Traffic("passed on", PIPELINE, sent, boundaries)
         is_shared = n > 1 and work.shape.is_tied and (is_first or is_last)
@@ -316,7 +316,7 @@ def tensor_traffic(work: Work) -> Iterator[Traffic]:
     padded = -(-work.seq_len // n) * n
     times = 2 * (4 * n_blocks + is_first + is_last) + 3 * n_blocks * (work.checkpointing != "none")
     times *= work.accumulate
-    sent = times * gather_bytes(work.batch_size * padded * shape.d_model * work.product_bytes, n)
+    sent = times * gather_bytes(work.batch_size * padded * shape.d_model * work.matmul_bytes, n)
     yield Traffic("activations", TENSOR, sent, times * work.microbatches, n - 1)
     sent = is_last * work.accumulate * all_reduce_bytes(3 * 4 * work.tokens, n)  # fp32
     yield Traffic("loss", TENSOR, sent, work.accumulate, 2 * (n - 1))

@@ -1,4 +1,4 @@
-"""What a rank does in an optimizer step: the facts that every estimate of the planner reads."""
+"""The work of one rank in an optimizer step, from which all estimates of the planner follow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ from gptrain.costs.strategies import StrategyCosts
 
 @dataclass(frozen=True)
 class Work:
-    """A step of one rank; names and values as in the config.
+    """An optimizer step of one rank. Names and values are those of the config.
 
     Attributes:
+        shape: Sizes of the net.
         options: The `strategy` group.
+        dims: Number of ranks along each axis of the device mesh.
         batch_size: Sequences per data rank and micro-step.
-        optimizer: What the optimizer stores, computes and sends.
+        seq_len: Tokens per sequence.
+        accumulate: Micro-steps per optimizer step.
+        precision: Value of `trainer.precision`.
+        optimizer: Facts about the optimizer: its state, computation and traffic.
+        checkpointing: Value of `model.activation_checkpointing`.
+        dropout: Probability of dropout.
+        compile: Value of `model.compile`.
+        is_cpu: True if the ranks compute on CPUs and communicate by gloo.
         has_bf16: True if the device has bf16 instructions. Without them Muon uses fp32.
         rank: Index of the rank in its pipeline.
     """
@@ -43,53 +52,58 @@ class Work:
 
     @property
     def costs(self) -> StrategyCosts:
-        """What the strategy stores and sends."""
-        row = STRATEGIES[strategy_name(self.options.name, self.dims.world_size)]
-        return resolve_name(row.costs)(self.options, self.dims)
+        """Facts about the strategy: its memory and traffic."""
+        name = strategy_name(self.options.name, self.dims.world_size)
+        costs_class = resolve_name(STRATEGIES[name].costs)
+        return costs_class(self.options, self.dims)
 
     @property
     def weight_bytes(self) -> int:
-        """Of a parameter; mixed precision keeps fp32 weights."""
+        """Bytes per parameter. Mixed precision keeps fp32 weights."""
         return {"bf16-true": 2, "16-true": 2, "64-true": 8, "64": 8}.get(self.precision, 4)
 
     @property
     def is_mixed(self) -> bool:
-        """Products are taken of 16-bit copies."""
+        """True in mixed precision: matrices multiply 16-bit copies of fp32 weights."""
         return self.weight_bytes == 4 and "16" in self.precision
 
     @property
     def is_cast(self) -> bool:
-        """Each product casts its inputs. FSDP gathers 16-bit weights, so activations are 16-bit."""
+        """True if autocast casts the inputs of each matrix multiplication.
+
+        FSDP gathers 16-bit weights instead, so that its activations have 16 bits everywhere.
+        """
         return self.is_mixed and not self.costs.shards_weights
 
     @property
     def row_bytes(self) -> int:
-        """Of a number in the residual stream."""
-        return self.product_bytes if self.is_mixed and not self.is_cast else self.weight_bytes
+        """Bytes per element of the residual stream."""
+        has_16_bit_activations = self.is_mixed and not self.is_cast
+        return self.matmul_bytes if has_16_bit_activations else self.weight_bytes
 
     @property
-    def product_bytes(self) -> int:
-        """Of a number that a matrix multiplies."""
+    def matmul_bytes(self) -> int:
+        """Bytes per element of the inputs of a matrix multiplication."""
         return 2 if self.is_mixed else self.weight_bytes
 
     @property
     def tokens(self) -> int:
-        """Positions of a micro-step on one rank."""
+        """Tokens of a micro-step on one data rank."""
         return self.batch_size * self.seq_len
 
     @property
     def step_tokens(self) -> int:
-        """Positions of a step, over all ranks."""
+        """Tokens of an optimizer step on all ranks together."""
         return self.tokens * self.accumulate * self.dims.data
 
     @property
     def microbatches(self) -> int:
-        """Parts of a micro-step that follow each other through a pipeline; 1 without a pipeline."""
+        """Number of microbatches of a micro-step in a pipeline. 1 without a pipeline."""
         return self.costs.microbatches
 
     @property
     def part(self) -> tuple[int, bool, bool]:
-        """Blocks that the rank holds, and whether the first and the last stage are its own."""
+        """Number of blocks of the rank, and whether the rank has the first and the last stage."""
         n_stages = self.dims.pipeline * self.costs.stages_per_rank
         stages = range(self.rank, n_stages, self.dims.pipeline)
         blocks = (strategies.stage_blocks(stage, n_stages, self.shape.n_layers) for stage in stages)
@@ -97,21 +111,28 @@ class Work:
 
     @property
     def ends(self) -> list[Work]:
-        """The same step of the first and of the last rank of a pipeline, which have most to do."""
+        """The same step on the first and on the last rank of the pipeline.
+
+        These two ranks have the most work: the embedding, or the head and the loss.
+        """
         return [replace(self, rank=rank) for rank in {0, self.dims.pipeline - 1}]
 
     @property
     def held(self) -> tuple[float, float]:
-        """Parameters of its blocks, and of what is around them, before FSDP shards them.
+        """Number of parameters in blocks and outside of blocks, before FSDP shards them.
 
-        With what fills each tensor up to as many rows for every rank.
+        Both numbers include the padding of each tensor to shards of equal size.
         """
         n_shards = self.costs.n_shards
         blocks, root = self.parameters(n_shards)
         return n_shards * blocks, n_shards * root
 
     def parameters(self, n_shards: int = 1) -> tuple[float, float]:
-        """Those of its blocks and of what is around them, of the first of so many shards."""
+        """Return the number of parameters of the rank's blocks, and of those outside of blocks.
+
+        Args:
+            n_shards: Number of FSDP shards of each tensor. The result is that of the first shard.
+        """
         n_blocks, is_first, is_last = self.part
         blocks = self.shape.parameters(n_blocks, False, False, self.dims.tensor, n_shards)
         root = self.shape.parameters(0, is_first, is_last, self.dims.tensor, n_shards)
@@ -121,24 +142,34 @@ class Work:
 def find_work(
     run: RunConfig, sample_tokens: int | None, name: str, world_size: int, is_cpu: bool
 ) -> Work | None:
-    """Return the step of a run under a strategy, or None if the shape of its net is not known.
+    """Return the step of a run under a strategy, or None if its net or its sequences are unknown.
 
     Args:
-        sample_tokens: Positions of a sample. None if the data do not say it.
-        name: Name of the strategy. Options that the run does not give have their defaults.
+        run: Configuration of the run.
+        sample_tokens: Tokens per sample. None if the config does not determine this number.
+        name: Name of the strategy. Options that the run does not set have their defaults.
+        world_size: Number of ranks.
+        is_cpu: True if the ranks compute on CPUs.
 
     Raises:
-        ValueError: If sizes do not divide.
+        ValueError: If the numbers of ranks do not divide the heads, the batch or the copies of the
+            model, or if there are more pipeline stages than blocks.
     """
-    model, optimizer = run.model, run.optimizer
-    if (shape := find_shape(model)) is None or sample_tokens is None:
+    model = run.model
+    optimizer = run.optimizer
+    shape = find_shape(model)
+    if shape is None or sample_tokens is None:
         return None
     nodes = run.trainer.num_nodes
-    n_nodes = nodes if isinstance(nodes, int) else 1
+    n_nodes = nodes if isinstance(nodes, int) else 1  # "auto" is one node for the planner
     options = strategies.options_for(name, run.strategy).on_ranks(n_nodes, world_size)
     ranks = strategies.parallel_dims(options, world_size)
-    accumulate, total = run.trainer.accumulate_grad_batches, run.data.global_batch_size
-    batch = plan_batch(run.data.batch_size, total, accumulate, ranks.data)
+    batch = plan_batch(
+        run.data.batch_size,
+        run.data.global_batch_size,
+        run.trainer.accumulate_grad_batches,
+        ranks.data,
+    )
     work = Work(
         shape,
         options,
@@ -153,8 +184,13 @@ def find_work(
         compile=model.compile,
         is_cpu=is_cpu,
     )
-    uneven = shape.n_kv_heads % ranks.tensor or batch.batch_size % work.microbatches
-    uneven = uneven or ranks.data % ranks.replicas
-    if uneven or ranks.pipeline * work.costs.stages_per_rank > shape.n_layers:
-        raise ValueError(f"{ranks}: does not divide heads, layers, batch or copies")
+    is_even = (
+        shape.n_kv_heads % ranks.tensor == 0
+        and batch.batch_size % work.microbatches == 0
+        and ranks.data % ranks.replicas == 0
+    )
+    if not is_even or ranks.pipeline * work.costs.stages_per_rank > shape.n_layers:
+        raise ValueError(
+            f"{ranks}: does not divide the heads, layers, batch or copies of the model"
+        )
     return work

@@ -10,7 +10,8 @@ import torch
 from gptrain.core.schema import RunConfig
 from gptrain.costs.choice import compare
 from gptrain.costs.hardware import device_of
-from gptrain.costs.speed import machine_of, this_machine, unit_of
+from gptrain.costs.machine import machine_of, this_machine
+from gptrain.costs.speed import unit_of
 from gptrain.runtime.devices import RunDevices
 
 

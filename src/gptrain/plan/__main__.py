@@ -35,7 +35,8 @@ from gptrain.core.schema import RunConfig
 from gptrain.core.value_types import Section
 from gptrain.costs.choice import changed_overrides, compare
 from gptrain.costs.hardware import DEVICES, LINKS, device_of
-from gptrain.costs.speed import DamagedMeasurementError, Machine, machine_of, this_machine, unit_of
+from gptrain.costs.machine import DamagedMeasurementError, Machine, machine_of, this_machine
+from gptrain.costs.speed import unit_of
 from gptrain.costs.topology import Topology, nvidia_smi, read_topology, speed
 from gptrain.plan.doctor import doctor
 from gptrain.runs.table import align_columns

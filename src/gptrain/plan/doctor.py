@@ -11,7 +11,7 @@ from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 
-from gptrain.costs.speed import count_cores
+from gptrain.costs.machine import count_cores
 from gptrain.costs.topology import nvidia_smi
 
 CAPS = {  # two fields of nvidia-smi, now and usual; unit; what resets it

@@ -18,7 +18,7 @@ from gptrain.collectives.operations import (
     process_group,
     time_calls,
 )
-from gptrain.costs.speed import MACHINE_NAME, DamagedMeasurementError, read_measurement
+from gptrain.costs.machine import MACHINE_NAME, DamagedMeasurementError, read_measurement
 from gptrain.runtime.measure import measure_matmul
 from gptrain.runtime.watchdog import Guard
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from gptrain.core.schema import RunConfig
-from gptrain.costs.speed import count_cores
+from gptrain.costs.machine import count_cores
 from gptrain.runtime.process import count_devices, count_nodes, listed_numbers, this_process
 
 
