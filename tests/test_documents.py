@@ -264,11 +264,11 @@ def test_a_trained_bpe_ends_documents_with_its_token(bpe, jsonl):
     texts = documents_of(bpe, "train") + documents_of(bpe, "val")
     assert Counter(texts) == Counter(TEXTS)  # nothing is added but the token
     assert (stream(bpe, "train") == 399).sum() == 181 and bpe.token_bytes[399] == 0
-    assert "180 documents, each ended by <|endoftext|>, packed" in bpe.about()
+    assert "180 documents, each ended by <|endoftext|>, packed" in bpe.describe()
     again = load_tokenizer(bpe.folder)
     assert again.end_id == 399 and 399 not in again.encode("a <|endoftext|> b")
     without = read(jsonl, tokenizer="bpe", end_of_document=False)
-    assert without.tokenizer.end_id is None and "nothing between them" in without.about()
+    assert without.tokenizer.end_id is None and "nothing between them" in without.describe()
 
 
 def test_a_long_text_that_is_split_into_sections_ends_once(tmp_path):

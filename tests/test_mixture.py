@@ -46,21 +46,21 @@ def test_shares_hold_in_any_window_of_a_thousand(weights):
 
 def test_a_part_of_a_millionth_is_seen_once_in_a_cycle():
     order = mixture({"a": 1, "b": 1e-6}, a=30, b=50).order(seed=7)
-    assert order.count(2**16).tolist() == [2**16 - 1, 1]
+    assert order.count_by_part(2**16).tolist() == [2**16 - 1, 1]
 
 
 def test_each_part_goes_through_epochs_of_its_own():
     mixed = mixture({"a": 3, "b": 1}, a=30, b=50)
     order = mixed.order(seed=7)
     samples = np.concatenate([order.index(epoch, np.arange(80)) for epoch in range(5)])
-    assert order.count(400).tolist() == [300, 100]
-    assert order.count(400).tolist() == np.bincount(owners(mixed, samples)).tolist()
+    assert order.count_by_part(400).tolist() == [300, 100]
+    assert order.count_by_part(400).tolist() == np.bincount(owners(mixed, samples)).tolist()
     a, b = samples[samples < 30], samples[samples >= 30]
     for own, n_samples in ((a, 30), (b, 50)):
         epochs = own.reshape(-1, n_samples)  # 10 and 2 of them
         assert all(Counter(Counter(epoch).values()) == {1: n_samples} for epoch in epochs.tolist())
         assert epochs[0].tolist() != epochs[1].tolist()
-    assert mixed.about(400).count("10 epochs") == mixed.about(400).count(" 2 epochs") == 1
+    assert mixed.describe(400).count("10 epochs") == mixed.describe(400).count(" 2 epochs") == 1
 
 
 def test_with_other_weights_each_part_goes_on_at_its_next_sample():
@@ -69,11 +69,11 @@ def test_with_other_weights_each_part_goes_on_at_its_next_sample():
     before, now = (
         mixture(weights, **lengths).order(7) for weights in ({"a": 2, "b": 1}, {"a": 1, "b": 5})
     )
-    now.go_on(0, 30, before.taken(0, 30))
+    now.resume(0, 30, before.count_taken(0, 30))
     samples = np.concatenate([before.index(0, np.arange(30)), now.index(0, np.arange(30, 66))])
     assert samples[samples < 30].tolist() == whole[0][:26].tolist()  # 20 and 6
     assert (samples[samples >= 30] - 30).tolist() == whole[1][:40].tolist()  # 10 and 30
-    assert now.taken(0, 66) == [26, 40]
+    assert now.count_taken(0, 66) == [26, 40]
 
 
 def test_the_order_follows_from_the_seed_and_the_position_alone():
@@ -129,7 +129,7 @@ def test_parts_that_do_not_fit_are_named():
     a.tokenizer, b.tokenizer = ByteTokenizer(), ByteTokenizer()
     assert Mixture({"a": a, "b": b}, {"a": 1, "b": 1}).tokenizer is a.tokenizer
     b.tokenizer.identity = "another"
-    with pytest.raises(DataError, match="parts a and b have tokenizers of their own"):
+    with pytest.raises(DataError, match="parts a and b have different tokenizers"):
         Mixture({"a": a, "b": b}, {"a": 1, "b": 1})
 
 

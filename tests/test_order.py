@@ -299,12 +299,12 @@ def test_a_sample_that_does_not_fit_is_named(sample, message, num_workers):
 def test_a_change_of_the_batch_repeats_and_leaves_out_no_sample():
     before = TrainBatches(SampleOrder(97, seed=1), 4, accumulate=2)
     after = TrainBatches(SampleOrder(97, seed=1), 3, 2, rank=1, world_size=2, position=lambda: 10)
-    after.begin = (5, *before.place(5)[:2])
+    after.resume_point = (5, *before.locate(5)[:2])
     read = [before.step_samples(step) for step in range(5)]
     read += [after.step_samples(step) for step in range(5, 9)]  # (97 - 40) // 12
     of_permutation = np.concatenate([samples.ravel() for samples in read]).tolist()
     assert of_permutation == SampleOrder(97, seed=1).index(0, np.arange(88)).tolist()
-    assert after.place(8)[:2] == (0, 76) and after.place(9)[:2] == (1, 0)
+    assert after.locate(8)[:2] == (0, 76) and after.locate(9)[:2] == (1, 0)
     mine = [
         list(map(int, samples))
         for step in range(5, 9)

@@ -253,7 +253,7 @@ def test_shards_of_a_terabyte_are_not_read_at_the_start(tmp_path):
             file.truncate(2**34)
     read_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = TokenDataset(tmp_path, 1024, vocab_size=100)
-    assert data.about().startswith(f"{2**39:,} tokens")
+    assert data.describe().startswith(f"{2**39:,} tokens")
     assert data[len(data) - 1][0].shape == (1024,) and data.fingerprint
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - read_before
     assert grown_kib < 64 * 1024

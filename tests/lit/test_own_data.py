@@ -129,7 +129,7 @@ def test_dicts_of_hugging_face_train_as_the_same_pairs(fit, kind, module):
 FORMS = {
     "padded left": "sample 0: attention_mask has a 0 before a 1: a causal net",
     "shifted": "not shifted, as models of transformers take them",
-    "more keys": "sample 0: position_ids: nothing reads this; needed: a dict of input_ids, labels",
+    "more keys": "sample 0: position_ids: unknown key; needed: a dict of input_ids, labels",
     "lists": "sample 0 is (list of 16, list of 16)",
     "int32": "sample 0 is (int32 (16,), int32 (16,))",
     "list": "sample 0 is list of 17",

@@ -18,7 +18,7 @@ from gptrain.core.errors import BAD_DATA, ConfigError
 from gptrain.core.lengths import BatchPlan
 from gptrain.core.schema import RunConfig
 from gptrain.data import BatchReader, Mixture, as_pairs
-from gptrain.data.samples import describe, len_of
+from gptrain.data.samples import describe_sample, len_of
 from gptrain.lit.module import LanguageModel
 
 Datasets: TypeAlias = tuple[Dataset, Dataset, Dataset | None]  # training, validation and test set
@@ -114,7 +114,7 @@ def check_pair(key: str, dataset: Dataset) -> None:
     types = [item.dtype for item in items if isinstance(item, Tensor)]  # tokens, targets
     if len(types) == 2 and types[1] == torch.int64:
         return
-    message = f"sample 0 is {describe(dataset[0])}"
+    message = f"sample 0 is {describe_sample(dataset[0])}"
     raise ConfigError.of(key, None, message, hint=PAIR, code=BAD_DATA)
 
 

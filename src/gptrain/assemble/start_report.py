@@ -67,8 +67,8 @@ def build_report(
         "model": " · ".join(model),
         "strategy": " · ".join(strategy),
     }
-    if cfg.task == "fit" and (about := getattr(train, "about", None)):
-        lines["data"] = about((lengths.n_steps or 0) * batch.global_batch_size)
+    if cfg.task == "fit" and (describe := getattr(train, "describe", None)):
+        lines["data"] = describe((lengths.n_steps or 0) * batch.global_batch_size)
     lines["batch"] = " · ".join(parts)
     facts: dict[str, Any] = describe_run(machine) if trainer.is_global_zero else {"overrides": []}
     options = cfg.plain() | {"typed": typed_options(cfg, facts)}

@@ -1,17 +1,21 @@
-"""What a model learns from: dummy tokens, text, ready token files, and the order of samples.
+"""Datasets of tokens, and the order in which training and evaluation read their samples.
 
-The contract of a data set: `__len__`, and `__getitem__(i) -> (tokens, targets)`, both (T,) int64,
-targets[t] = tokens[t + 1] and -100 where no loss is counted. Optional:
+A dataset is a `torch.utils.data.Dataset` with `__len__` and `__getitem__(i) -> (tokens, targets)`.
+Both tensors are (T,) int64. `targets[t]` is `tokens[t + 1]`, or -100 where no loss is counted.
+A dataset may have these attributes and methods in addition:
 
-- `__getitems__(indices) -> (tokens, targets)`, both (B, T): a whole batch in one call.
-- `token_bytes`, (V,) integers: bytes of text that each token stands for; opens bits per byte.
-- `fingerprint`, a string: a resumed run must find the one that it began with.
-- `tokenizer`: is kept in the run folder, and writes a sample of text at the end.
-- `about(n_samples)`, a string: what a run of so many samples sees, for the line at its start.
+- `__getitems__(indices) -> (tokens, targets)`: Returns a whole batch, both tensors (B, T).
+- `token_bytes`: Integers (V,), the bytes of text that each token stands for. The validation then
+  reports bits per byte.
+- `fingerprint`: String that identifies the content. A resumed run must find the same string.
+- `tokenizer`: Tokenizer that is copied into the run folder and decodes the text that is generated
+  at the end of training.
+- `describe(n_samples) -> str`: Description of the data that a run of `n_samples` samples sees. The
+  run prints the description when training starts.
 
-Samples in Hugging Face's form work as well: a dict of `input_ids` and `labels` (tensors or lists,
-all of one length T), where labels are input_ids, or -100 where no loss is counted. They are not
-shifted: see `HuggingFacePairs`. A right-padded `attention_mask` is taken into account.
+Samples in the form of Hugging Face work as well: dicts of `input_ids` and `labels`, each a tensor
+or a list of T integers. `labels` are not shifted: `labels[t]` is `input_ids[t]`, or -100 where no
+loss is counted (see `HuggingFacePairs`). A right-padded `attention_mask` is taken into account.
 """
 
 from gptrain.core.small_files import DataError

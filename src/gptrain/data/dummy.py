@@ -1,4 +1,4 @@
-"""Random tokens: what is trained on when speed or plumbing is the question, not learning.
+"""Random tokens, for runs that test speed or a configuration instead of learning.
 
 # B batch, S seq_len
 """
@@ -14,13 +14,17 @@ from gptrain.data.samples import BatchDataset
 
 
 class DummyTextDataset(BatchDataset):
-    """Uniform random tokens, sample i a pure function of (seed, i); the loss floor is ln V.
+    """Uniform random tokens. Sample i depends on `seed` and i only.
 
-    A token's probability differs from 1/V by at most 2^-32.
+    The lowest possible loss is ln(vocab_size) nats per token. The probability of a token differs
+    from 1 / vocab_size by at most 2^-32.
 
     Args:
-        seq_len: tokens drawn per sample, one more than the positions trained on.
-        vocab_size: V, below 2^31.   seed: use another one for validation.
+        num_samples: Number of samples.
+        seq_len: Tokens drawn per sample. A sample has `seq_len - 1` positions, because the last
+            token is a target only.
+        vocab_size: Number of different tokens, below 2^31.
+        seed: Seed of the tokens. The validation set needs another seed than the training set.
     """
 
     def __init__(
@@ -30,21 +34,22 @@ class DummyTextDataset(BatchDataset):
         vocab_size: int = 50257,
         seed: int = 0,
     ) -> None:
-        self.num_samples, self.vocab_size = num_samples, vocab_size
+        self.num_samples = num_samples
+        self.vocab_size = vocab_size
         self._key = mix64(np.array([seed + GOLDEN], dtype=np.uint64))
-        self._places = np.arange(1, seq_len + 1, dtype=np.uint64) * GOLDEN  # (S,)
+        self._offsets = np.arange(1, seq_len + 1, dtype=np.uint64) * GOLDEN  # (S,)
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A whole batch at once: tokens (B, S-1) and targets (B, S-1), int64."""
-        # Each sample is a SplitMix64 stream of its own, started at a mixed (seed, i).
+        """Return a batch: tokens (B, S-1) and targets (B, S-1), int64."""
+        # Each sample is a SplitMix64 stream that starts at a hash of the seed and the sample index.
         samples = np.asarray(indices, dtype=np.uint64)  # (B,)
         starts = mix64(samples * GOLDEN + self._key)
-        tokens = mix64(starts[:, None] + self._places)  # (B, S)
+        tokens = mix64(starts[:, None] + self._offsets)  # (B, S)
         tokens >>= 32
         tokens *= self.vocab_size
-        tokens >>= 32  # the upper half of a 32 x 31 bit product: uniform over [0, V)
+        tokens >>= 32  # the upper half of a 32 x 31 bit product is uniform over [0, V)
         tokens = torch.from_numpy(tokens.view(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

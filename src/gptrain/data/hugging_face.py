@@ -1,4 +1,4 @@
-"""Samples as Hugging Face's tools make them, `{input_ids, labels}`, as pairs (tokens, targets).
+"""Conversion of samples in Hugging Face's form, `{input_ids, labels}`, to pairs (tokens, targets).
 
 # T positions of a sample
 """
@@ -11,28 +11,31 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gptrain.core.small_files import DataError
-from gptrain.data.samples import describe, len_of
+from gptrain.data.samples import describe_sample, len_of
 from gptrain.loss import IGNORED
 
-NEEDED = {"input_ids", "labels"}
-OPTIONAL_ATTRIBUTES = ("about", "fingerprint", "token_bytes", "tokenizer")  # of a data set
+REQUIRED_KEYS = {"input_ids", "labels"}
+# Optional attributes and methods of a dataset, see gptrain.data.
+OPTIONAL_ATTRIBUTES = ("describe", "fingerprint", "token_bytes", "tokenizer")
 
 
 class HuggingFacePairs(Dataset):
-    """Pairs (tokens (T,), targets (T,)) of a data set of dicts.
+    """Dataset of pairs (tokens (T,), targets (T,)) that reads a dataset of dicts.
 
-    Hugging Face's labels are not shifted: labels[t] is input_ids[t], or -100, and its models
-    predict labels[t + 1] from input_ids[:t + 1]. Here targets[t] = labels[t + 1], and the last
-    target is -100, so that both losses are the mean over the same T - 1 predictions.
+    Labels of Hugging Face are not shifted: labels[t] is input_ids[t], or -100, and the models of
+    transformers predict labels[t + 1] from input_ids[:t + 1]. The pairs are shifted: targets[t] is
+    labels[t + 1], and the last target is -100. Both losses are then the mean over the same T - 1
+    predictions.
 
     Args:
-        dataset: Data set whose samples are dicts of `input_ids`, `labels` and, optionally,
+        dataset: Dataset whose samples are dicts of `input_ids`, `labels` and, optionally,
             `attention_mask`, each a tensor, an array or a list of T integers.
-        name: Config key of the data set, for error messages.
+        name: Config key of the dataset, for error messages.
     """
 
     def __init__(self, dataset: Dataset, name: str):
-        self.dataset, self.name = dataset, name
+        self.dataset = dataset
+        self.name = name
         for attribute in OPTIONAL_ATTRIBUTES:
             if hasattr(dataset, attribute):
                 setattr(self, attribute, getattr(dataset, attribute))
@@ -41,14 +44,15 @@ class HuggingFacePairs(Dataset):
         return len_of(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._pair(index, self.dataset[index])
+        return self._to_pair(index, self.dataset[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return the pairs of several samples, not stacked."""
         read = getattr(self.dataset, "__getitems__", None)
         samples = read(indices) if read else [self.dataset[index] for index in indices]
-        return [self._pair(index, one) for index, one in zip(indices, samples, strict=True)]
+        return [self._to_pair(i, sample) for i, sample in zip(indices, samples, strict=True)]
 
-    def _pair(self, index: int, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def _to_pair(self, index: int, sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         try:
             return pair_of(sample)
         except ValueError as error:
@@ -56,38 +60,43 @@ class HuggingFacePairs(Dataset):
 
 
 def as_pairs(dataset: Dataset, name: str) -> Dataset:
-    """Return a data set of pairs if the first sample is a dict of Hugging Face's form.
+    """Return a dataset of pairs if the first sample is a dict of `input_ids` and `labels`.
 
-    Any other data set is returned as it is.
+    Any other dataset is returned unchanged, also an empty one.
+
+    Args:
+        dataset: Dataset of dicts or of any other samples.
+        name: Config key of the dataset, for error messages.
     """
     sample = dataset[0] if len_of(dataset) else None
-    is_theirs = isinstance(sample, Mapping) and sample.keys() >= NEEDED
-    return HuggingFacePairs(dataset, name) if is_theirs else dataset
+    is_hugging_face = isinstance(sample, Mapping) and sample.keys() >= REQUIRED_KEYS
+    return HuggingFacePairs(dataset, name) if is_hugging_face else dataset
 
 
 def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return tokens (T,) and targets (T,), int64, of one dict.
+    """Return the tokens (T,) and the shifted targets (T,) of one dict, both int64.
 
     Raises:
-        ValueError: If a key is missing or unknown, if shapes differ, if labels are something else
-            than input_ids or -100, or if the mask leaves out positions before the last that it has.
+        ValueError: If a required key is missing, if a key is unknown, if shapes differ, if a label
+            is neither its input id nor -100, or if `attention_mask` has a 0 before a 1.
     """
-    if not isinstance(sample, Mapping) or not sample.keys() >= NEEDED:
-        raise ValueError(f"{describe(sample)}; needed: a dict of input_ids and labels")
-    if unknown := sorted(map(str, sample.keys() - NEEDED - {"attention_mask"})):
+    if not isinstance(sample, Mapping) or not sample.keys() >= REQUIRED_KEYS:
+        raise ValueError(f"{describe_sample(sample)}; needed: a dict of input_ids and labels")
+    if unknown := sorted(map(str, sample.keys() - REQUIRED_KEYS - {"attention_mask"})):
         raise ValueError(
-            f"{', '.join(unknown)}: nothing reads this; "
+            f"{', '.join(unknown)}: unknown key; "
             "needed: a dict of input_ids, labels and, optionally, attention_mask"
         )
     try:
         columns = {key: torch.as_tensor(sample[key]) for key in sample}
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{describe(sample)}; needed: flat sequences of integers") from None
+        raise ValueError(f"{describe_sample(sample)}; needed: flat sequences of integers") from None
     shapes = {tuple(column.shape) for column in columns.values()}
     is_float = any(column.is_floating_point() for column in columns.values())
     if len(shapes) != 1 or columns["labels"].ndim != 1 or is_float:
-        raise ValueError(f"{describe(columns)}; needed: integers of one shape (T,)")
-    tokens, labels = columns["input_ids"].long(), columns["labels"].long()  # (T,), (T,)
+        raise ValueError(f"{describe_sample(columns)}; needed: integers of one shape (T,)")
+    tokens = columns["input_ids"].long()  # (T,)
+    labels = columns["labels"].long()  # (T,)
     if "attention_mask" in columns:
         mask = columns["attention_mask"].bool()
         if not torch.equal(mask, mask.cummin(0).values):
@@ -98,10 +107,11 @@ def pair_of(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         labels = labels.masked_fill(~mask, IGNORED)
     differs = (labels != IGNORED) & (labels != tokens)
     if differs.any():
-        place = int(differs.nonzero()[0])
+        position = int(differs.nonzero()[0])
         raise ValueError(
-            f"labels[{place}]={int(labels[place])}, input_ids[{place}]={int(tokens[place])}; "
+            f"labels[{position}]={int(labels[position])}, "
+            f"input_ids[{position}]={int(tokens[position])}; "
             "needed: labels that are input_ids or -100, not shifted, as models of transformers "
-            "take them; targets that are shifted already come as a pair (tokens, targets)"
+            "take them; targets that are already shifted need a pair (tokens, targets)"
         )
     return tokens, torch.cat((labels[1:], labels.new_full((1,), IGNORED)))

@@ -1,4 +1,4 @@
-"""Several data sets in given shares, each through epochs of its own.
+"""Mixture of several datasets in given shares. Each dataset goes through its own epochs.
 
 # N samples, B batch, T positions of a sample
 """
@@ -16,21 +16,36 @@ from torch.utils.data import Dataset
 from gptrain.core.small_files import DataError
 from gptrain.data.hugging_face import as_pairs
 from gptrain.data.order import SampleOrder
-from gptrain.data.samples import BatchDataset, BatchReader, describe, len_of
+from gptrain.data.samples import BatchDataset, BatchReader, describe_sample, len_of
 
-_CYCLE = 2**16  # samples after which the choice of parts repeats: shares are exact to 2^-17
+# Number of positions after which the choice of parts repeats. The actual share of a part differs
+# from its weight by less than 2^-16, unless a weight is below 2^-16: each part has at least one
+# position of a cycle.
+_CYCLE = 2**16
 
 
 class Mixture(BatchDataset):
-    """Parts one after another, and the order in which training mixes them.
+    """Concatenation of datasets, the parts, and the order in which training mixes their samples.
+
+    Index i is a sample of the concatenation. `order` returns the order of the training.
 
     Args:
-        parts: name -> data set of pairs (tokens (T,), targets (T,)), of the same T.
-        weights: name -> share of the samples, relative to the sum of all.
-        seq_len: T, to be checked; None: that of the first part.
+        parts: Dataset of each part by name. Samples are pairs (tokens (T,), targets (T,)) or dicts
+            of Hugging Face, with the same T in all parts.
+        weights: Share of the samples of each part by name, relative to the sum of all weights.
+        seq_len: Number of positions T that every part must have. None takes the T of the first
+            part.
+
     Attributes:
-        tokenizer, token_bytes: where all parts have the same.
-    Raises: DataError for parts whose samples or tokenizers differ.
+        firsts: Index of the first sample of each part, followed by the number of all samples,
+            (parts + 1,).
+        tokenizer: Tokenizer of the parts that have a tokenizer. None if no part has a tokenizer.
+        token_bytes: Bytes of text per token, (V,), if all parts have the same values. None
+            otherwise.
+
+    Raises:
+        DataError: If there is no part, or if parts differ in the length of their samples or in
+            their tokenizers.
     """
 
     def __init__(
@@ -46,23 +61,34 @@ class Mixture(BatchDataset):
         self.weights = {name: weights[name] / total for name in parts}
         self.firsts = np.cumsum([0, *map(len_of, self.parts.values())])  # (parts + 1,)
         lengths = {name: count_positions(part, name) for name, part in self.parts.items()}
-        self.seq_len = seq_len = seq_len or next(iter(lengths.values()))
-        tokenizers = {}
+        self.seq_len = seq_len or next(iter(lengths.values()))
+        for name, n_positions in lengths.items():
+            if n_positions != self.seq_len:
+                message = f"samples of {n_positions} positions, not {self.seq_len}"
+                raise DataError(f"part {name}: {message}")
+        self.tokenizer = self._find_tokenizer()
+        tables: list[Any] = [getattr(part, "token_bytes", None) for part in self.parts.values()]
+        is_same = all(table is not None and np.array_equal(table, tables[0]) for table in tables)
+        self.token_bytes = tables[0] if is_same else None
+
+    def _find_tokenizer(self) -> Any:
+        """Return the tokenizer that all parts with a tokenizer share, or None.
+
+        Raises:
+            DataError: If two parts have different tokenizers.
+        """
+        tokenizers: dict[str, tuple[str, Any]] = {}  # identity -> (part, tokenizer)
         for name, part in self.parts.items():
-            if (n_positions := lengths[name]) != seq_len:
-                raise DataError(f"part {name}: samples of {n_positions} positions, not {seq_len}")
             if tokenizer := getattr(part, "tokenizer", None):
                 tokenizers.setdefault(tokenizer.identity, (name, tokenizer))
         if len(tokenizers) > 1:
             names = " and ".join(name for name, _ in tokenizers.values())
-            raise DataError(f"parts {names} have tokenizers of their own; give both the same file")
-        self.tokenizer = next((tokenizer for _, tokenizer in tokenizers.values()), None)
-        of_parts: list[Any] = [getattr(p, "token_bytes", None) for p in self.parts.values()]
-        is_same = all(one is not None and np.array_equal(one, of_parts[0]) for one in of_parts)
-        self.token_bytes = of_parts[0] if is_same else None
+            raise DataError(f"parts {names} have different tokenizers; give both the same file")
+        return next((tokenizer for _, tokenizer in tokenizers.values()), None)
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash of the name, the number of samples and the fingerprint of each part."""
         parts = self.parts.items()
         facts = [(name, len_of(part), getattr(part, "fingerprint", None)) for name, part in parts]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -71,7 +97,7 @@ class Mixture(BatchDataset):
         return int(self.firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A whole batch in one call per part: tokens (B, T) and targets (B, T), int64."""
+        """Return a batch with one call per part: tokens (B, T) and targets (B, T), int64."""
         samples = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self.firsts, samples, side="right") - 1
         batch: Any = None
@@ -79,92 +105,127 @@ class Mixture(BatchDataset):
             rows = np.flatnonzero(owners == number)
             name, part = list(self.parts.items())[number]
             reader = BatchReader(part, f"part {name}", self.seq_len)
-            of_part = reader.__getitems__((samples[rows] - self.firsts[number]).tolist())
-            batch = batch or tuple(one.new_empty(len(samples), one.shape[1]) for one in of_part)
-            for whole, own in zip(batch, of_part, strict=True):
-                whole[torch.from_numpy(rows)] = own
+            part_batch = reader.__getitems__((samples[rows] - self.firsts[number]).tolist())
+            if batch is None:
+                batch = tuple(t.new_empty(len(samples), t.shape[1]) for t in part_batch)
+            for target, source in zip(batch, part_batch, strict=True):
+                target[torch.from_numpy(rows)] = source
         return batch
 
     def order(self, seed: int) -> "MixtureOrder":
-        """In which training reads the samples."""
+        """Return the order in which training reads the samples."""
         lengths = {name: len_of(part) for name, part in self.parts.items()}
         return MixtureOrder(lengths, self.weights, seed)
 
-    def about(self, n_samples: int = 0) -> str:
-        """What the parts are made of, and how often a run of so many samples sees each."""
-        counts = self.order(0).count(n_samples)
+    def describe(self, n_samples: int = 0) -> str:
+        """Return the weight and the content of each part, and its epochs in a run, as one line.
+
+        Args:
+            n_samples: Number of samples of the mixture that the run reads.
+        """
+        counts = self.order(0).count_by_part(n_samples)
         words = []
         for (name, part), count in zip(self.parts.items(), counts.tolist(), strict=True):
-            of_part = f"{len_of(part):,} samples · {count / len_of(part):.3g} epochs"
-            if about := getattr(part, "about", None):
-                of_part = about(count)
-            words.append(f"{name} {self.weights[name]:.3g}: {of_part}")
+            text = f"{len_of(part):,} samples · {count / len_of(part):.3g} epochs"
+            if describe := getattr(part, "describe", None):
+                text = describe(count)
+            words.append(f"{name} {self.weights[name]:.3g}: {text}")
         return " | ".join(words)
 
 
 def count_positions(part: Dataset, name: str) -> int:
-    """Return T of a part's first sample.   Raises: DataError if it is no pair of sequences."""
+    """Return the number of positions T of the first sample of a part.
+
+    Args:
+        part: Dataset of pairs.
+        name: Name of the part, for the error message.
+
+    Raises:
+        DataError: If the sample is not a pair of sequences of equal length.
+    """
     sample = part[0]
     if isinstance(sample, tuple | list) and len(sample) == 2:
-        lengths = {len(one) for one in sample if isinstance(one, Tensor | np.ndarray) and one.ndim}
+        arrays = [item for item in sample if isinstance(item, Tensor | np.ndarray) and item.ndim]
+        lengths = {len(array) for array in arrays}
         if len(lengths) == 1:
             return lengths.pop()
     needed = "needed: a pair (tokens (T,), targets (T,)), or a dict of input_ids and labels"
-    raise DataError(f"part {name}: sample 0 is {describe(sample)}; {needed}")
+    raise DataError(f"part {name}: sample 0 is {describe_sample(sample)}; {needed}")
 
 
 class MixtureOrder:
-    """Which sample stands at each position of a run: a pure function of seed and position.
+    """Order in which training reads the samples of a mixture, a function of seed and position.
 
-    The part of a position is the same in every cycle of 2^16: the j-th of n samples of a part
-    stands where (j + 1/2) / n of a cycle is due, so that in any window of positions each part has
-    its share to within a few samples. A part's own samples follow in permutations of their own.
+    The parts of the positions repeat in cycles of 2^16 positions. If a part has n positions of a
+    cycle, position j of them is placed at the fraction (j + 1/2) / n of the cycle. In any window of
+    positions, each part therefore has its share to within a few samples. The samples of a part
+    follow the part's own permutations, one after another.
 
     Args:
-        lengths: name -> samples of a part.   weights: name -> its share, 1 in sum.
+        lengths: Number of samples of each part by name.
+        weights: Share of each part by name. The sum is 1.
+        seed: Seed of the permutations.
     """
 
     def __init__(self, lengths: Mapping[str, int], weights: Mapping[str, float], seed: int) -> None:
         self.n_samples = sum(lengths.values())
-        names = sorted(lengths).index  # the same order whatever stands first
-        self._orders = [SampleOrder(n, seed + 1 + names(name)) for name, n in lengths.items()]
+        # The seed of a part depends on its name, not on the order of the parts in the config.
+        number_of = sorted(lengths).index
+        self._orders = [SampleOrder(n, seed + 1 + number_of(name)) for name, n in lengths.items()]
         self._firsts = np.cumsum([0, *lengths.values()])
         exact = np.array([weights[name] for name in lengths]) * _CYCLE
-        self._counts = np.maximum(1, exact.astype(np.int64))  # (parts,) of a cycle
-        missing = _CYCLE - self._counts.sum()  # to those who lost most by rounding
+        self._counts = np.maximum(1, exact.astype(np.int64))  # (parts,) positions of a cycle
+        # The positions that rounding down has lost go to the parts that lost most.
+        missing = _CYCLE - self._counts.sum()
         self._counts[np.argsort(self._counts - exact)[: max(0, missing)]] += 1
         self._counts[np.argmax(self._counts)] += min(0, missing)
         due = [(np.arange(n) + 0.5) / n for n in self._counts]
         owners = np.repeat(np.arange(len(due)), self._counts)
-        places = np.argsort(np.concatenate(due), kind="stable")
-        self._owners = owners[places]  # (cycle,) the part of each position
-        self._ranks = np.concatenate([np.arange(n) for n in self._counts])[places]  # in its part
-        self._ahead = np.zeros_like(self._counts)  # of what these weights would have taken so far
+        by_due = np.argsort(np.concatenate(due), kind="stable")
+        self._owners = owners[by_due]  # (cycle,) part of each position
+        # (cycle,) number of each position among the positions of its part
+        self._ranks = np.concatenate([np.arange(n) for n in self._counts])[by_due]
+        # (parts,) samples that each part has given in addition to those by the current weights
+        self._ahead = np.zeros_like(self._counts)
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Samples of the mixture, int64, in the shape of `positions` of an epoch of n_samples."""
+        """Return the sample of the mixture at each position of an epoch, int64, in the same shape.
+
+        Args:
+            epoch: Number of the epoch, from 0. An epoch has as many positions as the mixture has
+                samples, but does not contain each sample once.
+            positions: Positions in the epoch.
+        """
         cycles, places = np.divmod(epoch * self.n_samples + np.asarray(positions), _CYCLE)
         owners = self._owners[places]
         numbers = cycles * self._counts[owners] + self._ranks[places] + self._ahead[owners]
         samples = np.empty(owners.shape, dtype=np.int64)
         for part in np.unique(owners).tolist():
-            order, is_mine = self._orders[part], owners == part
-            epochs, own = np.divmod(numbers[is_mine], order.n_samples)
-            found = np.empty_like(own)
-            for one in np.unique(epochs).tolist():
-                found[epochs == one] = order.index(one, own[epochs == one])
-            samples[is_mine] = self._firsts[part] + found
+            order = self._orders[part]
+            is_of_part = owners == part
+            part_epochs, part_positions = np.divmod(numbers[is_of_part], order.n_samples)
+            part_samples = np.empty_like(part_positions)
+            for part_epoch in np.unique(part_epochs).tolist():
+                is_of_epoch = part_epochs == part_epoch
+                part_samples[is_of_epoch] = order.index(part_epoch, part_positions[is_of_epoch])
+            samples[is_of_part] = self._firsts[part] + part_samples
         return samples
 
-    def taken(self, epoch: int, position: int) -> list[int]:
-        """Samples that each part has given before a position."""
-        return (self.count(epoch * self.n_samples + position) + self._ahead).tolist()
+    def count_taken(self, epoch: int, position: int) -> list[int]:
+        """Return the number of samples that each part has given before a position of an epoch."""
+        return (self.count_by_part(epoch * self.n_samples + position) + self._ahead).tolist()
 
-    def go_on(self, epoch: int, position: int, taken: Sequence[int]) -> None:
-        """Each part's own epochs go on from there, whatever the weights were before."""
-        self._ahead = np.array(taken) - self.count(epoch * self.n_samples + position)
+    def resume(self, epoch: int, position: int, taken: Sequence[int]) -> None:
+        """Continue the epochs of each part at a position, also after a change of the weights.
 
-    def count(self, n_samples: int) -> np.ndarray:
-        """How many of the first so many positions are of each part, (parts,)."""
+        Args:
+            epoch: Number of the epoch at which the run resumes.
+            position: Position in this epoch.
+            taken: Samples that each part has given so far, as `count_taken` returned them.
+        """
+        self._ahead = np.array(taken) - self.count_by_part(epoch * self.n_samples + position)
+
+    def count_by_part(self, n_samples: int) -> np.ndarray:
+        """Return how many of the first `n_samples` positions belong to each part, (parts,)."""
         cycles, rest = divmod(n_samples, _CYCLE)
         return cycles * self._counts + np.bincount(self._owners[:rest], minlength=len(self._counts))

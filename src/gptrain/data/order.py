@@ -1,9 +1,9 @@
-"""Which samples a rank reads, in which order: pure functions of (seed, epoch, position).
+"""Order in which the ranks read samples, as pure functions of seed, epoch and position.
 
-Nothing is drawn, stored or shuffled. The order of an epoch is a keyed permutation that is
-evaluated at the positions needed, so that the place in the data is one integer, equal on all
-ranks, and survives a restart with other workers, or with another number of ranks at the same
-global batch.
+Nothing is drawn, stored or shuffled. The order of an epoch is a keyed permutation that is evaluated
+only at the positions that a rank needs. The state of the data order is therefore one integer that
+is equal on all ranks. A run can resume with a different number of DataLoader workers, and with a
+different number of ranks if the global batch size is the same.
 
 # N samples, A accumulate, W world_size, B batch_size, G = A * W * B samples per step
 """
@@ -15,52 +15,73 @@ import numpy as np
 
 from gptrain.core.small_files import DataError
 
-_ROUNDS = 6  # 4 make a Feistel network pseudorandom (Luby & Rackoff 1988); 6 for narrow halves
-# Odd 2^64 / golden ratio and the multipliers of SplitMix64 (Steele, Lea & Flood 2014,
-# doi:10.1145/2660193.2660195; Stafford's variant 13).
+# Rounds of the Feistel network. Four rounds make it pseudorandom (Luby & Rackoff 1988); six are
+# used because the halves have few bits if there are few samples.
+_ROUNDS = 6
+# Odd integer nearest to 2^64 / golden ratio, and the multipliers of SplitMix64 (Steele, Lea &
+# Flood 2014, doi:10.1145/2660193.2660195; Stafford's variant 13).
 GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
+_SECOND_MULTIPLIER = 0x94D049BB133111EB
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function, a bijection of uint64; `values` are left as they are.
+    """Hash uint64 values with the output function of SplitMix64, a bijection of uint64.
 
-    All randomness of this room is this function of counters, so that any number can be had without
-    those before it, and is the same on every machine and version of NumPy.
+    All random choices of `gptrain.data` apply this function to a counter. A random number can then
+    be computed without the numbers before it, and is the same on every machine and with every
+    version of NumPy. `values` is not modified.
     """
     mixed = values ^ (values >> 30)
-    mixed *= _FIRST
+    mixed *= _FIRST_MULTIPLIER
     mixed ^= mixed >> 27
-    mixed *= _SECOND
+    mixed *= _SECOND_MULTIPLIER
     mixed ^= mixed >> 31
     return mixed
 
 
 class Order(Protocol):
-    """In which training reads samples."""
+    """Order in which training reads the samples of a dataset.
+
+    Attributes:
+        n_samples: Number of positions of an epoch.
+    """
 
     n_samples: int
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Samples, int64, in the shape of `positions` of an epoch of n_samples."""
+        """Return the sample index at each position of an epoch, int64, in the same shape.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            positions: Positions in the epoch, from 0 to `n_samples - 1`.
+        """
         ...
 
 
 class SampleOrder:
-    """A permutation of N samples for every epoch, in O(1) memory.
+    """Random permutation of the samples for every epoch, in O(1) memory.
 
-    A Feistel network permutes 2^bits >= N values; one that falls outside is sent through again
-    until it falls inside (cycle walking, fewer than 2 turns on average).
+    A Feistel network permutes 2^bits >= N values. A value of N or more is permuted again until the
+    result is below N (cycle walking: fewer than 2 evaluations on average for N > 2).
+
+    Args:
+        n_samples: Number of samples, N.
+        seed: Seed of the permutations.
     """
 
     def __init__(self, n_samples: int, seed: int) -> None:
-        self.n_samples, self.seed = n_samples, seed
-        bits = max(2, (n_samples - 1).bit_length())
-        self._width = bits // 2  # of the lower half
-        self._low, self._high = 2 ** (bits // 2) - 1, 2 ** (bits - bits // 2) - 1
+        self.n_samples = n_samples
+        self.seed = seed
+        n_bits = max(2, (n_samples - 1).bit_length())
+        n_low_bits = n_bits // 2
+        n_high_bits = n_bits - n_low_bits
+        self._n_low_bits = n_low_bits
+        self._low_mask = 2**n_low_bits - 1
+        self._high_mask = 2**n_high_bits - 1
 
     def index(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """The samples at these positions of an epoch, int64, in the shape of `positions`."""
+        """Return the sample index at each position of an epoch, int64, in the same shape."""
         key = mix64(np.array([self.seed + GOLDEN], dtype=np.uint64))
         key = mix64(key + np.uint64(epoch + GOLDEN))
         keys = mix64(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * GOLDEN)  # (rounds,)
@@ -70,34 +91,45 @@ class SampleOrder:
         return samples.astype(np.int64).reshape(positions.shape)
 
     def _permute(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        low, high = values & self._low, values >> self._width
+        """Apply the Feistel network with one key per round to `values`, (n,) uint64."""
+        low = values & self._low_mask
+        high = values >> self._n_low_bits
         for key_low, key_high in keys.reshape(-1, 2):
-            low ^= mix64(high + key_low) & self._low
-            high ^= mix64(low + key_high) & self._high
-        return high << self._width | low
+            low ^= mix64(high + key_low) & self._low_mask
+            high ^= mix64(low + key_high) & self._high_mask
+        return high << self._n_low_bits | low
 
 
 class TrainBatches:
-    """A batch sampler: this rank's micro-batches of one epoch of the loader, from where the run is.
+    """Batch sampler that yields the micro-batches of one rank, from the run's current position.
 
-    The sequence of micro-batches of a run has no end and is a pure function of their number,
-    counted over the whole run. Every N // G steps it takes a new permutation of the data: step s
-    of a permutation has exactly its positions [s G, (s+1) G), and micro-step m of rank r takes B
-    of them at s G + (m W + r) B. So a step's samples depend on G alone, not on how they are
-    divided among ranks and micro-steps. The last N mod G of each permutation, other samples each
-    time, are left out on all ranks alike.
+    The micro-batches of a run are an endless sequence. Each micro-batch depends on its number only,
+    counted over the whole run. A new permutation of the data begins every N // G steps. Step s of a
+    permutation takes the positions [s G, (s+1) G). Micro-step m of rank r takes the B positions
+    from s G + (m W + r) B on. The samples of a step therefore depend on G, and not on the division
+    of G into ranks and micro-steps. The last N mod G positions of each permutation are skipped on
+    all ranks. They hold different samples in each permutation.
 
-    An epoch of the loader is a section of that sequence of `epoch_steps` steps, whichever
-    permutation it lies in: a run of shorter epochs sees the same samples in the same order.
+    An epoch of the DataLoader is a section of `epoch_steps` steps of this sequence. A permutation
+    may begin inside an epoch. A run with shorter epochs sees the same samples in the same order.
 
     Args:
-        order: the permutations.   accumulate: micro-batches per optimizer step, A.
-        epoch_steps: optimizer steps of one epoch; None: N // G, one permutation.
-        position: how many micro-batches of the whole run are done, asked as an iterator is made.
+        order: Permutations of the samples.
+        batch_size: Samples of a micro-batch on one rank, B.
+        accumulate: Micro-batches per optimizer step, A.
+        rank: Data-parallel rank.
+        world_size: Number of data-parallel ranks, W.
+        epoch_steps: Optimizer steps of one epoch. None takes one permutation, N // G.
+        position: Function that returns the number of micro-batches that the whole run has done. It
+            is called when an iterator is created.
+
     Attributes:
-        begin: step, permutation and position in it from where steps are of this size; a run that
-            goes on with steps of another size sets it to the `place` where it stood.
-    Raises: DataError if one step needs more samples than there are.
+        resume_point: Tuple (step, permutation, position in the permutation) from which on steps
+            have G samples. A run that resumes with another G sets it to the step at which it
+            stopped and the result of `locate` for this step.
+
+    Raises:
+        DataError: If one step needs more samples than the dataset has.
     """
 
     def __init__(
@@ -116,59 +148,72 @@ class TrainBatches:
         if self.permutation_steps == 0:
             raise DataError(f"{order.n_samples} sequences, one step needs {self.global_batch_size}")
         self.epoch_steps = epoch_steps or self.permutation_steps
-        self.order, self.batch_size, self.accumulate = order, batch_size, accumulate
-        self.rank, self.world_size, self.position = rank, world_size, position
-        self.begin = (0, 0, 0)
+        self.order = order
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.rank = rank
+        self.world_size = world_size
+        self.position = position
+        self.resume_point = (0, 0, 0)
 
     def __len__(self) -> int:
         return self.epoch_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From the run's position, as it is now, to the end of the epoch that it lies in."""
+        """Return the micro-batches from the run's current position to the end of its epoch."""
         done = self.position()
-        return map(self._micro_batch, range(done, (done // len(self) + 1) * len(self)))
+        epoch_end = (done // len(self) + 1) * len(self)
+        return map(self._micro_batch, range(done, epoch_end))
 
     def step_samples(self, step: int) -> np.ndarray:
-        """All samples of optimizer step `step`, counted over the whole run: (A, W, B).
+        """Return all sample indices of an optimizer step, (A, W, B), for example for an error.
 
-        `step_samples(s)[m, r]` is what rank r reads in micro-step m, to be named in an error.
+        `step_samples(s)[m, r]` are the samples that rank r reads in micro-step m.
+
+        Args:
+            step: Number of the optimizer step, counted over the whole run from 0.
         """
         slots = np.arange(self.accumulate * self.world_size).reshape(self.accumulate, -1)
         return self._samples(step, slots)
 
-    def place(self, step: int) -> tuple[int, int]:
-        """The permutation, and the position in it, where a step begins."""
-        begun, permutation, start = self.begin
+    def locate(self, step: int) -> tuple[int, int]:
+        """Return the number of the permutation and the position in it at which a step begins."""
+        first_step, permutation, start = self.resume_point
         n_left = max(0, self.order.n_samples - start) // self.global_batch_size
-        if step - begun < n_left:
-            return permutation, start + (step - begun) * self.global_batch_size
-        further, done = divmod(step - begun - n_left, self.permutation_steps)
-        return permutation + 1 + further, done * self.global_batch_size
+        if step - first_step < n_left:
+            return permutation, start + (step - first_step) * self.global_batch_size
+        n_further, done_steps = divmod(step - first_step - n_left, self.permutation_steps)
+        return permutation + 1 + n_further, done_steps * self.global_batch_size
 
     def _micro_batch(self, number: int) -> list[int]:
         step, micro_step = divmod(number, self.accumulate)
         return self._samples(step, np.array(micro_step * self.world_size + self.rank)).tolist()
 
     def _samples(self, step: int, slots: np.ndarray) -> np.ndarray:
-        """The B samples of each slot of a step, slot = micro_step * W + rank: (..., B)."""
-        permutation, start = self.place(step)
+        """Return the B samples of each slot of a step, (..., B), slot = micro_step * W + rank."""
+        permutation, start = self.locate(step)
         positions = start + slots[..., None] * self.batch_size + np.arange(self.batch_size)
         return self.order.index(permutation, positions)
 
 
 class EvalBatches:
-    """A batch sampler in file order: every sample once, over all ranks together.
+    """Batch sampler in dataset order that gives every sample to exactly one rank.
 
-    All ranks yield equally many batches, because ranks of a partitioned net run each batch
-    together. Batches have `batch_size` samples but for the last of each part, which are shorter.
+    All ranks yield the same number of batches, because the ranks of a partitioned model run each
+    batch together. Batches have `batch_size` samples, except for the last batches of each part:
+    `batch_bounds` divides the last samples of a part evenly.
 
     Args:
-        lengths: Samples of each of the parts that lie one after another. No batch has samples of
-            two parts, and the batches of all parts take turns.
+        lengths: Number of samples of each part. The parts of a dataset follow each other. No batch
+            has samples of two parts. The batches of the parts alternate (round robin).
+        batch_size: Samples of a batch on one rank.
+        rank: Data-parallel rank.
+        world_size: Number of data-parallel ranks.
 
     Attributes:
-        short_parts: Parts with fewer samples than there are ranks. A rank that has no sample of
-            such a part yields [-1 - i], where i is the first sample of the part; see BatchReader.
+        short_parts: Numbers of the parts that have fewer samples than there are ranks. A rank
+            without a sample of such a part yields [-1 - i], where i is the first sample of the
+            part. `BatchReader` reads this index as sample i without targets.
     """
 
     def __init__(
@@ -176,12 +221,13 @@ class EvalBatches:
     ) -> None:
         firsts = np.cumsum([0, *lengths]).tolist()
         self.short_parts = [part for part, n in enumerate(lengths) if 0 < n < world_size]
-        self._batches: list[tuple[int, int, range]] = []  # turn, part, samples
+        self._batches: list[tuple[int, int, range]] = []  # (round, part, samples)
         for part, n_samples in enumerate(lengths):
-            for turn, (start, end) in enumerate(deal(n_samples, batch_size, rank, world_size)):
-                first = firsts[part]
+            first = firsts[part]
+            bounds = batch_bounds(n_samples, batch_size, rank, world_size)
+            for round_number, (start, end) in enumerate(bounds):
                 samples = range(first + start, first + end) or range(-1 - first, -first)
-                self._batches.append((turn, part, samples))
+                self._batches.append((round_number, part, samples))
         self._batches.sort(key=lambda batch: batch[:2])
 
     def __len__(self) -> int:
@@ -191,27 +237,35 @@ class EvalBatches:
         return (list(samples) for _, _, samples in self._batches)
 
     def part_of(self, number: int) -> int:
-        """The part that all samples of a batch are of, by the number of the batch."""
+        """Return the number of the part to which batch `number` belongs."""
         return self._batches[number][1]
 
 
-def deal(n_samples: int, batch_size: int, rank: int, world_size: int) -> list[tuple[int, int]]:
-    """Return start and end of each batch of one rank, so that all ranks have equally many.
+def batch_bounds(
+    n_samples: int, batch_size: int, rank: int, world_size: int
+) -> list[tuple[int, int]]:
+    """Return the start and the end of each batch of one rank; all ranks have as many batches.
 
-    What is left after the last round of full batches is divided evenly. If that is less than one
-    sample per rank, the last full round is divided with it: into two rounds, or, of batches of one
-    sample, into one round of one or two samples. Only a rank of more ranks than samples has an
-    empty batch.
+    In each round every rank has one batch. The samples after the last round of full batches are
+    divided evenly into one more round. If fewer samples than ranks are left, they are divided
+    together with the samples of the last full round: into two rounds, or for `batch_size=1` into
+    one round of batches with one or two samples. A batch is empty only if there are fewer samples
+    than ranks.
     """
     round_samples = batch_size * world_size
-    n_full, n_left = divmod(n_samples, round_samples)
-    n_uneven = int(n_left > 0)  # rounds of shorter batches
-    if 0 < n_left < world_size and n_full:
-        n_full, n_left, n_uneven = n_full - 1, n_left + round_samples, 1 if batch_size == 1 else 2
-    starts = [turn * round_samples + rank * batch_size for turn in range(n_full)]
+    n_full_rounds, n_left = divmod(n_samples, round_samples)
+    n_short_rounds = 1 if n_left else 0
+    if 0 < n_left < world_size and n_full_rounds:
+        n_full_rounds -= 1
+        n_left += round_samples
+        n_short_rounds = 1 if batch_size == 1 else 2
+    starts = [number * round_samples + rank * batch_size for number in range(n_full_rounds)]
     bounds = [(start, start + batch_size) for start in starts]
-    for turn in range(n_uneven):
-        slot, n_slots = turn * world_size + rank, n_uneven * world_size
-        ends = (n_left * slot // n_slots, n_left * (slot + 1) // n_slots)
-        bounds.append((n_full * round_samples + ends[0], n_full * round_samples + ends[1]))
+    first_left = n_full_rounds * round_samples
+    n_slots = n_short_rounds * world_size
+    for number in range(n_short_rounds):
+        slot = number * world_size + rank
+        start = first_left + n_left * slot // n_slots
+        end = first_left + n_left * (slot + 1) // n_slots
+        bounds.append((start, end))
     return bounds

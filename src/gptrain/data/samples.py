@@ -1,4 +1,4 @@
-"""From samples to batches: samples are read, stacked, and named where they do not fit.
+"""Reading of samples from a dataset, and stacking of samples to batches.
 
 # B batch, T positions of a sample
 """
@@ -15,23 +15,23 @@ from torch.utils.data import Dataset, default_collate
 from gptrain.core.small_files import DataError
 from gptrain.loss import IGNORED
 
-SHOWN_KEYS = 8  # keys of a dict, or items of a tuple, that an error message shows
+SHOWN_KEYS = 8  # largest number of keys of a dict, or items of a tuple, in an error message
 
 
 def len_of(dataset: Dataset) -> int:
-    """Samples of a data set, whose class in torch declares none."""
+    """Return the number of samples. The class `Dataset` of torch does not declare `__len__`."""
     return len(cast(Sized, dataset))
 
 
 class BatchDataset(Dataset):
-    """A data set that makes whole batches, by `__getitems__`; a sample is a batch of one."""
+    """Base class of the datasets that make whole batches in `__getitems__`."""
 
     @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A batch: tokens (B, T) and targets (B, T), int64."""
+        """Return a batch: tokens (B, T) and targets (B, T), int64."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample: tokens (T,) and targets (T,), int64."""
+        """Return one sample: tokens (T,) and targets (T,), int64. A negative index is allowed."""
         n_samples = len_of(self)
         if not -n_samples <= index < n_samples:
             raise IndexError(f"sample {index}: there are {n_samples}")
@@ -40,17 +40,19 @@ class BatchDataset(Dataset):
 
 
 class BatchReader(Dataset):
-    """Reads the samples of a batch from a data set and stacks them.
+    """Dataset whose `__getitems__` reads the samples of a batch and stacks them.
 
     Args:
-        dataset: Data set with `__getitem__`, or with `__getitems__` for several samples at once.
-        name: Config key of the data set, for error messages.
-        n_positions: T of every sample of token sequences. None allows samples of any form, as long
-            as those of one batch have equal shapes.
+        dataset: Dataset with `__getitem__`, or with `__getitems__` for several samples at once.
+        name: Config key of the dataset, for error messages.
+        n_positions: Number of positions T that every sample must have. With None, samples may have
+            any form as long as the samples of one batch have equal shapes.
     """
 
     def __init__(self, dataset: Dataset, name: str = "data", n_positions: int | None = None):
-        self.dataset, self.name, self.n_positions = dataset, name, n_positions
+        self.dataset = dataset
+        self.name = name
+        self.n_positions = n_positions
 
     def __len__(self) -> int:
         return len_of(self.dataset)
@@ -62,64 +64,72 @@ class BatchReader(Dataset):
         """Return a batch as `collate` makes it.
 
         An index i < 0 makes a batch of sample -1 - i whose targets are all -100: `EvalBatches`
-        gives it to a rank that has no sample where other ranks have some.
+        gives such an index to a rank that has no sample while other ranks have a sample.
 
         Raises:
-            DataError: If samples cannot be stacked. The message names the first that differs.
+            DataError: If samples cannot be stacked. The message names the first sample that
+                differs.
         """
         if indices[0] < 0:
             tokens, targets = self.__getitems__([-1 - indices[0]])
             return tokens, torch.full_like(targets, IGNORED)
         read = getattr(self.dataset, "__getitems__", None)
         samples = read(indices) if read else [self.dataset[index] for index in indices]
-        if not isinstance(samples, list):  # the data set has stacked them itself
+        if not isinstance(samples, list):  # the dataset has stacked the samples itself
             return collate(samples)
         try:
             batch = collate(samples)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-            shapes = [describe(sample) for sample in samples]
+            shapes = [describe_sample(sample) for sample in samples]
             odd = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), 0)
             if odd:
-                other = f"sample {indices[0]} is {shapes[0]}"
-                raise self._unfit(indices[odd], samples[odd], other) from error
-            raise self._unfit(indices[0], samples[0], "torch cannot stack it") from error
+                reason = f"sample {indices[0]} is {shapes[0]}"
+                raise self._stacking_error(indices[odd], samples[odd], reason) from error
+            reason = "torch cannot stack it"
+            raise self._stacking_error(indices[0], samples[0], reason) from error
         if self.n_positions is not None and batch[0].shape[1] != self.n_positions:
-            raise self._unfit(indices[0], samples[0], f"sample 0 has {self.n_positions} positions")
+            reason = f"sample 0 has {self.n_positions} positions"
+            raise self._stacking_error(indices[0], samples[0], reason)
         return batch
 
-    def _unfit(self, index: int, sample: Any, but: str) -> DataError:
+    def _stacking_error(self, index: int, sample: Any, reason: str) -> DataError:
         return DataError(
-            f"{self.name}: sample {index} is {describe(sample)}, but {but}; needed: tensors of "
-            "equal shape in all samples, for example padded, with targets of -100 there"
+            f"{self.name}: sample {index} is {describe_sample(sample)}, but {reason}; needed: "
+            "tensors of equal shape in all samples, for example padded, with targets of -100 in "
+            "the padding"
         )
 
 
-def describe(sample: Any) -> str:
+def describe_sample(sample: Any) -> str:
     """Return the types and shapes of a sample, for an error message."""
     if isinstance(sample, Tensor | np.ndarray):
         return f"{str(sample.dtype).removeprefix('torch.')} {tuple(sample.shape)}"
     if isinstance(sample, Mapping):
-        items = [f"{key}: {describe(sample[key])}" for key in list(sample)[:SHOWN_KEYS]]
+        items = [f"{key}: {describe_sample(sample[key])}" for key in list(sample)[:SHOWN_KEYS]]
         return "{" + ", ".join(items) + "}"
     if isinstance(sample, tuple):
-        return f"({', '.join(describe(item) for item in sample[:SHOWN_KEYS])})"
+        return f"({', '.join(describe_sample(item) for item in sample[:SHOWN_KEYS])})"
     if isinstance(sample, list):
         holds_tensors = any(isinstance(item, Tensor | np.ndarray) for item in sample)
-        shown = ", ".join(describe(item) for item in sample[:SHOWN_KEYS])
+        shown = ", ".join(describe_sample(item) for item in sample[:SHOWN_KEYS])
         return f"[{shown}]" if holds_tensors else f"list of {len(sample)}"
     return type(sample).__name__
 
 
 def collate(batch: Any) -> Any:
-    """torch's `default_collate` for a list of samples; what is a batch already passes."""
+    """Stack a list of samples with torch's `default_collate`; return any other batch unchanged.
+
+    A batch that is a list of fields becomes a tuple of the same fields.
+    """
     batch = default_collate(batch) if isinstance(batch, list) else batch
     return tuple(batch) if isinstance(batch, list) else batch
 
 
 def count_batch_targets(batch: Any) -> int | None:
-    """Return how many targets of a batch a loss counts, or None if they are not known.
+    """Return the number of targets of a batch that are not -100, or None if it is unknown.
 
-    Known are integer targets of a pair, or of a dict with `targets` or `labels`.
+    The number is known if the batch is a pair whose second tensor has integers, or a dict with
+    integer `targets` or `labels`.
     """
     if isinstance(batch, Mapping):
         targets = batch.get("targets" if "targets" in batch else "labels")

@@ -60,7 +60,7 @@ class TextDataset(TokenDataset):
         if documents == "separate":
             n_samples = -(-np.diff(self.ends) // seq_len)
             self._samples = np.cumsum([0, *n_samples])  # (documents + 1,) first one of each
-            self._first = self._samples[[0, -1]]
+            self._firsts = self._samples[[0, -1]]
 
     @classmethod
     def from_corpus(
@@ -126,7 +126,7 @@ class TextDataset(TokenDataset):
                 warnings.warn(said, stacklevel=2)
         return cls(folder, split, seq_len, documents)
 
-    def about(self, n_samples: int = 0) -> str:
+    def describe(self, n_samples: int = 0) -> str:
         """What the samples are made of, and how often a run of so many sees them."""
         ends = "nothing between them"
         if np.fromfile(self.files[0].path, self.files[0].dtype, 1) == self.tokenizer.end_id:
@@ -135,11 +135,11 @@ class TextDataset(TokenDataset):
         if self._samples is not None:
             counted = (self.ends[-1] - self.ends[0]) / (len(self) * self.seq_len)
             words.append(f"{counted:.0%} of the positions count")
-        return " · ".join([super().about(n_samples), *words])
+        return " · ".join([super().describe(n_samples), *words])
 
-    def _places(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if self._samples is None:
-            return super()._places(number, windows)
+            return super()._window_positions(number, windows)
         document = np.searchsorted(self._samples, windows, side="right") - 1
         begins = windows == self._samples[document]
         first = self.ends[document] - 1 + (windows - self._samples[document]) * self.seq_len

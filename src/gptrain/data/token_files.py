@@ -40,13 +40,13 @@ class TokenFile:
         """The tokens as a read-only memory map, (n_tokens,)."""
         return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.n_tokens,))
 
-    def samples(self, n_blocks: int) -> Iterator[np.ndarray]:
+    def sample_positions(self, n_blocks: int) -> Iterator[np.ndarray]:
         """Places of the tokens in blocks from end to end of the file, (n,) each."""
         last = max(0, self.n_tokens - _SAMPLE_TOKENS)
         for start in np.unique(np.linspace(0, last, n_blocks).astype(np.int64)).tolist():
             yield np.arange(start, min(start + _SAMPLE_TOKENS, self.n_tokens))
 
-    def check(self, tokens: np.ndarray, places: np.ndarray, vocab_size: int | None) -> None:
+    def check_tokens(self, tokens: np.ndarray, places: np.ndarray, vocab_size: int | None) -> None:
         """Raises DataError if one of these tokens, at these places, is outside the vocabulary."""
         if vocab_size is not None and tokens.max() >= vocab_size:
             first = np.argmax(tokens >= vocab_size)

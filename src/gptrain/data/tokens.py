@@ -1,4 +1,4 @@
-"""Ready tokens as a data set: windows of memory-mapped files, of which nothing is read whole.
+"""Dataset of tokens in memory-mapped files. A file is never read as a whole.
 
 # B batch, T seq_len
 """
@@ -17,23 +17,33 @@ from gptrain.data.samples import BatchDataset
 from gptrain.data.token_files import TokenFile, find_token_files, open_token_file
 from gptrain.loss import IGNORED
 
-_SAMPLE_BLOCKS = 16  # of 2^14 tokens that are looked at when opened: all of a file below 512 KiB
+# Blocks of 2^14 tokens that are checked when a dataset is opened. A single file is checked
+# completely if it has at most 2^18 tokens, 512 KiB of uint16.
+_CHECKED_BLOCKS = 16
 
 
 class TokenDataset(BatchDataset):
-    """One or many token files; sample i is T tokens in a row and the T that follow one later.
+    """Windows of T tokens of one or many token files, with the tokens that follow as targets.
 
-    Windows overlap by the one token that is target here and input there, and never cross a file.
+    Successive windows overlap by one token: the last target of a window is the first token of the
+    next window. Windows never cross the end of a file.
 
     Args:
-        path: a file, a glob pattern, a folder of .bin files, or a list of them.   seq_len: T.
-        dtype: of raw files, uint16 or uint32; one with a header says it itself.
-        vocab_size: tokens at or above it are a DataError that names file and place: sampled
-            now, and exactly in each batch that is read. None: no check.
-        keep_tail: the last tokens of a file, too few for a window, make one all the same, filled
-            up with targets -100; then every token but a file's first is a target exactly once.
-        split: train or val: which files of a folder are meant.
-    Raises: FileNotFoundError; DataError for files that are damaged or hold no window at all.
+        path: File, glob pattern, folder of .bin files, or a list of these.
+        seq_len: Positions of a sample, T.
+        dtype: Type of the tokens in raw files, uint16 or uint32. Files with a header or an index
+            have their own type.
+        vocab_size: Number of tokens of the vocabulary. A token id that is not below it raises a
+            DataError with the file and the position: when the dataset is opened for a sample of the
+            tokens, and later for every batch that is read. None does not check.
+        keep_tail: Make one more sample of the last tokens of a file that do not fill a window,
+            padded with targets -100. Every token except the first of each file is then a target
+            exactly once.
+        split: train or val: the files of a folder to read, see `find_token_files`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        DataError: If a file is damaged, or if the files hold no window at all.
     """
 
     def __init__(
@@ -46,86 +56,117 @@ class TokenDataset(BatchDataset):
         split: str = "",
     ) -> None:
         self.files = [open_token_file(file, dtype) for file in find_token_files(path, split)]
-        self.seq_len, self.vocab_size = seq_len, vocab_size
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
         lengths = [count_windows(file.n_tokens, seq_len, keep_tail) for file in self.files]
-        self._first = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
+        self._firsts = np.cumsum([0, *lengths])  # (files + 1,) first window of each file
         self._maps: dict[int, np.ndarray] = {}
         if not len(self):
             n_tokens = sum(file.n_tokens for file in self.files)
             raise DataError(
                 f"{self.files[0].path}: {n_tokens} tokens; need at least seq_len+1 = {seq_len + 1}"
             )
-        for file, places, tokens in self._blocks():
-            file.check(tokens, places, vocab_size)
+        for file, positions, tokens in self._checked_blocks():
+            file.check_tokens(tokens, positions, vocab_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """One hash of what the files hold, wherever they lie: of sizes and of samples."""
+        """Hash of the types and sizes of the files and of a sample of their tokens.
+
+        The paths of the files are not part of the hash.
+        """
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{file.dtype} {file.n_tokens};".encode())
-        for _, _, block in self._blocks():
+        for _, _, block in self._checked_blocks():
             digest.update(block.tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return int(self._firsts[-1])
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A whole batch in one gather per file: tokens (B, T) and targets (B, T), int64."""
+        """Return a batch with one gather per file: tokens (B, T) and targets (B, T), int64."""
         samples = np.asarray(indices, dtype=np.int64)  # (B,)
-        owners = np.searchsorted(self._first, samples, side="right") - 1
+        owners = np.searchsorted(self._firsts, samples, side="right") - 1
         batch = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)  # (B, T+1)
         for number in np.unique(owners).tolist():
             rows = owners == number
-            batch[rows] = self._gather(number, samples[rows] - self._first[number])
-        tokens, targets = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
-        return tokens.clamp(min=0), targets.contiguous()  # -100 is no token
+            batch[rows] = self._gather(number, samples[rows] - self._firsts[number])
+        tokens = torch.from_numpy(batch[:, :-1])
+        targets = torch.from_numpy(batch[:, 1:])
+        return tokens.clamp(min=0), targets.contiguous()  # -100 is not a token id
 
-    def about(self, n_samples: int = 0) -> str:
-        """What the samples are made of, and how often a run of so many sees them."""
+    def describe(self, n_samples: int = 0) -> str:
+        """Return the number of tokens, and the epochs of a run, as one line.
+
+        Args:
+            n_samples: Number of samples that the run reads. 0 leaves out the epochs.
+        """
         n_tokens = sum(file.n_tokens for file in self.files)
         n_epochs = f" · {n_samples / len(self):.3g} epochs" if n_samples else ""
         return f"{n_tokens:,} tokens{n_epochs}"
 
-    def _blocks(self) -> Iterator[tuple[TokenFile, np.ndarray, np.ndarray]]:
-        """Some of all tokens and their places, evenly from all files; of many files a few."""
-        n_files = min(len(self.files), _SAMPLE_BLOCKS)
+    def _checked_blocks(self) -> Iterator[tuple[TokenFile, np.ndarray, np.ndarray]]:
+        """Yield blocks of tokens, evenly from all files, as (file, positions (n,), tokens (n,)).
+
+        If there are more than 16 files, the blocks come from 16 of them.
+        """
+        n_files = min(len(self.files), _CHECKED_BLOCKS)
+        n_blocks = -(-_CHECKED_BLOCKS // n_files)  # of each file, rounded up
         for number in np.linspace(0, len(self.files) - 1, n_files).astype(int).tolist():
             file = self.files[number]
-            for places in file.samples(-(-_SAMPLE_BLOCKS // n_files)):
-                yield file, places, file.map()[places]
+            for positions in file.sample_positions(n_blocks):
+                yield file, positions, file.map()[positions]
 
     def _gather(self, number: int, windows: np.ndarray) -> np.ndarray:
-        """Windows of one file, (b, T+1); what is beyond their ends is -100."""
+        """Return windows of one file with one more token each, (b, T+1), -100 after their ends."""
         file = self.files[number]
         if number not in self._maps:
             self._maps[number] = file.map()
-        places, ends = self._places(number, windows)  # (b, T+1), (b,)
-        rows = self._maps[number][np.minimum(places, ends[:, None] - 1)].astype(np.int64)
-        file.check(rows, places, self.vocab_size)
-        rows[places >= ends[:, None]] = IGNORED
-        return rows
+        positions, ends = self._window_positions(number, windows)  # (b, T+1), (b,)
+        tokens = self._maps[number][np.minimum(positions, ends[:, None] - 1)].astype(np.int64)
+        file.check_tokens(tokens, positions, self.vocab_size)
+        tokens[positions >= ends[:, None]] = IGNORED
+        return tokens
 
-    def _places(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places in the file of windows and the target after each, (b, T+1), and their ends."""
-        places = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        return places, np.full(len(windows), self.files[number].n_tokens)
+    def _window_positions(self, number: int, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the positions in a file of the tokens of some windows, and each window's limit.
+
+        Args:
+            number: Number of the file in `files`.
+            windows: Numbers of windows, (b,), counted within this file.
+
+        Returns:
+            Positions (b, T+1) of the T tokens of each window and the target after the last one; and
+            limits (b,): the end of the file. A subclass may return the end of a document. Tokens at
+            or after a limit are not read. Their targets are -100.
+        """
+        positions = windows[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        return positions, np.full(len(windows), self.files[number].n_tokens)
 
     def __getstate__(self) -> dict:
-        """A worker gets the files' names and maps them itself; a pickled map would be a copy."""
+        """Return the state without memory maps: pickling a map would copy the file's content.
+
+        A DataLoader worker maps the files again.
+        """
         return {**self.__dict__, "_maps": {}}
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The dtype in which tokens of a vocabulary are stored."""
+    """Return the dtype in which the tokens of a vocabulary are stored, uint16 or uint32."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def count_windows(n_tokens: int, seq_len: int, keep_tail: bool = False) -> int:
-    """Windows of seq_len tokens and their targets in n_tokens; `keep_tail`: with a short one.
+    """Return the number of windows of `seq_len` tokens and their targets in `n_tokens` tokens.
 
-    Windows overlap by one token, so that each token but the first is a target once.
+    Windows overlap by one token, so that each token except the first is a target once.
+
+    Args:
+        n_tokens: Number of tokens of a file.
+        seq_len: Positions of a window.
+        keep_tail: Count a last window with fewer than `seq_len` targets.
     """
     n_targets = n_tokens - 1
     return -(-n_targets // seq_len) if keep_tail else n_targets // seq_len

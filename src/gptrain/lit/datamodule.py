@@ -120,8 +120,8 @@ class TextDataModule(pl.LightningDataModule):
             it) and `taken` (samples that each part of a mixture has given, or None).
         """
         order = self.batches.order
-        place = list(self.batches.place(self.step))
-        taken = order.taken(*place) if isinstance(order, MixtureOrder) else None
+        place = list(self.batches.locate(self.step))
+        taken = order.count_taken(*place) if isinstance(order, MixtureOrder) else None
         return {"step": self.step, "place": place, "taken": taken, "tokens": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -130,9 +130,9 @@ class TextDataModule(pl.LightningDataModule):
             place = state_dict["place"]
             self._loaded_step = state_dict["step"]
             self._loaded_tokens = state_dict["tokens"]
-            self.batches.begin = (self._loaded_step, *place)
+            self.batches.resume_point = (self._loaded_step, *place)
             if isinstance(self.batches.order, MixtureOrder):
-                self.batches.order.go_on(*place, state_dict["taken"])
+                self.batches.order.resume(*place, state_dict["taken"])
 
     def train_dataloader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches, from the run's position on."""
