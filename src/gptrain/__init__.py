@@ -3,7 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-_PLACES = {  # imported when asked for: torch is not, by `import gptrain`
+# Public name -> its module, which is imported at the first use, so that `import gptrain` does not
+# import torch.
+_MODULES = {
     "fit": "gptrain.assemble.fit",
     "generate": "gptrain.text.writing",
     "load": "gptrain.assemble.load",
@@ -15,10 +17,10 @@ _PLACES = {  # imported when asked for: torch is not, by `import gptrain`
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PLACES:
-        return getattr(import_module(_PLACES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_PLACES]  # for a notebook's completion
+    return [*globals(), *_MODULES]  # public names for completion in a notebook

@@ -1,1 +1,1 @@
-"""Yours: one short working example of each part, made to be overwritten."""
+"""Your code: one short working example of each part, made to be overwritten."""

@@ -1,4 +1,4 @@
-"""Your callback: any of Lightning's hooks. A longer one: gptrain/lit/callbacks/sample.py."""
+"""Your callback, with any of Lightning's hooks. Longer example: gptrain/lit/callbacks/sample.py."""
 
 from typing import Any
 
@@ -7,15 +7,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class MyCallback(Callback):
-    """Logs the norm of all weights at each validation.   conf/callbacks/my_callback.yaml
+    """Log the norm of all weights at each validation. Config: conf/callbacks/my_callback.yaml.
 
     Args:
-        name: under which it is logged.
+        name: Name of the logged metric.
     """
 
     def __init__(self, name: str = "weights_norm"):
         self.name = name
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the L2 norm over all parameters."""
         norms: list[Any] = [weight.detach().norm() for weight in pl_module.parameters()]
         pl_module.log(self.name, torch.stack(norms).norm())

@@ -1,4 +1,4 @@
-"""Your data: a dataset of (tokens (T,), targets (T,)), int64; a target of -100 does not count."""
+"""Your data: a dataset of (tokens (T,), targets (T,)), int64. Targets of -100 do not count."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,13 @@ from torch.utils.data import Dataset
 
 
 class MyDigits(Dataset):
-    """A sample counts up from first + its index, digit by digit.   conf/data/my_digits.yaml"""
+    """Samples that count up, digit by digit. Config: conf/data/my_digits.yaml.
+
+    Args:
+        first: Number with which sample 0 begins. Sample i begins with first + i.
+        n_samples: Number of samples.
+        seq_len: Number of tokens T of a sample.
+    """
 
     def __init__(self, first: int, n_samples: int, seq_len: int):
         self.first, self.n_samples, self.seq_len = first, n_samples, seq_len

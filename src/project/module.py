@@ -1,4 +1,4 @@
-"""Your training step: a loss and a metric of your own. What it inherits: gptrain/lit/module.py."""
+"""Your training step: a loss and a metric of your own. Base class: gptrain/lit/module.py."""
 
 from typing import Any
 
@@ -11,13 +11,18 @@ from gptrain.lit import LanguageModel
 
 
 class MyModule(LanguageModel):
-    """Rewards predictions that stay unsure (arXiv:1701.06548).   conf/module/my_module.yaml
+    """Language model with a confidence penalty. Config: conf/module/my_module.yaml.
 
-    `val/loss` stays the plain cross entropy. A loss of the logits works under every strategy but
-    pipelines, where no rank has the whole net; `self.loss(tokens, targets)` works under all.
+    The training loss is the cross entropy minus the weighted mean entropy of the predictions
+    (Pereyra et al. 2017, arXiv:1701.06548). `val/loss` is still the cross entropy alone.
+
+    This loss uses the logits, `self(tokens)`. It works under every strategy except pipelines, where
+    no rank has the full net. `self.loss(tokens, targets)` works under every strategy.
 
     Args:
-        entropy_weight: of the mean entropy of the predictions, which is subtracted from the loss.
+        *args: Arguments of `LanguageModel`.
+        entropy_weight: Weight of the entropy.
+        **kwargs: Keyword arguments of `LanguageModel`.
     """
 
     def __init__(self, *args: Any, entropy_weight: float = 0.1, **kwargs: Any):
@@ -25,6 +30,7 @@ class MyModule(LanguageModel):
         self.entropy_weight = entropy_weight
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of a batch and log the entropy."""
         tokens, targets = batch  # (B, T), (B, T)
         log_p = self(tokens).log_softmax(-1)  # (B, T, V)
         entropy = -(log_p.exp() * log_p).sum(-1).mean()
@@ -33,7 +39,11 @@ class MyModule(LanguageModel):
 
 
 class MyAccuracy(Metric):
-    """The fraction of targets among the k likeliest tokens; `val/my_accuracy`."""
+    """Fraction of the targets that are among the k most probable tokens, `val/my_accuracy`.
+
+    Args:
+        k: Number of tokens.
+    """
 
     hits: Tensor
     total: Tensor
@@ -41,13 +51,15 @@ class MyAccuracy(Metric):
     def __init__(self, k: int = 1):
         super().__init__()
         self.k = k
-        self.add_state("hits", torch.tensor(0), dist_reduce_fx="sum")  # over all ranks
+        self.add_state("hits", torch.tensor(0), dist_reduce_fx="sum")  # sum over all ranks
         self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Count the targets (N,) and the hits among them; the logits are (N, V)."""
         likeliest = logits.topk(self.k).indices  # (N, V) -> (N, k)
         self.hits += (likeliest == targets[:, None]).sum()
         self.total += targets.numel()
 
     def compute(self) -> Tensor:
+        """Return the fraction of hits."""
         return self.hits / self.total

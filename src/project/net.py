@@ -1,10 +1,15 @@
-"""Your net. What more it may offer, and which strategies that opens: gptrain/models/__init__.py."""
+"""Your net. Optional attributes and the strategies that need them: gptrain/models/__init__.py."""
 
 from torch import Tensor, nn
 
 
 class MyLSTM(nn.Module):
-    """tokens (B, T) -> logits (B, T, V).   conf/model/my_lstm.yaml"""
+    """LSTM language model. Config: conf/model/my_lstm.yaml.
+
+    Args:
+        vocab_size: Number of token ids V.
+        d_model: Width D of the embedding and of the LSTM.
+    """
 
     def __init__(self, vocab_size: int, d_model: int):
         super().__init__()
@@ -13,4 +18,5 @@ class MyLSTM(nn.Module):
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of the next token, (B, T) -> (B, T, V)."""
         return self.head(self.lstm(self.embedding(tokens))[0])
