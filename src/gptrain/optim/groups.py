@@ -1,4 +1,4 @@
-"""Which parameters decay, which Muon takes, and how the learning rate follows the batch."""
+"""Parameter groups for weight decay and for Muon, and learning-rate scaling with the batch size."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,15 +6,16 @@ from torch import nn
 
 
 def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict]:
-    """Groups for any torch optimizer: matrices take its own weight_decay, vectors and scalars none.
+    """Return the parameter groups for a torch optimizer with weight decay on matrices only.
 
-    Biases and the norms' scales are left alone because pulling them to zero regularises nothing.
-    A frozen parameter is in no group, and no group is empty.
+    Matrices get the weight decay of the optimizer. Vectors and scalars, such as biases and the
+    scales of norms, get none, because pulling them towards zero does not regularize. Parameters
+    without `requires_grad` are in no group, and no group is empty.
     """
-    learned = [p for p in parameters if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for p in learned if p.ndim >= 2]},
-        {"params": [p for p in learned if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2]},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -25,31 +26,37 @@ def muon_groups(
     names: Mapping[nn.Parameter, str] | None = None,
     **lrs: float | None,
 ) -> list[dict]:
-    """Groups for Muon: the matrices of net.blocks flagged use_muon, the rest as in decay_groups.
+    """Return the parameter groups for Muon, with `use_muon=True` for the matrices of `net.blocks`.
 
-    Embeddings, head and vectors go to AdamW: an update of equal singular values is meant for a
-    matrix between hidden states (kellerjordan.github.io/posts/muon).
+    The groups of all other parameters have `use_muon=False`, and Muon updates them by AdamW: an
+    update whose singular values are equal suits only a matrix that maps hidden states to hidden
+    states (kellerjordan.github.io/posts/muon). Weight decay is that of `decay_groups`.
 
     Args:
-        parameters: all that is trained; None: the net's.
-        names: of the net's; one of `head.` alone is the head's, so that a tied one is an embedding.
-        lrs: learning rates of `embedding`, `head` and `vector`; None: the optimizer's.
+        net: Net whose attribute `blocks` contains the hidden matrices.
+        parameters: Parameters to train, also those outside `net`. Defaults to those of `net`.
+        names: Names of the parameters of `net`. A name that begins with `head.` marks the head. A
+            tied head counts as embedding if it has the embedding's name. Defaults to
+            `net.named_parameters()`.
+        **lrs: Learning rates of `embedding`, `head` and `vector`. None is that of the optimizer.
 
-    Raises: ValueError if the net has no attribute blocks.
+    Raises:
+        ValueError: If `net` has no attribute `blocks`.
     """
     if not hasattr(net, "blocks"):
         raise ValueError(
-            f"Muon: {type(net).__name__} has no attribute `blocks`, so that its hidden matrices "
-            f"are not known; give it one (see gptrain.models) or take AdamW"
+            f"Muon: {type(net).__name__} has no attribute `blocks`, which contains the hidden "
+            f"matrices; add it (see gptrain.models) or use AdamW"
         )
     names = names or {p: name for name, p in net.named_parameters()}
     hidden = {p for p in net.get_submodule("blocks").parameters() if p.ndim == 2}
     kinds: dict[str, list[nn.Parameter]] = {
-        kind: [] for kind in ("hidden", "embedding", "head", "vector", "beside")
+        kind: [] for kind in ("hidden", "embedding", "head", "vector", "outside_net")
     }
     for p in net.parameters() if parameters is None else parameters:
-        if (name := names.get(p)) is None:
-            kind = "beside"
+        name = names.get(p)
+        if name is None:
+            kind = "outside_net"
         elif p in hidden:
             kind = "hidden"
         elif p.ndim < 2:
@@ -60,18 +67,23 @@ def muon_groups(
     groups = []
     for kind, members in kinds.items():
         options = {"use_muon": kind == "hidden"}
-        if (lr := lrs.get(kind)) is not None:
+        lr = lrs.get(kind)
+        if lr is not None:
             options["lr"] = lr
         groups += [group | options for group in decay_groups(members)]
     return groups
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, reference_batch_size: int) -> float:
-    """The learning rate for global_batch_size, given one that suits reference_batch_size.
+    """Scale a learning rate from a reference batch size to the batch size of the run.
 
     Args:
-        rule: "none"; "linear" in the batch size, for SGD (arXiv:1706.02677); or "sqrt", for Adam
-            and its kin (arXiv:2205.10287).
+        lr: Learning rate that suits `reference_batch_size`.
+        rule: "linear" multiplies by the ratio of the batch sizes, for SGD (Goyal et al. 2017,
+            arXiv:1706.02677). "sqrt" multiplies by its square root, for Adam and similar optimizers
+            (Malladi et al. 2022, arXiv:2205.10287). "none" changes nothing.
+        global_batch_size: Sequences per optimizer step of the run.
+        reference_batch_size: Sequences per optimizer step for which `lr` was chosen.
     """
     ratio = global_batch_size / reference_batch_size
     return lr * ratio ** {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices and AdamW for the rest, as one optimizer."""
+"""One optimizer that updates hidden matrices by Muon and all other parameters by AdamW."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -11,36 +11,46 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gptrain.optim.groups import muon_groups
 
-# Jordan et al. 2024, kellerjordan.github.io/posts/muon: the quintic with the steepest slope at 0,
-# and torch.optim.Muon's defaults.
+# Coefficients of a x + b x^3 + c x^5, chosen for a steep slope at 0: Jordan et al. 2024,
+# kellerjordan.github.io/posts/muon. These three constants are the defaults of torch.optim.Muon.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-NORM_FLOOR = 1e-7
-ADAMW_RMS = 0.2  # size of AdamW's update, which Muon's is scaled to: arXiv:2502.16982, section 2.2
+NORM_FLOOR = 1e-7  # smallest divisor of a matrix, which may be 0
+# Root mean square of AdamW's update, to which Muon's is scaled: arXiv:2502.16982, section 2.2
+ADAMW_RMS = 0.2
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over the groups flagged use_muon, torch.optim.AdamW over the others.
+    """Muon for parameter groups with `use_muon=True`, and torch.optim.AdamW for all other groups.
 
-    torch.optim.Muon makes the same updates (adjust_lr_fn="match_rms_adamw"), but takes matrices
-    only, and a training loop, a schedule and a checkpoint want one optimizer; it orthogonalizes one
-    matrix at a time, in bf16 on any device; of a sharded matrix every product is a collective, and
-    of a replicated one every rank computes the same. Here matrices of one shape are one batch,
-    which the ranks that share them divide.
+    The updates of matrices are those of torch.optim.Muon with adjust_lr_fn="match_rms_adamw". They
+    are scaled to the size of AdamW's updates, so that a learning rate and a weight decay tuned for
+    AdamW can be kept.
 
-    Muon's update is scaled to the size of AdamW's, so that the learning rate and decay tuned for
-    AdamW can be kept. A step of both takes 2 to 4 % of one of training (llama_nano, 16 k tokens,
-    two ranks under DDP, one thread each, AVX512-BF16). What it stores and sends is stated without
-    torch, for the planner, in `gptrain.costs.optimizers`.
+    torch.optim.Muon differs in three ways. It accepts matrices only, while a training loop, a
+    schedule and a checkpoint need one optimizer for all parameters. It orthogonalizes one matrix at
+    a time, in bf16 on every device. It needs a collective for every matrix multiplication of a
+    sharded matrix, and repeats the same work on all ranks for a replicated matrix. This class
+    orthogonalizes matrices of one shape as a batch, which the ranks that share the matrices divide
+    among themselves.
+
+    An optimizer step takes 2 to 4 % of the time of a training step (llama_nano, 16 k tokens, two
+    ranks under DDP, one thread each, AVX512-BF16). `gptrain.costs.optimizers` describes the memory
+    and the communication of this class for the planner.
 
     Args:
-        params: groups as muon_groups() makes them; without the flag a group is AdamW's.
-        betas, eps: AdamW's.   momentum: Muon's, of Nesterov's kind.
-        fused: AdamW in one kernel; false on a device that has none.
+        params: Parameter groups, as `muon_groups` returns them. A group without `use_muon` is
+            updated by AdamW.
+        lr: Learning rate of groups without their own.
+        betas: Decay rates of AdamW's averages.
+        eps: Epsilon of AdamW.
+        weight_decay: Decoupled weight decay of groups without their own.
+        momentum: Nesterov momentum of Muon.
+        fused: True to run AdamW as one kernel. Set it to False on devices without that kernel.
 
     Attributes:
-        replicas: ranks that hold the same weights and gradients; None: this process alone, or
-            those of the weights' own mesh.
+        replicas: Mesh of the ranks that hold the same plain (not sharded) weights and gradients.
+            None if this rank works alone. Sharded weights use their own mesh.
     """
 
     replicas: DeviceMesh | None = None
@@ -55,8 +65,8 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         fused: bool = True,
     ):
-        nothing = [{"params": []}]  # AdamW is shown its groups at each step
-        self._adamw = torch.optim.AdamW(nothing, lr, betas, eps, weight_decay, fused=fused)
+        no_parameters = [{"params": []}]  # step() gives AdamW its groups
+        self._adamw = torch.optim.AdamW(no_parameters, lr, betas, eps, weight_decay, fused=fused)
         self._muon_defaults = {"momentum": momentum}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": False})
 
@@ -88,7 +98,14 @@ class Muon(torch.optim.Optimizer):
         return muon_groups(net, parameters, names, **lrs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; a group keeps the options of its own half only."""
+        """Add a parameter group with the default options of Muon or of AdamW.
+
+        Args:
+            param_group: Parameters, options and `use_muon`, which is False by default.
+
+        Raises:
+            ValueError: If a group with `use_muon=True` has a parameter that is not a matrix.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         defaults = self._muon_defaults if group["use_muon"] else self._adamw.defaults
@@ -98,17 +115,24 @@ class Muon(torch.optim.Optimizer):
             if group["use_muon"] and parameter.ndim != 2:
                 raise ValueError(
                     f"Muon: a parameter of shape {tuple(parameter.shape)} in a group with "
-                    f"use_muon=True; it takes matrices only, leave others to AdamW"
+                    f"use_muon=True, which allows matrices only; set use_muon=False for AdamW"
                 )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both halves; the loss of the closure, if there is one."""
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Function that computes the gradients and returns the loss.
+
+        Returns:
+            The result of the closure, or None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Anew at each step: load_state_dict() replaces the groups and the state.
+        # Share groups and state at each step, because load_state_dict() replaces both.
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
         self._adamw.step()
@@ -118,24 +142,26 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _muon_step(self, group: dict[str, Any]) -> None:
-        """Nesterov momentum, made orthogonal, scaled; decay as AdamW's."""
-        alike: dict[tuple, list[Tensor]] = {}
+        """Update the matrices of a group: weight decay, then the orthogonalized momentum."""
+        batches: dict[tuple, list[Tensor]] = {}  # (shape, mesh, placements) -> parameters
         for parameter in group["params"]:
             if parameter.grad is not None:
-                sharding = (getattr(parameter, key, None) for key in ("device_mesh", "placements"))
-                alike.setdefault((parameter.shape, *sharding), []).append(parameter)
-        for (shape, *_), parameters in alike.items():
+                mesh = getattr(parameter, "device_mesh", None)
+                placements = getattr(parameter, "placements", None)
+                batches.setdefault((parameter.shape, mesh, placements), []).append(parameter)
+        for (shape, *_), parameters in batches.items():
             step_size = group["lr"] * ADAMW_RMS * math.sqrt(max(shape))
-            averages = [self._average(parameter, group["momentum"]) for parameter in parameters]
-            updates = orthogonalize_shared(averages, self.replicas)
+            momenta = [self._nesterov_momentum(p, group["momentum"]) for p in parameters]
+            updates = orthogonalize_shared(momenta, self.replicas)
             for parameter, update in zip(parameters, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                held.add_(update, alpha=-step_size)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.add_(update, alpha=-step_size)
 
-    def _average(self, parameter: Tensor, momentum: float) -> Tensor:
-        """The gradient looked ahead by Nesterov's momentum."""
-        state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
+    def _nesterov_momentum(self, parameter: Tensor, momentum: float) -> Tensor:
+        """Update the momentum buffer and return (1 - momentum) * gradient + momentum * buffer."""
+        state = self.state[parameter]
+        gradient = cast(Tensor, parameter.grad)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
@@ -143,44 +169,71 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> list[Tensor]:
-    """This rank's part of each of some matrices of one shape and sharding, made orthogonal.
+    """Orthogonalize matrices that ranks share, and return the local shard of each result.
 
-    Each rank gets some of the matrices whole, and sends back what it has made of them: in two
-    exchanges for all. Offloaded ones are gathered on their mesh's devices.
+    Each rank orthogonalizes some of the full matrices. One exchange before the computation collects
+    the full matrices, and one exchange after it returns the results. All ranks of the mesh must
+    call the function.
 
     Args:
-        replicas: over which plain tensors are the same; they divide the work likewise.
+        matrices: Matrices of one shape and one sharding: DTensors, or plain tensors that are
+            identical on all ranks of `replicas`. Matrices offloaded to the CPU are moved to the
+            devices of their mesh for the computation.
+        replicas: Mesh of the ranks that divide the work for plain tensors. None: no other rank.
+
+    Returns:
+        The local shard of each orthogonalized matrix, on the device of `matrices`. The local shard
+        of a plain tensor is the full matrix.
     """
     first = matrices[0]
     mesh = first.device_mesh if isinstance(first, DTensor) else replicas
     if mesh is None:
         return list(orthogonalize(torch.stack(matrices), native_dtype(first.device)))
-    device, home = torch.device(mesh.device_type), first.device
-    dtype, whole, divided = native_dtype(device), [Replicate()] * mesh.ndim, [Shard(0)] * mesh.ndim
+    device = torch.device(mesh.device_type)
+    dtype = native_dtype(device)
+    replicated = [Replicate()] * mesh.ndim
+    by_matrix = [Shard(0)] * mesh.ndim  # the first dimension of the stack numbers the matrices
+    # (N, rows, columns)
     stack = torch.stack([matrix.to(device.type, dtype) for matrix in matrices])
     if not isinstance(stack, DTensor):
-        stack = DTensor.from_local(stack, mesh, whole, run_check=False)
-    # gloo has no all_to_all, by which a DTensor goes from Shard(i) to Shard(0): there all is
-    # gathered, then a part kept; and back axis by axis.
+        stack = DTensor.from_local(stack, mesh, replicated, run_check=False)
+    # Redistribution between shards of different dimensions needs all_to_all, which gloo lacks. With
+    # gloo, gather all matrices first, and later gather the results one mesh axis after another.
     is_gloo = device.type == "cpu"
-    mine = stack.redistribute(placements=whole if is_gloo else divided)
-    mine = mine.redistribute(placements=divided)
-    made, size = orthogonalize(mine.to_local(), dtype).contiguous(), mine.size()
-    made = DTensor.from_local(made, mesh, divided, shape=size, stride=mine.stride())
-    for axis in reversed(range(mesh.ndim)) if is_gloo else ():
-        made = made.redistribute(placements=[*divided[:axis], *whole[axis:]])
-    return list(made.redistribute(placements=stack.placements).to_local().to(home))
+    gathered = stack.redistribute(placements=replicated) if is_gloo else stack
+    stack_by_matrix = gathered.redistribute(placements=by_matrix)
+    del gathered
+    local_result = orthogonalize(stack_by_matrix.to_local(), dtype).contiguous()
+    result = DTensor.from_local(
+        local_result,
+        mesh,
+        by_matrix,
+        shape=stack_by_matrix.size(),
+        stride=stack_by_matrix.stride(),
+    )
+    if is_gloo:
+        for axis in reversed(range(mesh.ndim)):
+            result = result.redistribute(placements=[*by_matrix[:axis], *replicated[axis:]])
+    return list(result.redistribute(placements=stack.placements).to_local().to(first.device))
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, rows, columns): to each the nearest with all singular values about 1 (0.7 to 1.2).
+    """Approximate the nearest semi-orthogonal matrix of each matrix of a batch.
 
-    Five Newton-Schulz steps, products only, in dtype.
+    Five Newton-Schulz steps, which are matrix multiplications only, keep the singular vectors and
+    bring the singular values to 0.7 to 1.2.
+
+    Args:
+        matrices: Batch of matrices, (N, rows, columns).
+        dtype: Dtype of the computation and of the result.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.size(1) > matrices.size(2)
-    wide = (matrices.mT if is_tall else matrices).to(dtype)  # the smaller product with itself
-    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)  # none above 1
+    wide = (matrices.mT if is_tall else matrices).to(
+        dtype
+    )  # the Gram matrix is then the smaller one
+    # The Frobenius norm is at least the largest singular value, which becomes at most 1.
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=NORM_FLOOR)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -189,10 +242,13 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the device has instructions for it, else fp32: V100 and T4 only emulate it."""
+    """Return bf16 if the device has bf16 instructions, and fp32 otherwise.
+
+    GPUs older than Ampere, such as V100 and T4, emulate bf16 slowly. AMD GPUs count as having it.
+    """
     has_bf16 = True
     if device.type == "cpu":
         has_bf16 = torch.cpu._is_avx512_bf16_supported()
     elif device.type == "cuda" and torch.version.hip is None:
-        has_bf16 = torch.cuda.get_device_capability(device)[0] >= 8  # Ampere
+        has_bf16 = torch.cuda.get_device_capability(device)[0] >= 8  # Ampere or newer
     return torch.bfloat16 if has_bf16 else torch.float32
