@@ -78,7 +78,7 @@ def test_files_of_transformers_are_read_and_a_missing_one_is_told(tmp_path, name
     with pytest.raises(DamagedCheckpointError, match=f"names {files[1].name}, which is no"):
         load_weights(net, tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for names, said in ({"a": "../a.safetensors"}, "no safetensors file beside"), ([], "no weight"):
+    for names, said in ({"a": "../a.safetensors"}, "not a safetensors file"), ([], "no weight"):
         index.write_text(json.dumps({"weight_map": names}))
         with pytest.raises(DamagedCheckpointError, match=said):
             load_weights(net, tmp_path)

@@ -1,5 +1,6 @@
-"""What lies around weights besides them: a tokenizer's special tokens, a chat template, how text
-is generated. It goes from what a run begins with into its folder, and on into its exports.
+"""Copy the files that accompany weights: special tokens, chat template, generation config.
+
+They are copied from the source of a run into its folder, and from there into its exports.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from gptrain.checkpoints.status import to_json
 from gptrain.core.small_files import read_facts
 
 TOKENIZER = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
-WITH_IT = (
+COMPANIONS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 
 
-# Keys of config.json and generation_config.json: where a text begins and ends, and what pads it.
+# Keys of config.json and generation_config.json with the ids of special tokens.
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 
@@ -27,13 +28,13 @@ GENERATION = "generation_config.json"
 def keep_around(sources: Iterable[Path], run_dir: Path) -> None:
     """Copy the files of a run's tokenizer from each source that has this tokenizer.
 
-    Older folders of transformers have the ids of special tokens in config.json alone. The run gets
-    them in its generation_config.json. Of two sources the first one counts.
+    Older folders of transformers have the ids of special tokens only in config.json. The ids are
+    written to the generation_config.json of the run. The first source takes precedence.
 
     Args:
         sources: Folders of a tokenizer or of weights, or files in them.
-        run_dir: Folder of a run. It has a tokenizer if the run's data have one. Otherwise it gets
-            the tokenizer of the first source that has one.
+        run_dir: Run folder. If it has no tokenizer, the tokenizer of the first source that has one
+            is copied.
     """
     folders = [source if source.is_dir() else source.parent for source in sources]
     own = _content(run_dir / TOKENIZER[0])
@@ -42,7 +43,7 @@ def keep_around(sources: Iterable[Path], run_dir: Path) -> None:
         own = _content(run_dir / TOKENIZER[0])
     for folder in reversed(folders):
         if _content(folder / TOKENIZER[0]) == own:
-            copy_around(folder, run_dir, WITH_IT)
+            copy_around(folder, run_dir, COMPANIONS)
             generation = read_facts(folder / GENERATION)
             ids = read_ids(read_facts(folder / "config.json")) | read_ids(generation)
             if ids.keys() - generation.keys():
@@ -50,35 +51,37 @@ def keep_around(sources: Iterable[Path], run_dir: Path) -> None:
 
 
 def read_ids(facts: Mapping[str, Any], vocab_size: int | None = None) -> dict[str, Any]:
-    """Return the ids of special tokens in a configuration of transformers: a number or a list each.
+    """Return the ids of special tokens in a configuration of transformers, each a number or a list.
 
     Args:
-        vocab_size: Number of tokens of the net. An id that is not below it is left out: a default
-            of transformers that is another tokenizer's.
+        vocab_size: Number of tokens of the net. Larger ids are left out, because they are defaults
+            of transformers for another tokenizer.
     """
-    found = {}
+    special_ids = {}
     for key in ID_KEYS:
         given = facts.get(key)
         ids = [
-            one
-            for one in (given if isinstance(given, list) else [given])
-            if type(one) is int and one >= 0 and (vocab_size is None or one < vocab_size)
+            token_id
+            for token_id in (given if isinstance(given, list) else [given])
+            if type(token_id) is int and token_id >= 0
+            if vocab_size is None or token_id < vocab_size
         ]
         if ids:
-            found[key] = ids[0] if len(ids) == 1 else ids
-    return found
+            special_ids[key] = ids[0] if len(ids) == 1 else ids
+    return special_ids
 
 
-def copy_around(folder: Path, to: Path, names: Iterable[str] = WITH_IT) -> list[str]:
-    """Copy the files that are there, and return their names.
+def copy_around(folder: Path, to: Path, names: Iterable[str] = COMPANIONS) -> list[str]:
+    """Copy those of the named files that exist, and return their names.
 
     Raises:
         OSError: If a file cannot be read or written.
     """
-    found = {name: content for name in names if (content := _content(folder / name)) is not None}
-    for name, content in found.items():
+    contents = {name: _content(folder / name) for name in names}
+    existing = {name: content for name, content in contents.items() if content is not None}
+    for name, content in existing.items():
         fileops.replace(to / name, content)
-    return [*found]
+    return [*existing]
 
 
 def _content(file: Path) -> bytes | None:

@@ -191,7 +191,7 @@ def first_batches(dataset: Dataset, batches: float, batch: BatchPlan) -> Dataset
             is returned.
         batch: Batch arithmetic of the run.
     """
-    sequences = batch.batch_size * batch.data_parallel_size  # one micro-batch over all ranks
+    sequences = batch.batch_size * batch.data_parallel_size
     n_all = len_of(dataset)
     n_samples = int(batches * n_all) if isinstance(batches, float) else batches * sequences
     return Subset(dataset, range(min(n_all, max(n_samples, batch.global_batch_size))))

@@ -1,4 +1,4 @@
-"""A trained net in one line, for a notebook: `gptrain.load("outputs/a")`."""
+"""Load a trained net, for a notebook: `gptrain.load("outputs/a")`; and build `_target_` nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gptrain.core.small_files import read_yaml
 from gptrain.data.tokenizers import Tokenizer, load_tokenizer
 
 CHOICES = ("best", "last")
-_PLACES = 4  # folders above a checkpoint's file in which its run may lie
+_MAX_LEVELS = 4  # a run folder is at most so many levels above a checkpoint's file
 
 
 def load(
@@ -30,23 +30,29 @@ def load(
     *,
     with_tokenizer: bool = False,
 ) -> nn.Module | tuple[nn.Module, Tokenizer | None]:
-    """The net of a run, a checkpoint or an export, on the CPU in evaluation mode.
+    """Return the net of a run, a checkpoint or an export, on the CPU and in evaluation mode.
 
-    Of a folder only tensors and plain values are read, and the names of the net's classes, which
-    must be named by the project's conf/ or lie in a package allowed here. Neither Hydra's global
-    state nor the random numbers are touched.
+    Only tensors and plain values are read from the folder, and the names of the net's classes.
+    These classes must be named by the project's conf/ or belong to an allowed package. Neither
+    Hydra's global state nor any random number generator is changed.
 
     Args:
-        source: a run folder, a checkpoint's folder, a folder of gptrain.export, or a file that
-            Lightning saved.
-        which: of a run: "best" by its checkpoint.monitor (the newest where none was measured), or
-            "last".
-        allowed_targets: packages from which this run may take classes.
-        with_tokenizer: returns (net, tokenizer), which is None where the run's data had none.
+        source: Run folder, checkpoint folder, folder of gptrain.export, or file that Lightning
+            saved.
+        which: For a run, "best" by its checkpoint.monitor (the newest checkpoint if no metric was
+            measured), or "last".
+        allowed_targets: Packages from which classes may be imported.
+        with_tokenizer: Whether to return the tokenizer, too.
 
-    Raises: FileNotFoundError, DamagedCheckpointError, UnsafeCheckpointError, UnreadableFileError;
-    ConfigError for
-        a class that may not be imported; ValueError for weights of another net.
+    Returns:
+        The net, or the pair (net, tokenizer). The tokenizer is None if the run's data had none.
+
+    Raises:
+        FileNotFoundError: If there is no run and no file of weights.
+        DamagedCheckpointError, UnreadableFileError: If a file is damaged.
+        UnsafeCheckpointError: If a file would execute code.
+        ConfigError: If a class may not be imported.
+        ValueError: If the weights belong to another net.
     """
     if which not in CHOICES:
         raise ValueError(f"which={which!r}: not known; allowed: {', '.join(CHOICES)}")
@@ -64,7 +70,7 @@ def load(
         with torch.random.fork_rng(devices=[]):
             section = ModelConfig.model_construct(**content["model"])
             net = build_net(section)
-    except (TypeError, ValueError, RuntimeError) as error:  # of arguments that do not fit
+    except (TypeError, ValueError, RuntimeError) as error:  # the arguments do not fit the class
         message = f"cannot be made: {str(error).splitlines()[0]}"
         raise ConfigError.of("model", model["model"]["_target_"], message, code=BAD_DATA) from error
     load_weights(net, found)
@@ -90,7 +96,11 @@ def build_net(model: ModelConfig) -> nn.Module:
 
 
 def find_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer that lies in a run's folder, or in an export's.   Raises: DataError."""
+    """Return the tokenizer in the folder of a run or an export, or None.
+
+    Raises:
+        DataError: If the tokenizer's file cannot be used.
+    """
     try:
         return load_tokenizer(folder)
     except FileNotFoundError:
@@ -98,8 +108,12 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _read_config(source: Path) -> tuple[dict[str, Any], Path]:
-    """The record of the run around source, or of the net in a file; and its folder."""
-    folders = (source, *source.absolute().parents[:_PLACES])
+    """Return the config of the run around `source` or of the net in a file, and its folder.
+
+    Raises:
+        FileNotFoundError: If there is neither.
+    """
+    folders = (source, *source.absolute().parents[:_MAX_LEVELS])
     files = [folder / ".hydra" / "config.yaml" for folder in folders]
     if config := next((file for file in files if file.is_file()), None):
         content, run_dir = read_yaml(config), config.parent.parent

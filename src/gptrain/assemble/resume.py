@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, and whether a run that goes on from it is still the same run."""
+"""Find the checkpoint that a run resumes from, and check that the run is still the same."""
 
 from __future__ import annotations
 
@@ -28,100 +28,116 @@ from gptrain.core.strategies import STRATEGIES, parallel_dims
 log = logging.getLogger(__name__)
 
 SPELT_OUT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-# Groups of which every key decides what is computed, and the few that do not.
+# Groups whose keys change what is computed. A resume must not change them without permission.
 DECISIVE = ("model", "module", "data", "optimizer", "scheduler")
+# Keys of these groups that change nothing in the result.
 INDIFFERENT = {
     "data.num_workers",
-    "data.batch_size",  # may change where data.global_batch_size stays
-    "data.global_batch_size",  # the number that comes out counts, not how it was asked for
+    "data.batch_size",  # may change as long as the global batch stays
+    "data.global_batch_size",  # the resulting number is compared instead
     "strategy.timeout_s",
     "strategy.backend",
-    "data.val.seed",  # follows from seed
+    "data.val.seed",  # derived from seed
     "model.compile",
     "model.activation_checkpointing",
 }
-# What a manifest keeps besides, see check_data and keep_warmup.
-OF_THE_START = ("data", "warmup_steps")
-# Of a mixture: what data.parts says.
-OF_PARTS = tuple(
+# Entries of a manifest that are no config keys, see check_data and keep_warmup.
+EXTRA_ENTRIES = ("data", "warmup_steps")
+# Keys of a mixture's datasets that repeat data.parts.
+REPEATED_PARTS = tuple(
     f"data.{split}.{key}." for split in ("train", "val") for key in ("parts", "weights")
 )
 
 
-# Which checkpoint
+# Finding the checkpoint
 
 
 def find_checkpoint(cfg: RunConfig, lock: RunLock, world_size: int) -> Path | None:
-    """The folder that ckpt_path names, every byte of it verified; None for a fresh run.
+    """Return the folder of the checkpoint that ckpt_path names, with every byte verified.
 
     Call it in one process, under the run lock, before any rank starts.
 
     Args:
-        lock: of the run folder; checkpoints of another run are not taken for its own.
-    Raises: ConfigError: 65 damaged, 66 not found, 2 another run than the one that was saved, 73 a
-        fresh run, or an evaluation, where one has been.
+        lock: Lock of the run folder. Checkpoints of another run are not resumed from.
+        world_size: Number of ranks of the run.
+
+    Returns:
+        None for a fresh run.
+
+    Raises:
+        ConfigError: If the checkpoint is damaged (exit code 65), does not exist (66) or belongs to
+            another run (2), or if the folder holds a run and none is to be resumed (73).
     """
     store = CheckpointStore(Path(cfg.run_dir) / CHECKPOINTS_NAME, lock.run_id)
     if cfg.task == "fit":
-        found = _find_start(cfg, store, lock)
+        checkpoint = _find_start(cfg, store, lock)
     else:
         if store.folder.is_dir():
             message = "holds a trained run"
             hint = f"{option('from_run', cfg.run_dir)} in another run_dir"
             about = "run_dir", cfg.run_dir, message
             raise ConfigError.of(*about, hint=hint, code=FOLDER_UNUSABLE)
-        found = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
-    if found is None:
+        checkpoint = find_trained(cfg) if cfg.ckpt_path or cfg.from_run else None
+    if checkpoint is None:
         return None
-    if isinstance(found, Path):
-        message = "a file of weights: no run can go on exactly"
+    if isinstance(checkpoint, Path):
+        message = "a file of weights, from which no run can be resumed exactly"
         hint = option("init_from", cfg.ckpt_path)
         raise ConfigError.of("ckpt_path", cfg.ckpt_path, message, hint=hint, code=BAD_DATA)
     batch = batch_of(cfg, parallel_dims(cfg.strategy, world_size).data)
-    saved, size = found.manifest["config"], batch.global_batch_size
+    saved, size = checkpoint.manifest["config"], batch.global_batch_size
     if problems := differences(cfg, saved, size):
         raise ConfigError(problems)
     if cfg.max_tokens and cfg.task == "fit" and saved["data.global_batch_size"] != size:
-        message, hint = "counts steps of one size", "trainer.max_steps=<n> max_tokens=null"
+        message = "needs steps of one size, and the global batch size has changed"
+        hint = "trainer.max_steps=<n> max_tokens=null"
         raise ConfigError.of("max_tokens", cfg.max_tokens, message, hint=hint)
     verb = "resume" if cfg.task == "fit" else cfg.task
-    log.info(labels.line(verb, f"from step {found.step}: {found.path}"))
-    return found.path
+    log.info(labels.line(verb, f"from step {checkpoint.step}: {checkpoint.path}"))
+    return checkpoint.path
 
 
 def _find_start(cfg: RunConfig, store: CheckpointStore, lock: RunLock) -> Checkpoint | Path | None:
-    """What a training goes on from; None where it begins."""
+    """Return the checkpoint that a training resumes from, or None for a start at step 0.
+
+    A checkpoint is fetched from the mirror if the run folder has none.
+
+    Raises:
+        ConfigError: If the checkpoint cannot be used, or the folder holds another run.
+    """
     asked = cfg.ckpt_path
     if asked is None and not cfg.trainer.fast_dev_run and (steps := store.steps()):
-        message = f"holds a run that was saved at step {steps[-1]}; a fresh one would mix with it"
-        hint = "ckpt_path=last to go on with it, or another run_dir"
+        message = f"holds a run that was saved at step {steps[-1]}; a new run would mix with it"
+        hint = "ckpt_path=last to resume it, or another run_dir"
         code = FOLDER_UNUSABLE
         raise ConfigError.of("run_dir", cfg.run_dir, message, hint=hint, code=code)
     if (url := cfg.checkpoint.mirror) and not cfg.trainer.fast_dev_run:
         Mirror(url).join(store, lock, restore=asked == "last" and not store.steps())
-    found, monitor = None, cfg.checkpoint.monitor
+    checkpoint, monitor = None, cfg.checkpoint.monitor
     with named_source("ckpt_path", asked or ""):
         if asked == "last":
             store.clean()
-            found = store.newest_good()
+            checkpoint = store.newest_good()
         elif asked == "best":
-            found = store.best(monitor, cfg.checkpoint.mode)
-            if found is None:
+            checkpoint = store.best(monitor, cfg.checkpoint.mode)
+            if checkpoint is None:
                 raise FileNotFoundError(f"no checkpoint with {monitor} in {store.folder}")
         elif asked:
-            found = find_weights(asked, "last")
-    if found is None and asked:
+            checkpoint = find_weights(asked, "last")
+    if checkpoint is None and asked:
         text = f"from the beginning: {store.folder} holds no checkpoint yet"
         log.info(labels.line("start", text))
-    return found
+    return checkpoint
 
 
 def find_trained(cfg: RunConfig) -> Checkpoint | Path:
-    """What an evaluation or an export reads: what ckpt_path names, or the best of a run.
+    """Return the weights that an evaluation or an export reads.
 
-    `best` and `last` are those of from_run, or of this run's own folder.
+    They are those that ckpt_path names, or the best checkpoint. `best` and `last` are looked up in
+    the folder of `from_run`, or in the run's own folder.
 
-    Raises: ConfigError with code 65 or 66.
+    Raises:
+        ConfigError: If they are damaged (exit code 65) or do not exist (66).
     """
     asked, which = cfg.ckpt_path, "last" if cfg.ckpt_path == "last" else "best"
     source = cfg.from_run or cfg.run_dir if asked in (None, "best", "last") else asked
@@ -130,16 +146,16 @@ def find_trained(cfg: RunConfig) -> Checkpoint | Path:
         return find_weights(source, which, cfg.checkpoint)
 
 
-# The same run
+# Comparing with the saved run
 
 
 def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
-    """Flat key -> value of all that a config says and that must not change for an exact resume.
+    """Return the keys that must not change for an exact resume, with their values.
 
     Keys inside data.train and data.val that only repeat a key of data or model are left out.
 
     Args:
-        global_batch_size: sequences per optimizer step, however they are divided.
+        global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
     precision, plain = str(cfg.trainer.precision), cfg.plain()
     facts = {
@@ -148,7 +164,7 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
         "trainer.gradient_clip_val": cfg.trainer.gradient_clip_val or None,
         "trainer.precision": SPELT_OUT.get(precision, precision),
     }
-    row = STRATEGIES.get(cfg.strategy.name)  # of "auto" none
+    row = STRATEGIES.get(cfg.strategy.name)  # "auto" has no row
     for group in DECISIVE if row is None or row.is_exact else (*DECISIVE, "strategy"):
         node = plain[group]
         facts |= {
@@ -160,10 +176,15 @@ def identity(cfg: RunConfig, global_batch_size: int) -> dict[str, Any]:
 
 
 def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -> list[ConfigIssue]:
-    """One problem per key that differs from the saved run's and was not allowed to.
+    """Return an issue for each key that differs from the saved run and is not in allow_changes.
 
-    A key that the saved run lacked is younger than that run: it is a change only where it was typed
-    now, and else stands at its default. An evaluation needs the same net, and nothing else.
+    A key that the saved run does not have was added to the library later. It counts as changed only
+    if it was typed now; its default does what the older library did. An evaluation compares only
+    the model group.
+
+    Args:
+        saved: Keys of `identity` that the checkpoint's manifest holds.
+        global_batch_size: Number of sequences per optimizer step, over all ranks.
     """
     now = identity(cfg, global_batch_size)
     words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
@@ -173,7 +194,7 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
         _changed(key, saved.get(key), now.get(key))
         for key in sorted(saved.keys() | now.keys())
         if key.startswith(part)
-        and key not in OF_THE_START
+        and key not in EXTRA_ENTRIES
         and saved.get(key) != now.get(key)
         and (key in saved or covers(typed, key))
         and not covers(cfg.allow_changes, key)
@@ -181,7 +202,15 @@ def differences(cfg: RunConfig, saved: dict[str, Any], global_batch_size: int) -
 
 
 def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None) -> None:
-    """Raises ConfigError where the content of the training data is not what it was."""
+    """Check that the content of the training data is that of the saved run.
+
+    Args:
+        checkpoint: Checkpoint to resume from. None for a fresh run, which is not checked.
+        fingerprint: Hash of the training data. None if the dataset has none.
+
+    Raises:
+        ConfigError: If the content differs and allow_changes does not name `data`.
+    """
     if checkpoint is None or cfg.task != "fit" or covers(cfg.allow_changes, "data"):
         return
     saved = read_manifest(checkpoint)["config"].get("data")
@@ -190,12 +219,13 @@ def check_data(cfg: RunConfig, checkpoint: Path | None, fingerprint: str | None)
 
 
 def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -> RunLengths:
-    """The lengths with the warm-up of the run's first start, as long as the same is asked for.
+    """Return the lengths with the warm-up of the run's first start.
 
-    One that follows from the run's length would be another in a run that goes on to another end.
+    A warm-up that is derived from the length of the run would change if the run is continued to
+    another length. The lengths are returned unchanged if another warm-up is asked for now.
 
     Args:
-        saved: what the manifest keeps of the run.
+        saved: Entries of the checkpoint's manifest.
     """
     asked, first = cfg.scheduler.warmup_steps, saved.get("warmup_steps")
     is_other = asked != saved.get("scheduler.warmup_steps") or cfg.scheduler.warmup_tokens
@@ -203,15 +233,17 @@ def keep_warmup(cfg: RunConfig, lengths: RunLengths, saved: Mapping[str, Any]) -
 
 
 def changed_options(cfg: RunConfig) -> tuple[str, ...]:
-    """Options of the optimizer that allow_changes names: a resume gives them their new value."""
+    """Return the optimizer options named by allow_changes, which get their new values on resume."""
     changed = (
         key for key in cfg.optimizer.plain() if covers(cfg.allow_changes, f"optimizer.{key}")
     )
-    return tuple("lr" if key.endswith("_lr") else key for key in changed)  # of a group: its lr
+    return tuple(
+        "lr" if key.endswith("_lr") else key for key in changed
+    )  # embedding_lr is the `lr` of its parameter group
 
 
 def covers(names: Iterable[str], key: str) -> bool:
-    """Whether one of the names is the key, or a group that holds it."""
+    """Return whether one of the names is the key or a group that holds the key."""
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
@@ -221,7 +253,7 @@ def _changed(key: str, saved: object, now: object) -> ConfigIssue:
 
 
 def _repeats(key: str, value: Any, facts: dict[str, Any]) -> bool:
-    if key.startswith(OF_PARTS):
+    if key.startswith(REPEATED_PARTS):
         return any(other.startswith("data.parts.") for other in facts)
     part, _, name = key.rpartition(".")
     group, _, split = part.rpartition(".")

@@ -62,7 +62,7 @@ SHARED_S = 10.0  # a file written by one node becomes visible on all nodes (NFS 
 MEETING_S = (
     60.0  # time beyond the timeout of the process group, in which ranks report who is missing
 )
-STARTING_S = 600.0  # from the prepared data to the first step, on a slow file system
+STARTING_S = 600.0  # the net is built and the first step taken, on a slow file system
 
 
 @dataclass
@@ -246,8 +246,8 @@ def check_shared(run_dir: str, rank: int) -> None:
 def prepare_data(cfg: RunConfig, rank: int, guard: Guard | None) -> Datasets:
     """Return the training, validation and test set, which rank 0 prepares first.
 
-    Preparing may take hours. The watchdog is told so, and a stop request ends the run at once,
-    because there is nothing to save yet.
+    Preparing may take hours. The heartbeat allows that time, and a stop request ends the run at
+    once, because there is nothing to save yet.
 
     Args:
         guard: Watchdog of this rank. None if nothing watches the run.

@@ -84,7 +84,7 @@ def build_report(
             pass  # the planner does not know this net or these devices
     lines["run"] = cfg.run_dir
     repeated_overrides = []
-    if trainer.is_global_zero and HydraConfig.initialized():  # not in a process of the benchmark
+    if trainer.is_global_zero and HydraConfig.initialized():  # the benchmark has no Hydra
         typed = HydraConfig.get().overrides
         repeated_overrides = typed_again([*typed.hydra, *typed.task], cfg.run_dir)
     return Report(lines, options, facts, planned, repeated_overrides)

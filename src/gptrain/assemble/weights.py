@@ -1,4 +1,4 @@
-"""Weights of a run, a checkpoint, a folder of transformers or a file, into a net."""
+"""Load the weights of a run, a checkpoint, a folder of transformers or a file into a net."""
 
 from __future__ import annotations
 
@@ -42,21 +42,27 @@ class BestBy:
 
 VAL_LOSS = BestBy()
 SAFETENSORS = "model.safetensors"
-INDEX = f"{SAFETENSORS}.index.json"  # of weights in several files, as transformers writes them
+INDEX = f"{SAFETENSORS}.index.json"  # transformers writes it for weights in several files
 
 
 def find_weights(
     source: str | Path, which: str = "best", by: BestBy | CheckpointConfig = VAL_LOSS
 ) -> Checkpoint | Path:
-    """The verified checkpoint, or the file of another origin, that source means.
+    """Return the verified checkpoint, or the file of weights, that `source` names.
 
-    Nothing is renamed or removed, a damaged checkpoint neither: its run may still be going on.
+    Nothing is renamed or removed, not even a damaged checkpoint, because its run may still be
+    running.
 
     Args:
-        which: of a run folder the checkpoint with the "best" metric (the newest where none was
-            measured), or the "last" that is whole.
-        by: the metric, and whether its min or its max is best: a `checkpoint` group.
-    Raises: FileNotFoundError, DamagedCheckpointError, NoGoodCheckpointError.
+        source: Run folder, checkpoint folder, folder of safetensors files, or a file.
+        which: For a run folder, "best" for the checkpoint with the best metric (the newest if no
+            metric was measured), or "last" for the newest complete checkpoint.
+        by: Metric of the best checkpoint: a `checkpoint` group or a BestBy.
+
+    Raises:
+        FileNotFoundError: If there are no weights.
+        DamagedCheckpointError: If the checkpoint is damaged.
+        NoGoodCheckpointError: If all checkpoints of the run are damaged.
     """
     source = Path(source).expanduser()
     if (source / CHECKPOINTS_NAME).is_dir():
@@ -78,10 +84,15 @@ def find_weights(
 
 @contextmanager
 def named_source(key: str, value: str, misfit: str = "") -> Generator[None, None, None]:
-    """A ConfigError says which key names what is not there (66), or cannot be taken (65).
+    """Turn errors about missing or unusable weights into a ConfigError that names the key.
 
     Args:
-        misfit: what to try where the weights are of another net.
+        key: Dotted key that names the weights.
+        value: Value of the key.
+        misfit: Hint for weights that belong to another net.
+
+    Raises:
+        ConfigError: With exit code 66 if the weights do not exist, 65 if they cannot be used.
     """
     try:
         yield
@@ -100,25 +111,30 @@ def load_weights(
     resizes: bool = False,
     stages: Stages = NO_STAGES,
 ) -> tuple[Path, Unmatched]:
-    """Fills net, whole or partitioned, with the weights that source holds.
+    """Load weights into a net, which may be partitioned.
 
     Args:
-        source: a run folder (its best checkpoint by val/loss), a checkpoint's folder or file, a
-            file that Lightning saved, a folder of transformers (in one file or several), or a
-            safetensors file of the net's own names.
-        strict: false takes what fits by name and shape.
-        resizes: Take learned positions of another number too, see `load_net_state`.
-        stages: over which a pipeline partitions the net.
+        net: Net, or the part of it that this rank holds.
+        source: Run folder (its best checkpoint by val/loss), checkpoint folder or file, file that
+            Lightning saved, folder of transformers in one file or several, or safetensors file with
+            the net's own names.
+        strict: Whether every tensor of both sides must have its counterpart. Otherwise the tensors
+            that fit by name and shape are loaded.
+        resizes: Whether learned positions of another length are accepted, see `load_net_state`.
+        stages: Pipeline stages of the net.
 
-    Returns: where the weights were, and what of both sides was left out.
+    Returns:
+        The path of the weights, and the names on both sides that were left out.
+
     Raises:
-        FileNotFoundError: nothing there that holds weights.
-        DamagedCheckpointError, UnsafeCheckpointError: it is there and must not be taken.
-        ValueError: one line that names both sides of all that does not fit.
+        FileNotFoundError: If there are no weights.
+        DamagedCheckpointError: If the file is damaged.
+        UnsafeCheckpointError: If the file would execute code.
+        ValueError: If the weights do not fit. The message names the tensors of both sides.
     """
-    found = source if isinstance(source, Checkpoint) else find_weights(source)
-    path = found.path if isinstance(found, Checkpoint) else found
-    is_sharded = isinstance(found, Checkpoint) and found.manifest["kind"] == "sharded"
+    weights = source if isinstance(source, Checkpoint) else find_weights(source)
+    path = weights.path if isinstance(weights, Checkpoint) else weights
+    is_sharded = isinstance(weights, Checkpoint) and weights.manifest["kind"] == "sharded"
     try:
         state = SafeFileSystemReader(path) if is_sharded else read_weights(net, path)
         return path, load_net_state(net, state, strict=strict, resizes=resizes, stages=stages)
@@ -129,28 +145,42 @@ def load_weights(
 
 
 def start_from(cfg: RunConfig, source: str, net: nn.Module, stages: Stages) -> None:
-    """Fill the net, as this rank holds it, with the weights of `source`, which init_from names.
+    """Load the weights that init_from names into the net, and log what was left out.
 
-    A longer `model.max_seq_len` keeps the learned positions that are there.
+    With a longer `model.max_seq_len` the learned positions are kept and the others stay as
+    initialized.
 
-    Raises: ConfigError with code 65 (damaged, or of another shape) or 66 (not found).
+    Args:
+        source: Value of init_from.
+        net: Net, or the part of it that this rank holds.
+        stages: Pipeline stages of the net.
+
+    Raises:
+        ConfigError: If the weights are damaged or do not fit (exit code 65), or do not exist (66).
     """
     misfit = "init_strict=false to take what fits" if cfg.init_strict else ""
     with named_source("init_from", source, misfit):
-        found = find_weights(source, by=cfg.checkpoint)
-        path, left = load_weights(net, found, strict=cfg.init_strict, resizes=True, stages=stages)
+        weights = find_weights(source, by=cfg.checkpoint)
+        path, left_out = load_weights(
+            net, weights, strict=cfg.init_strict, resizes=True, stages=stages
+        )
     log.info(labels.line("start", f"from the weights of {path}"))
-    for line in left.describe_positions():
+    for line in left_out.describe_positions():
         log.warning("warning: %s", line)
-    if consequences := left.describe_consequences():
+    if consequences := left_out.describe_consequences():
         log.warning("warning: init_strict=false: %s", consequences)
 
 
 def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, or of the folder of a whole checkpoint, by the net's names.
+    """Read the tensors of a file, or of a checkpoint that is not sharded, by the net's names.
 
-    Raises: DamagedCheckpointError, UnsafeCheckpointError, UnreadableFileError; ValueError for
-    another net's.
+    Args:
+        net: Net whose names are used. It may convert a folder of transformers.
+
+    Raises:
+        DamagedCheckpointError, UnreadableFileError: If the file is damaged.
+        UnsafeCheckpointError: If the file would execute code.
+        ValueError: If the file belongs to another kind of net.
     """
     if path.suffix != ".safetensors" and path.name != INDEX:
         return net_tensors(net, path)
@@ -169,9 +199,13 @@ def read_weights(net: nn.Module, path: Path) -> dict[str, Tensor]:
 
 
 def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
-    """The net's tensors in a file of ours, of Lightning's or of torch.save.
+    """Read the net's tensors from a file of gptrain, of Lightning or of torch.save.
 
-    What a module calls its net may stand in front of their names; what lies beside it is left out.
+    A common prefix of the names, such as the name of the net in a LightningModule, is removed.
+    Tensors outside the net are left out.
+
+    Raises:
+        DamagedCheckpointError: If the file holds no state dict.
     """
     content = load_state(path, mmap=True) if path.is_dir() else load_file(path, mmap=True)
     state = content.get("state_dict", content) if isinstance(content, dict) else None
@@ -180,23 +214,24 @@ def net_tensors(net: nn.Module, path: Path) -> dict[str, Tensor]:
     ):
         raise DamagedCheckpointError(path, "holds no state dict")
     first = next(iter(net.state_dict()), "")
-    fronts = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
-    front = min(fronts, key=len, default="")
-    held = {name.removeprefix(front): t for name, t in state.items() if name.startswith(front)}
-    return {name: t for name, t in held.items() if not name.startswith(EXTRA_PREFIX)}
+    prefixes = [name.removesuffix(first) for name in state if f".{name}".endswith(f".{first}")]
+    prefix = min(prefixes, key=len, default="")
+    tensors = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+    return {name: t for name, t in tensors.items() if not name.startswith(EXTRA_PREFIX)}
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of all files that an index names, mapped from them.
+    """Read a safetensors file, or all files that an index names, by memory mapping.
 
-    Raises: DamagedCheckpointError.
+    Raises:
+        DamagedCheckpointError: If a file is not a safetensors file.
     """
-    from safetensors import SafetensorError  # an extra: only these files need it
+    from safetensors import SafetensorError  # an optional package that only these files need
     from safetensors.torch import load_file as load_safetensors
 
     if path.name == INDEX:
         return {k: v for part in _indexed(path) for k, v in read_safetensors(part).items()}
-    open_regular(path).close()  # safetensors would wait for a pipe
+    open_regular(path).close()  # raises for a pipe, for which safetensors would wait
     try:
         return load_safetensors(path)
     except SafetensorError as error:
@@ -212,9 +247,9 @@ def _indexed(index: Path) -> list[Path]:
         )
     parts = sorted(set(map(str, names.values())))
     for name in parts:
-        is_beside = Path(name).name == name and (index.parent / name).is_file()
-        if not is_beside or not name.endswith(".safetensors"):  # nor an index again
+        is_in_folder = Path(name).name == name and (index.parent / name).is_file()
+        if not is_in_folder or not name.endswith(".safetensors"):  # another index is refused, too
             raise DamagedCheckpointError(
-                index, f"names {name}, which is no safetensors file beside it"
+                index, f"names {name}, which is not a safetensors file in the same folder"
             )
     return [index.parent / name for name in parts]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from gptrain.assemble.companion_files import (
+    COMPANIONS,
     GENERATION,
     ID_KEYS,
     TOKENIZER,
-    WITH_IT,
     copy_around,
     read_ids,
 )
@@ -85,7 +85,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, form: str) -> None:
 
 def write_around(run: Path, folder: Path) -> None:
     """Copy what lies in a run's folder around its weights. A link there is not followed."""
-    names = [name for name in (*TOKENIZER, *WITH_IT) if not (run / name).is_symlink()]
+    names = [name for name in (*TOKENIZER, *COMPANIONS) if not (run / name).is_symlink()]
     if (folder / TOKENIZER[0]).exists():
         names = [name for name in names if name != TOKENIZER[0]]
     copy_around(run, folder, names)
