@@ -421,7 +421,7 @@ def test_lora_starts_from_a_base_whose_names_differ(fit, resumes):
     (line,) = (line for line in run.out.splitlines() if "init_strict=false" in line)
     fresh, unused = line.split("; and 4 more; ")
     assert "init_strict=false: left as initialized: " in fresh
-    assert "blocks.0.mlp.up_proj.down.weight here only" in fresh
+    assert "blocks.0.mlp.up_proj.down.weight only in the net" in fresh
     assert "not used: blocks.0.mlp.up_proj.weight only in the checkpoint" in unused
     own, theirs = run.state(6)["state_dict"], base.state(6)["state_dict"]
     assert torch.equal(own["token_embedding.weight"], theirs["token_embedding.weight"])

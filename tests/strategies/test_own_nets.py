@@ -37,7 +37,9 @@ def check_refused(name, cases):
         assert "\n" not in str(error.value) and "gptrain.models" in str(error.value)
 
 
-ATTENTION = "is the first module that differs, in what it gives blocks.0.attention.out"
+ATTENTION = (
+    "is the first module that differs, in the input that it passes to blocks.0.attention.out"
+)
 OF_FORWARD = {
     own_nets.SoftCapped: "all modules agree, and SoftCapped.forward does not",
     own_nets.ExtraBias: "all modules agree, and ExtraBias.forward does not",
@@ -70,11 +72,11 @@ def test_a_pipeline_takes_nets_that_are_the_chain_of_their_parts_and_refuses_the
         | {
             own_nets.HalfLogits: "all modules agree, and HalfLogits.forward does not",
             own_nets.ScaledEmbedding: "ScaledEmbedding.forward is the first module that differs, "
-            "in what it gives blocks.0",
+            "in the input that it passes to blocks.0",
             own_nets.MaskOfTokens: "MaskOfTokens.forward is the first module that differs, "
-            "in what it gives blocks.0",
+            "in the input that it passes to blocks.0",
             own_nets.ResidualOfEmbedding: "ResidualOfEmbedding.forward is the first module that "
-            "differs, in what it gives norm",
+            "differs, in the input that it passes to norm",
         },
     )
 

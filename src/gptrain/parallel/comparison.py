@@ -1,23 +1,24 @@
-"""Compares a net as a strategy runs it with the plain net, once, before the first step.
+"""Compare a partitioned net with the plain net, once, before the first step of a run.
 
-A strategy partitions a net under assumptions that `gptrain.models` states: head counts are read off
-the width, forward is the chain of its parts, and so on. A net that breaks one of them would train
-another function without a word. So both forms of the net get the same weights and the same small
-batch, and their logits and gradients are compared.
+A strategy partitions a net under the assumptions of `gptrain.models`: the number of heads follows
+from the width of q, k and v, `forward` is the chain of the net's parts, and so on. A net that
+violates an assumption would silently train another function. To find such a net, the plain net and
+the partitioned net get the same weights and the same small batch, and their logits and gradients
+are compared.
 
-- The weights are the initial ones plus noise, so that a head or a projection that starts with zeros
-  hides nothing. Both forms are thrown away afterwards: no weight of the run is touched.
-- Both are in evaluation mode and in float64, where rounding cannot be mistaken for a difference. A
-  net that works in no other type than its own is compared in that type, with a wider tolerance.
-- Both are made on the device of the rank. A rank holds the plain net and its gradients for a
-  moment, 16 bytes per parameter. Of a net with more than `MAX_PARAMETERS` only the first blocks are
-  compared: as many as a pipeline has stages, and 2 at least. A difference in later blocks alone is
-  not seen then. Where even these do not fit, nothing is compared, and one line says so.
-- `model.compile` is left out: compiled code of the comparison would fill the compiler's cache.
+- The weights are the initial weights plus noise, because a head or a projection of zeros would hide
+  differences. Both nets are discarded afterwards; the weights of the run do not change.
+- Both nets are in evaluation mode and in float64, in which rounding errors are far smaller than
+  real differences. A net that fails in float64 is compared in float32, with a wider tolerance.
+- Both nets are built on the device of the rank. A rank holds the full plain net and its gradients
+  for a moment, 16 bytes per parameter. If a net has more than `MAX_PARAMETERS` parameters, only its
+  first blocks are compared: as many as a pipeline has stages, and at least 2. A difference that
+  occurs only in later blocks is then not found. If even these blocks do not fit into memory, the
+  nets are not compared, and a warning says so.
+- `model.compile` is not applied, because the compiled code would fill the compiler's cache.
 
-The comparison knows no strategy: it asks `ParallelStrategy` for logits and for a loss. A strategy
-that
-partitions the sequence, or anything else, is compared by the same call.
+The comparison does not depend on the strategy: it calls `ParallelStrategy.logits` and
+`ParallelStrategy.mean_loss`, so that every new strategy is compared, too.
 """
 
 # B batch, T time
@@ -39,13 +40,13 @@ from torch import Tensor, nn
 
 from gptrain.loss import PLAIN
 from gptrain.parallel.differences import (
-    Plain,
-    Record,
+    ForwardRecord,
+    PlainResult,
     compare_forward,
     compare_gradients,
-    difference,
     gather,
     recording,
+    relative_difference,
 )
 from gptrain.parallel.mesh import from_rank_0
 from gptrain.parallel.placement import local_shard, make_net_on, shard_like
@@ -54,28 +55,35 @@ from gptrain.parallel.strategy import ParallelStrategy, supports_chunked_loss
 
 log = logging.getLogger(__name__)
 
-MAX_PARAMETERS = 2**27  # GPT-2's 124 M and less are compared with all of their blocks
-BYTES_PER_PARAMETER = 16  # weights and gradients of the plain net, or the weights of both, in fp64
-N_TOKENS = 32  # positions of a sample, and up to a world size more
-# Largest difference, as a fraction of the largest value. Parts of a net that compute in float32
-# whatever they are given leave about 1e-6 in the first. Ten times the difference that another
-# batch size makes to the plain net is allowed in any case.
+MAX_PARAMETERS = 2**27  # GPT-2 with 124 M parameters is compared with all of its blocks
+BYTES_PER_PARAMETER = 16  # weights and gradients of the plain net, or weights of both nets, in fp64
+N_TOKENS = 32  # positions of a sample; `make_batch` adds up to world_size - 1 positions
+# Largest difference, as a fraction of the largest value. Under float64, parts of a net that always
+# compute in float32 cause differences of about 1e-6. If the batch size changes the logits of the
+# plain net, ten times that difference is tolerated.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
+# Modules whose classes need no comparison.
 LIBRARIES = ("gptrain.models.", "torch.nn.")
 
 
 class IncomparableError(Exception):
-    """The plain net cannot be run for a comparison; the message is the reason."""
+    """The plain net cannot be used for a comparison. The message is the reason."""
 
 
 def needs_comparison(
     net: nn.Module, parallel: ParallelStrategy, activation_checkpointing: str
 ) -> bool:
-    """Return whether this net could compute something else once the strategy has taken it.
+    """Return whether the net could compute another function under the strategy.
 
-    The library's own classes are tested against one process. A net of any other class, a subclass
-    of ours included, is compared if it is partitioned, if its loss is taken from `hidden` and
-    `head` in place of `forward`, or if its blocks run twice.
+    The classes of gptrain.models and torch.nn need no comparison: gptrain's tests compare them with
+    a single process. A net of any other class, for example a subclass, is compared if the strategy
+    partitions the net, if the loss is computed from `hidden` and `head` instead of `forward`, or if
+    activation checkpointing runs blocks twice.
+
+    Args:
+        net: Net before it is partitioned, for example on the meta device.
+        parallel: Strategy of the run.
+        activation_checkpointing: Value of `model.activation_checkpointing`.
     """
     changes = (
         parallel.is_partitioned or supports_chunked_loss(net) or activation_checkpointing != "none"
@@ -86,12 +94,12 @@ def needs_comparison(
 def is_of_library(net: nn.Module) -> bool:
     """Return whether a net and all of its modules are classes of gptrain.models and of torch.nn."""
     if type(net).__module__ == "gptrain.models.hugging_face":
-        return True  # it asks its model of transformers which parts of the contract hold
+        return True  # this class checks by itself which parts of the contract its model fulfils
     if not type(net).__module__.startswith("gptrain.models.") or "hidden" in vars(net):
         return False
     return all(
         f"{type(part).__module__}.".startswith(LIBRARIES)
-        and not type(part).__module__.startswith("torch.nn.utils.")  # parametrizations
+        and not type(part).__module__.startswith("torch.nn.utils.")  # no parametrizations
         and not {"forward", "embed"} & vars(part).keys()
         and not part._forward_hooks
         and not part._forward_pre_hooks
@@ -101,45 +109,46 @@ def is_of_library(net: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A net as a strategy runs it, and the plain net.
+    """Comparison of a net under a strategy with the plain net.
 
     Attributes:
-        make_net: Makes the net with the same initial weights at every call.
-        partition: Changes a net in place into what this rank runs.
-        parallel: The strategy. A copy of it is used, which shares its groups of ranks.
-        place: Device of the weights of the partitioned net.
-        key: Key of the config that an error names.
-        contract: What the strategy asks of a net, for the message.
+        make_net: Function that builds the net, with the same initial weights in every call.
+        partition: Function that changes a full net in place into the part that this rank runs.
+        parallel: Strategy of the run. The comparison uses a copy with the same process groups.
+        weights_device: Device of the weights of the partitioned net.
+        key: Config key that an error names.
+        contract: Requirements of the strategy, for the error message.
     """
 
     make_net: Callable[[], nn.Module]
     partition: Callable[[nn.Module, ParallelStrategy], None]
     parallel: ParallelStrategy
-    place: torch.device | str
+    weights_device: torch.device | str
     key: str
     contract: str
 
     def check(self, sample: Tensor) -> None:
         """Check that the strategy computes the logits and the gradients of the plain net.
 
-        All ranks must call it, before the net of the run is made. The random generators are left
-        in another state.
+        All ranks must call this method, before the net of the run is built. It changes the state of
+        the random generators. If the plain net cannot be run, a warning is logged instead.
 
         Args:
-            sample: Tokens of one sample of the data, (T,) int64. Rank 0's are used.
+            sample: Tokens (T,) of one sample of the data, int64. Rank 0's sample is used.
 
         Raises:
-            IncompatibleModelError: If the two differ, or the partitioned net fails. It names the
-            module that
-                differs first.
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails. The message
+                names the first module that differs.
         """
-        batch, reason = make_batch(from_rank_0(sample), self.parallel), ""
+        batch = make_batch(from_rank_0(sample), self.parallel)
+        reason = ""
         for dtype in TOLERANCES:
             with default_dtype(dtype):
-                plain, reason = None, ""
+                plain = None
+                reason = ""
                 try:
                     plain = self.run_plain(dtype, *batch)
-                except Exception as error:  # whatever a user's net raises
+                except Exception as error:  # a user's net can raise anything
                     reason = first_cause(error)
                 reason = next(filter(None, gather(reason)), "")
                 if plain is not None and not reason:
@@ -147,11 +156,16 @@ class Comparison:
                     return
         if self.parallel.is_partitioned:
             log.warning(
-                "warning: the partitioned net is not compared with the plain one: %s", reason
+                "warning: the partitioned net was not compared with the plain net: %s", reason
             )
 
-    def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> Plain:
-        """Run the plain net forward and backward.
+    def run_plain(self, dtype: torch.dtype, tokens: Tensor, targets: Tensor) -> PlainResult:
+        """Run the forward and the backward pass of the plain net.
+
+        Args:
+            dtype: Type of the weights and of the computation.
+            tokens: Token indices (B, T).
+            targets: Next tokens (B, T).
 
         Raises:
             IncomparableError: If the net is too large, if its logits depend on anything but the
@@ -160,74 +174,99 @@ class Comparison:
         device = self.parallel.device
 
         def prepare_plain(net: nn.Module) -> None:
-            prepare(net, self.parallel, dtype)
-            n_bytes, free = BYTES_PER_PARAMETER * count_parameters(net), free_bytes(device)
-            if n_bytes > free:
-                needs = f"it takes {n_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
-                raise IncomparableError(needs)
+            prepare_net(net, self.parallel, dtype)
+            needed_bytes = BYTES_PER_PARAMETER * count_parameters(net)
+            available_bytes = free_bytes(device)
+            if needed_bytes > available_bytes:
+                raise IncomparableError(
+                    f"the comparison takes {needed_bytes / 2**30:.1f} GiB, and "
+                    f"{available_bytes / 2**30:.1f} GiB are free"
+                )
 
-        net, record = make_net_on(device, self.make_net, prepare_plain), Record()
-        second_names = tied_names(net)
-        add_noise(net, second_names, device)
+        net = make_net_on(device, self.make_net, prepare_plain)
+        record = ForwardRecord()
+        first_names = tied_names(net)
+        add_noise(net, first_names, device)
         with torch.no_grad(), recording(net, record):
             logits = net(tokens)
-        again = torch.cat([net(tokens[:1]), net(tokens[1:])])
+        # The same samples in batches of other sizes: their difference shows the net's own noise.
+        split_logits = torch.cat([net(tokens[:1]), net(tokens[1:])])
         if not torch.isfinite(logits).all():
             raise IncomparableError("the logits of the plain net are not finite")
-        own_error = difference(again, logits)
+        own_error = relative_difference(split_logits, logits)
         if own_error > TOLERANCES[torch.float32]:
-            chance = "in evaluation mode depend on chance, or on the other samples of a batch"
-            raise IncomparableError(f"the logits of the plain net {chance}")
+            raise IncomparableError(
+                "in evaluation mode the logits of the plain net are random, or depend on the other "
+                "samples of a batch"
+            )
         gradients = {}
-        if again.requires_grad:
-            F.cross_entropy(again.flatten(0, -2), targets.flatten()).backward()
+        if split_logits.requires_grad:
+            F.cross_entropy(split_logits.flatten(0, -2), targets.flatten()).backward()
             gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        classes = {name: type(part) for name, part in net.named_modules()}
-        tolerance = max(TOLERANCES[dtype], 10 * own_error)
-        return Plain(logits.flatten(0, -2), record, gradients, second_names, classes, tolerance)
+        return PlainResult(
+            logits=logits.flatten(0, -2),
+            record=record,
+            gradients=gradients,
+            first_names=first_names,
+            classes={name: type(part) for name, part in net.named_modules()},
+            tolerance=max(TOLERANCES[dtype], 10 * own_error),
+        )
 
     def check_partitioned(
-        self, plain: Plain, dtype: torch.dtype, tokens: Tensor, targets: Tensor
+        self, plain: PlainResult, dtype: torch.dtype, tokens: Tensor, targets: Tensor
     ) -> None:
-        """Run the partitioned net and compare it with what the plain net computed.
+        """Run the partitioned net, and compare its logits and gradients with those of `plain`.
+
+        Args:
+            plain: Result of `run_plain`.
+            dtype: Type of the weights and of the computation.
+            tokens: Token indices (B, T).
+            targets: Next tokens (B, T).
 
         Raises:
-            IncompatibleModelError: As `check`.
+            IncompatibleModelError: If the nets differ, or if the partitioned net fails.
         """
-        twin, record = copy(self.parallel), Record()
-        twin.precision = "32-true"  # FSDP then casts nothing
+        parallel = copy(self.parallel)
+        parallel.precision = "32-true"  # FSDP then keeps the dtype of the comparison
+        record = ForwardRecord()
 
-        def partition_twin(net: nn.Module) -> None:
-            prepare(net, self.parallel, dtype)
-            self.partition(net, twin)
+        def prepare_and_partition(net: nn.Module) -> None:
+            prepare_net(net, self.parallel, dtype)
+            self.partition(net, parallel)
 
         try:
-            net = cast(Net, make_net_on(self.place, self.make_net, partition_twin))
-            add_noise(net, plain.second_names, self.parallel.device)
+            net = cast(Net, make_net_on(self.weights_device, self.make_net, prepare_and_partition))
+            add_noise(net, plain.first_names, self.parallel.device)
             with recording(net, record):
-                chunks = [logits for logits, _ in twin.logits(net, tokens, targets)]
-            message = gather(compare_forward(plain, record, chunks, twin.activation_group))
-            if not any(message) and plain.gradients:
-                twin.mean_loss(net, tokens, targets, PLAIN).backward()
-                twin.finish_gradients()
-                message = gather(compare_gradients(plain, net))
+                chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
+            differences = gather(compare_forward(plain, record, chunks, parallel.activation_group))
+            if not any(differences) and plain.gradients:
+                parallel.mean_loss(net, tokens, targets, PLAIN).backward()
+                parallel.finish_gradients()
+                differences = gather(compare_gradients(plain, net))
         except (torch.OutOfMemoryError, dist.DistError):
             raise
-        except Exception as error:  # whatever a user's net raises
+        except Exception as error:  # a user's net can raise anything
             where = f" in {record.pending[-1]}" if record.pending else ""
             message = f"cannot run this net{where}: {first_cause(error)}; {self.contract}"
             raise IncompatibleModelError(self.key, message) from error
-        if found := list(filter(None, message)):
-            _, first = min(found)
-            message = f"would train another function than this net: {first}; {self.contract}"
+        differences = list(filter(None, differences))
+        if differences:
+            _, description = min(differences)
+            message = f"would train another function than this net: {description}; {self.contract}"
             raise IncompatibleModelError(self.key, message)
 
 
 def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets (B, T) for a comparison, all of them taken from one sample.
+    """Return tokens and targets (B, T) for a comparison, made from one sample.
 
-    No other sample is read, since a dataset may draw random numbers. The length leaves the same
-    remainder as the sample's when ranks divide it, so that it is padded where a sample would be.
+    No second sample is read, because reading may advance the random generators of a dataset. T and
+    the length of the sample leave the same remainder when divided by the world size, so that the
+    strategy pads this batch if it would pad the sample.
+
+    Args:
+        sample: Tokens of one sample, (T,).
+        parallel: Strategy of the run.
     """
     n_tokens, world_size = len(sample), parallel.dims.world_size
     if n_tokens > N_TOKENS + world_size:
@@ -238,22 +277,32 @@ def make_batch(sample: Tensor, parallel: ParallelStrategy) -> tuple[Tensor, Tens
     return tokens, tokens.roll(-1, 1)
 
 
-def prepare(net: nn.Module, parallel: ParallelStrategy, dtype: torch.dtype) -> None:
-    """Change a net in place for a comparison: evaluation mode, dtype, and few blocks if large."""
+def prepare_net(net: nn.Module, parallel: ParallelStrategy, dtype: torch.dtype) -> None:
+    """Set evaluation mode and dtype of a net in place, and remove blocks of a large net.
+
+    Args:
+        net: Full net.
+        parallel: Strategy of the run.
+        dtype: torch.float64 converts the net. Any other type leaves it unchanged.
+    """
     blocks = net._modules.get("blocks")
     if count_parameters(net) > MAX_PARAMETERS and isinstance(blocks, nn.ModuleList):
         net.blocks = blocks[: max(2, parallel.n_stages)]
     net.eval()
     if dtype == torch.float64:
-        net.double()  # not .to(): complex buffers stay what they are
+        net.double()  # unlike .to(), double() keeps complex buffers
 
 
 def count_parameters(net: nn.Module) -> int:
+    """Return the number of parameters; tied parameters count once."""
     return sum(parameter.numel() for parameter in net.parameters())
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes a comparison may take of the device, or of this rank's host memory."""
+    """Return how many bytes a comparison may use on this rank's device.
+
+    This is half of the free memory of a GPU, or else this rank's part of half of the host memory.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -261,27 +310,32 @@ def free_bytes(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def add_noise(net: nn.Module, second_names: Mapping[str, str], device: torch.device) -> None:
-    """Add to each parameter, or to this rank's shard of it, noise that depends on its name alone.
+def add_noise(net: nn.Module, first_names: Mapping[str, str], device: torch.device) -> None:
+    """Add noise to every floating-point parameter, or to this rank's shard of the parameter.
 
-    Matrices get noise of 1 / sqrt(columns), which keeps activations near 1, and attention far from
-    uniform; vectors get a tenth. Integer and frozen parameters are treated the same: only the
-    type must be a floating one.
+    The noise depends only on the name of the parameter, so that plain and partitioned net get the
+    same values. Its standard deviation is 1 / sqrt(columns) for matrices, which keeps activations
+    near 1 and attention far from uniform, and 0.1 for vectors. Frozen parameters get noise, too.
+
+    Args:
+        net: Plain or partitioned net, changed in place.
+        first_names: Further name of a tied parameter -> its first name in the full net.
+        device: Device on which the noise is drawn.
     """
     for name, parameter in net.named_parameters():
         if not parameter.is_floating_point():
             continue
-        name = second_names.get(name, name)
+        name = first_names.get(name, name)
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
         generator = torch.Generator(device).manual_seed(seed)
-        whole = torch.randn(parameter.shape, generator=generator, device=device)
-        whole *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
-        noise = shard_like(whole.to(parameter.device, parameter.dtype), parameter)
+        noise = torch.randn(parameter.shape, generator=generator, device=device)
+        noise *= 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
+        noise = shard_like(noise.to(parameter.device, parameter.dtype), parameter)
         local_shard(parameter).add_(local_shard(noise))
 
 
 def first_cause(error: BaseException) -> str:
-    """Return type and message of the exception that began a chain, on one line."""
+    """Return type and message of the first exception in a chain of causes, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     message = " ".join(str(error).split())
@@ -290,12 +344,13 @@ def first_cause(error: BaseException) -> str:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
-    """Let tensors that a forward pass makes have this type, and multiply them exactly."""
-    before, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    """Set torch's default dtype, and the full precision of float32 matmuls, inside the block."""
+    previous_dtype = torch.get_default_dtype()
+    previous_precision = torch.get_float32_matmul_precision()
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(previous_dtype)
+        torch.set_float32_matmul_precision(previous_precision)

@@ -1,4 +1,7 @@
-"""Where a partitioned net differs first from the plain net, see `comparison`."""
+"""Find the first module in which a partitioned net differs from the plain net.
+
+`gptrain.parallel.comparison` runs both nets and calls the functions of this file.
+"""
 
 # B batch, T time, N = B * T, V vocab
 
@@ -15,18 +18,20 @@ from torch.utils._pytree import tree_leaves
 
 from gptrain.parallel.placement import local_shard, shard_like
 
-INPUT, OUTPUT = "input", "output"
-Event = tuple[str, str]  # name of a module, and INPUT or OUTPUT
-Found = tuple[int, str]  # place of a difference, the lowest is the first; and its description
+INPUT = "input"
+OUTPUT = "output"
+Event = tuple[str, str]  # (name of a module, INPUT or OUTPUT)
+# (position of a difference, description). The difference with the lowest position comes first.
+Difference = tuple[int, str]
 
 
 @dataclass
-class Record:
-    """What a forward pass gave to its modules and got from them.
+class ForwardRecord:
+    """Inputs and outputs of the modules in a forward pass.
 
     Attributes:
-        events: Module and direction -> the tensors of each call, in the order of the first calls.
-        pending: Names of the modules whose forward has begun and has not returned.
+        events: (module, INPUT or OUTPUT) -> tensors of each call, in the order of the first calls.
+        pending: Names of the modules whose forward has begun and has not yet returned.
     """
 
     events: dict[Event, list[list[Tensor]]] = field(default_factory=dict)
@@ -34,49 +39,56 @@ class Record:
 
 
 @dataclass
-class Plain:
-    """What the plain net computed.
+class PlainResult:
+    """Results of the plain net's forward and backward pass.
 
     Attributes:
-        logits: (N, V).
-        gradients: Name of a parameter -> its gradient; a tied parameter has its first name.
-        second_names: Second name of a tied parameter -> its first name.
-        classes: Name of a module -> its class.
-        tolerance: Largest difference that is taken for rounding, as a fraction.
+        logits: Logits (N, V).
+        record: Inputs and outputs of all modules.
+        gradients: Name of a parameter -> gradient. A tied parameter has its first name.
+        first_names: Further name of a tied parameter -> its first name.
+        classes: Name of a module -> class of the module.
+        tolerance: Largest difference that counts as rounding, as a fraction of the largest value.
     """
 
     logits: Tensor
-    record: Record
+    record: ForwardRecord
     gradients: dict[str, Tensor]
-    second_names: dict[str, str]
+    first_names: dict[str, str]
     classes: dict[str, type[nn.Module]]
     tolerance: float
 
 
 @contextmanager
-def recording(net: nn.Module, record: Record) -> Generator[None, None, None]:
-    """Record inside the block what the modules of a net are given and what they return."""
+def recording(net: nn.Module, record: ForwardRecord) -> Generator[None, None, None]:
+    """Record inputs and outputs of all modules of a net inside the block.
 
-    def note(name: str, kind: str, values: Any) -> None:
+    Args:
+        net: Net whose modules get forward hooks until the block ends. The net itself is not
+            recorded, because not every strategy calls it.
+        record: Record to which inputs and outputs are added.
+    """
+
+    def add(name: str, kind: str, values: Any) -> None:
         tensors = [leaf.detach() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         record.events.setdefault((name, kind), []).append(tensors)
 
-    def note_input(name: str, given: Any, named: Any) -> None:
+    def add_input(name: str, args: Any, kwargs: Any) -> None:
         record.pending.append(name)
-        note(name, INPUT, (given, named))
+        add(name, INPUT, (args, kwargs))
 
-    def note_output(name: str, made: Any) -> None:
+    def add_output(name: str, output: Any) -> None:
         record.pending.remove(name)
-        note(name, OUTPUT, made)
+        add(name, OUTPUT, output)
 
     hooks = []
     for name, part in net.named_modules():
-        if name:  # the net itself is not called by every strategy
+        if name:
             before = part.register_forward_pre_hook(
-                lambda _, given, named, name=name: note_input(name, given, named), with_kwargs=True
+                lambda _, args, kwargs, name=name: add_input(name, args, kwargs), with_kwargs=True
             )
             after = part.register_forward_hook(
-                lambda _, given, made, name=name: note_output(name, made)
+                lambda _, args, output, name=name: add_output(name, output)
             )
             hooks += [before, after]
     try:
@@ -87,45 +99,54 @@ def recording(net: nn.Module, record: Record) -> Generator[None, None, None]:
 
 
 def compare_forward(
-    plain: Plain,
-    record: Record,
+    plain: PlainResult,
+    record: ForwardRecord,
     chunks: list[Tensor],
     group: dist.ProcessGroup | None,
-) -> Found | None:
-    """Return the first difference that this rank sees between logits, and the module it is in.
+) -> Difference | None:
+    """Find the first module of this rank that causes different logits.
 
-    Modules are looked at only where the logits differ: a module in between may well compute
-    something else if it makes no difference in the end. Each rank of a pipeline sees its own
-    modules, and only the last one sees logits. All ranks must call it.
+    Modules are compared only if the logits differ on some rank: a module may compute something else
+    as long as the logits agree. Each rank of a pipeline compares its own modules, and only the last
+    rank compares logits. All ranks must call this function.
 
     Args:
-        chunks: Logits of the partitioned net, in order; none on a rank that has no head.
-        group: Ranks of which each holds a slice of a module's output.
+        plain: Results of the plain net.
+        record: Inputs and outputs of the partitioned net's modules.
+        chunks: Logits of the partitioned net, in order. Empty on a rank without the head.
+        group: Ranks that each hold a shard of a module's output. None if every rank holds all of
+            it.
 
     Returns:
-        None if this rank sees no difference.
+        Position and description of the difference. None if this rank finds none.
     """
-    differs, tolerance = False, plain.tolerance
+    differs = False
     if chunks:
         logits = torch.cat(chunks)
-        differs = logits.shape != plain.logits.shape or difference(logits, plain.logits) > tolerance
+        differs = relative_difference(logits, plain.logits) > plain.tolerance
     if not any(gather(differs)):
         return None
-    share = (0, 1) if group is None else (group.rank(), group.size())
-    for place, ((name, kind), calls) in enumerate(plain.record.events.items()):
-        theirs = record.events.get((name, kind))
-        if theirs and not is_same_call(theirs, calls, share, tolerance):
-            return place, describe(name, kind, plain.classes)
+    rank, n_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    for position, ((name, kind), plain_calls) in enumerate(plain.record.events.items()):
+        calls = record.events.get((name, kind))
+        if calls and not is_same_call(calls, plain_calls, rank, n_ranks, plain.tolerance):
+            return position, describe_difference(name, kind, plain.classes)
     net_class = plain.classes[""].__name__
     if not differs:
         return None
     return len(plain.record.events), f"all modules agree, and {net_class}.forward does not"
 
 
-def describe(name: str, kind: str, classes: Mapping[str, type[nn.Module]]) -> str:
-    """Return the line that names the module whose code makes the first difference.
+def describe_difference(name: str, kind: str, classes: Mapping[str, type[nn.Module]]) -> str:
+    """Return a line that names the module whose code makes the first difference.
 
-    What a module is given is computed by the forward of the module around it.
+    A wrong output is the fault of the module. A wrong input was computed by the forward method of
+    the module that contains it.
+
+    Args:
+        name: Name of the module whose input or output differs.
+        kind: INPUT or OUTPUT.
+        classes: Name of a module -> class of the module.
     """
     if kind == OUTPUT:
         return f"{name} ({classes[name].__name__}) is the first module that differs"
@@ -133,107 +154,144 @@ def describe(name: str, kind: str, classes: Mapping[str, type[nn.Module]]) -> st
     while owner and classes[owner].forward is nn.Module.forward:  # ModuleList has no forward
         owner = owner.rpartition(".")[0]
     first = f"{owner} ({classes[owner].__name__})" if owner else f"{classes[''].__name__}.forward"
-    return f"{first} is the first module that differs, in what it gives {name}"
+    return f"{first} is the first module that differs, in the input that it passes to {name}"
 
 
 def is_same_call(
-    calls: list[list[Tensor]], plain: list[list[Tensor]], share: tuple[int, int], tolerance: float
+    calls: list[list[Tensor]],
+    plain_calls: list[list[Tensor]],
+    rank: int,
+    n_ranks: int,
+    tolerance: float,
 ) -> bool:
-    """Return whether all calls of a module agree with those of the plain net.
+    """Return whether all calls of a module agree with the calls of the plain net.
 
-    Microbatches of a pipeline are calls of their own, which are put together. Tensors whose shapes
-    have nothing to do with each other are taken to agree: only what is comparable is compared.
+    Each microbatch of a pipeline is a call; the tensors of all microbatches are concatenated.
+    Tensors whose shapes cannot be compared are ignored.
+
+    Args:
+        calls: Tensors of each call in the partitioned net.
+        plain_calls: Tensors of each call in the plain net.
+        rank: Rank in the group that shares the activations.
+        n_ranks: Size of that group.
+        tolerance: Largest difference, as a fraction of the largest value.
     """
-    n_calls = len(plain)
-    for number, expected in enumerate(plain):
-        parts = calls[number::n_calls]
-        if any(len(part) != len(expected) for part in parts):
+    n_calls = len(plain_calls)
+    for number, plain_tensors in enumerate(plain_calls):
+        microbatches = calls[number::n_calls]
+        if any(len(tensors) != len(plain_tensors) for tensors in microbatches):
             return False
-        for tensors, whole in zip(zip(*parts, strict=True), expected, strict=True):
-            value = tensors[0]
-            if len(tensors) > 1 and value.ndim == whole.ndim > 0 and len(value) != len(whole):
-                # A pipeline may learn its shapes by one more pass, before all others.
-                value = torch.cat(tensors)[-whole.shape[0] :]
-            part = matching_part(local_shard(value), whole, share)
-            if part is not None and difference(*part) > tolerance:
+        for values, full in zip(zip(*microbatches, strict=True), plain_tensors, strict=True):
+            value = values[0]
+            if len(values) > 1 and value.ndim == full.ndim > 0 and len(value) != len(full):
+                # A pipeline may run one additional pass at first, to infer shapes. The last rows
+                # are those of the microbatches.
+                value = torch.cat(values)[-full.shape[0] :]
+            pair = matching_shards(local_shard(value), full, rank, n_ranks)
+            if pair is not None and relative_difference(*pair) > tolerance:
                 return False
     return True
 
 
-def matching_part(
-    value: Tensor, whole: Tensor, share: tuple[int, int]
+def matching_shards(
+    value: Tensor, full: Tensor, rank: int, n_ranks: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return a rank's value and that part of the plain net's tensor which it should equal.
+    """Return a rank's value without padding, and the shard of the full tensor that it should equal.
 
     Args:
-        share: Number of this rank among those that share a sequence or a layer, and their number.
+        value: Tensor of this rank: the full tensor, or a shard of it in some dimensions.
+        full: Tensor of the plain net.
+        rank: Rank in the group that shares the activations.
+        n_ranks: Size of that group.
 
     Returns:
-        None if the value is no part of that tensor.
+        Two tensors of the same shape, or None if `value` has not the shape of a shard.
     """
-    rank, n_ranks = share
-    if value.ndim != whole.ndim:
+    if value.ndim != full.ndim:
         return None
-    for dim, (mine, full) in enumerate(zip(value.shape, whole.shape, strict=True)):
-        size = -(-full // n_ranks)  # of torch.chunk; the sequence is padded to equal chunks
-        start = min(rank * size, full)
-        count = min(size, full - start)
-        if mine == full:
+    for dim, (size, full_size) in enumerate(zip(value.shape, full.shape, strict=True)):
+        # Shards are those of torch.chunk. A sequence is padded to n_ranks equal shards.
+        shard_size = -(-full_size // n_ranks)
+        start = min(rank * shard_size, full_size)
+        count = min(shard_size, full_size - start)
+        if size == full_size:
             continue
-        if mine == size * n_ranks:  # padded at its end
-            value = value.narrow(dim, 0, full)
-        elif mine in (size, count):
-            value, whole = value.narrow(dim, 0, count), whole.narrow(dim, start, count)
+        if size == shard_size * n_ranks:  # the full dimension with padding at its end
+            value = value.narrow(dim, 0, full_size)
+        elif size in (shard_size, count):
+            value = value.narrow(dim, 0, count)
+            full = full.narrow(dim, start, count)
         else:
             return None
-    return value, whole
+    return value, full
 
 
-def compare_gradients(plain: Plain, net: nn.Module) -> Found | None:
-    """Return the parameter whose gradient differs, or None.
+def compare_gradients(plain: PlainResult, net: nn.Module) -> Difference | None:
+    """Find the last parameter of this rank whose gradient differs.
 
-    Errors travel from the logits towards the embedding, so the last parameter is the cause.
+    Errors propagate backwards from the logits to the embedding, so the last parameter is the cause.
+
+    Args:
+        plain: Results of the plain net.
+        net: Partitioned net after its backward pass.
+
+    Returns:
+        Position and description of the difference. None if this rank finds none.
     """
     largest = max(gradient.abs().max().item() for gradient in plain.gradients.values())
-    places = {name: -place for place, name in enumerate(plain.gradients)}
-    message = []
-    for name, mine, expected in gradient_pairs(plain, net):
-        own = expected.abs().max().item() if expected.numel() else 0.0
-        # A gradient that is zero but for rounding is compared with the largest of all.
-        bound = plain.tolerance * max(own, 1e-2 * largest)
-        if mine.numel() and not (mine - expected).abs().max().item() <= bound:
-            message.append((places[name], f"the logits agree, but not the gradient of {name}"))
-    return min(message, default=None)
+    positions = {name: -index for index, name in enumerate(plain.gradients)}
+    differences = []
+    for name, gradient, expected in gradient_pairs(plain, net):
+        scale = expected.abs().max().item() if expected.numel() else 0.0
+        # Gradients that are zero except for rounding are compared with the largest gradient.
+        bound = plain.tolerance * max(scale, 1e-2 * largest)
+        if gradient.numel() and not (gradient - expected).abs().max().item() <= bound:
+            description = f"the logits agree, but not the gradient of {name}"
+            differences.append((positions[name], description))
+    return min(differences, default=None)
 
 
-def gradient_pairs(plain: Plain, net: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield each parameter's name, this rank's gradient, and the same part of the plain net's."""
+def gradient_pairs(plain: PlainResult, net: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield name, this rank's gradient and the expected gradient of each parameter.
+
+    A parameter without a gradient yields zeros. Parameters that have no gradient in the plain net
+    are left out.
+    """
     for name, parameter in net.named_parameters():
-        first = plain.second_names.get(name, name)
-        if (gradient := plain.gradients.get(first)) is None:
+        first = plain.first_names.get(name, name)
+        plain_gradient = plain.gradients.get(first)
+        if plain_gradient is None:
             continue
-        expected = local_shard(shard_like(gradient.to(parameter.device), parameter))
-        mine = torch.zeros_like(expected) if parameter.grad is None else local_shard(parameter.grad)
-        yield first, mine.to(expected.device), expected
+        expected = local_shard(shard_like(plain_gradient.to(parameter.device), parameter))
+        if parameter.grad is None:
+            gradient = torch.zeros_like(expected)
+        else:
+            gradient = local_shard(parameter.grad)
+        yield first, gradient.to(expected.device), expected
 
 
-def difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference as a fraction of the largest value; infinity for a NaN."""
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors as a fraction of the largest value of `b`.
+
+    Returns:
+        The fraction; 0 for empty tensors, and infinity if the shapes differ or a NaN occurs.
+    """
     if a.shape != b.shape:
         return math.inf
     if not a.numel():
         return 0.0
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.cpu().to(wide), b.cpu().to(wide)  # MPS has no float64
+    a = a.cpu().to(wide)  # on the CPU, because MPS has no float64
+    b = b.cpu().to(wide)
     if torch.equal(a, b):
-        return 0.0  # masks are infinite
+        return 0.0  # before the subtraction: the infinities of two equal masks would give NaN
     largest = b.abs().nan_to_num(0.0, 0.0).max().clamp(min=1e-30)
     fraction = ((a - b).abs().max() / largest).item()
     return math.inf if math.isnan(fraction) else fraction
 
 
 def gather(value: Any) -> list[Any]:
-    """Return each rank's value, on all ranks."""
+    """Return the values of all ranks, in the order of ranks. All ranks must call this function."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()

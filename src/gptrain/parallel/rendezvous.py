@@ -1,7 +1,8 @@
-"""The start of a process group: all ranks reach one store, or one line names those that do not.
+"""Rendezvous of the ranks of a job: all ranks open one store, or one line names the missing ranks.
 
-torch reports a rank that never comes as "Wait timeout", as a count of clients, or with the frames
-of C++, depending on who waits and where. Here every rank announces itself in the store first.
+torch reports a missing rank as "Wait timeout", as a number of clients, or with a C++ stack trace,
+depending on the rank that waits. In this file every rank first sets a key of the store, so that an
+error message can name the ranks whose keys are missing.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-REMINDER_S = 30.0  # ranks of one job start within seconds of each other
-_POLL_S = 0.5
+# Time after which a rank prints that it is waiting. Ranks of a job usually start within seconds.
+REMINDER_S = 30.0
+_POLL_S = 0.5  # time between two looks at the store or at the network
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class MissingRanksError(Exception):
-    """Ranks of the job did not come together; the message names them and the variables."""
+    """Some ranks of the job did not connect. The message names them and the variables.
+
+    Attributes:
+        cause: Kind of failure, for the end of the run.
+    """
 
     cause = "hang"
 
@@ -34,108 +40,127 @@ def open_store(
     store_path: str | None = None,
     variables: Sequence[str] = (),
 ) -> dist.Store:
-    """Return a store that all ranks of the job have reached.
+    """Open the store of the job, and return it when all ranks have opened it.
 
     Args:
-        timeout_s: Time that ranks may come after the first one.
-        store_path: File at which ranks of one node meet. None meets at MASTER_ADDR.
-        variables: Names of the environment variables that number the ranks, for the message.
+        rank: Global rank of this process.
+        world_size: Number of ranks of the job.
+        timeout_s: Time for which a rank waits for the other ranks.
+        store_path: File through which the ranks of one node connect. None for MASTER_ADDR and
+            MASTER_PORT.
+        variables: Names of the environment variables that number the ranks, for error messages.
 
     Raises:
-        MissingRanksError: If a rank does not come, or if the address cannot be used.
+        MissingRanksError: If a rank does not connect in time, or if the address cannot be used.
     """
     end_s = time.monotonic() + timeout_s
-    named = describe((*variables, *(() if store_path else _ADDRESS)))
+    address_variables = () if store_path else _ADDRESS
+    settings = describe_variables((*variables, *address_variables))
     if store_path:
         store: dist.Store = dist.FileStore(store_path, world_size)
         store.set_timeout(timedelta(seconds=timeout_s))
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
     else:
-        store = _open_network_store(rank, world_size, timeout_s, end_s, named)
-    _wait_for_all(store, rank, world_size, timeout_s, end_s, named)
+        store = _open_network_store(rank, world_size, timeout_s, end_s, settings)
+    _wait_for_all(store, rank, world_size, timeout_s, end_s, settings)
     return store
 
 
-def describe(variables: Sequence[str]) -> str:
-    """Return NAME=value of the variables that are set, joined by spaces."""
+def describe_variables(variables: Sequence[str]) -> str:
+    """Return NAME=value of the environment variables that are set, joined by spaces."""
     return " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
 
 
 def _open_network_store(
-    rank: int, world_size: int, timeout_s: float, end_s: float, named: str
+    rank: int, world_size: int, timeout_s: float, end_s: float, settings: str
 ) -> dist.Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT, which rank 0 serves."""
-    host, port = os.environ.get(_ADDRESS[0], ""), os.environ.get(_ADDRESS[1], "")
-    if not host or not port.strip().isdigit():
-        message = "MASTER_ADDR and MASTER_PORT must name the host of rank 0 and a free port of it"
-        raise MissingRanksError(f"{named}: {message}")
-    number = int(port)
-    _wait_for_name(host, timeout_s, end_s, named)
+    """Open the store at MASTER_ADDR:MASTER_PORT, which rank 0 serves.
+
+    `settings` are the variables as `describe_variables` returns them, for error messages.
+    """
+    host = os.environ.get("MASTER_ADDR", "")
+    port_text = os.environ.get("MASTER_PORT", "")
+    if not host or not port_text.strip().isdigit():
+        message = (
+            "MASTER_ADDR and MASTER_PORT must be the host of rank 0 and a free port of that host"
+        )
+        raise MissingRanksError(f"{settings}: {message}")
+    port = int(port_text)
+    _wait_for_name(host, timeout_s, end_s, settings)
     if rank == 0:
-        _check_port_is_free(number, named)
+        _check_port_is_free(port, settings)
     else:
-        _wait_for_server(host, number, timeout_s, end_s, named)
+        _wait_for_server(host, port, timeout_s, end_s, settings)
     timeout = timedelta(seconds=max(1.0, end_s - time.monotonic()))
     try:
-        return dist.TCPStore(host, number, world_size, rank == 0, timeout, wait_for_workers=False)
+        return dist.TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=False)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        said = str(error).splitlines()[0]
-        raise MissingRanksError(f"{named}: rank {rank} cannot use this address ({said})") from None
+        reason = str(error).splitlines()[0]
+        message = f"rank {rank} cannot use this address ({reason})"
+        raise MissingRanksError(f"{settings}: {message}") from None
 
 
-def _wait_for_name(host: str, timeout_s: float, end_s: float, named: str) -> None:
-    """Wait until a host name can be resolved: in a cluster the name may be seconds younger."""
+def _wait_for_name(host: str, timeout_s: float, end_s: float, settings: str) -> None:
+    """Wait until a host name can be resolved.
+
+    A cluster may publish the name of a new host some seconds after the ranks have started.
+    """
     while True:
         try:
             socket.getaddrinfo(host, None)
             return
-        except (OSError, UnicodeError) as error:  # UnicodeError: no label of a domain name
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name is not a domain name
             if time.monotonic() > end_s:
-                message = f"MASTER_ADDR={host} is no known host, for {timeout_s:g} s ({error})"
+                message = f"MASTER_ADDR={host} was not found within {timeout_s:g} s ({error})"
                 hint = "the name or address of the host of rank 0"
-                raise MissingRanksError(f"{named}: {message}; try: {hint}") from None
+                raise MissingRanksError(f"{settings}: {message}; try: {hint}") from None
         time.sleep(_POLL_S)
 
 
-def _check_port_is_free(port: int, named: str) -> None:
-    """Raise a MissingRanksError if another process of this host listens on a port."""
+def _check_port_is_free(port: int, settings: str) -> None:
+    """Check that no other process of this host listens on a port, else raise MissingRanksError."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("", port))
         except OSError as error:
-            why = "taken by another process" if error.errno == errno.EADDRINUSE else error.strerror
-            message = f"MASTER_PORT={port} of this host cannot be used by rank 0: {why}"
+            reason = error.strerror
+            if error.errno == errno.EADDRINUSE:
+                reason = "taken by another process"
+            message = f"MASTER_PORT={port} of this host cannot be used by rank 0: {reason}"
             hint = "another MASTER_PORT, the same in all ranks"
-            raise MissingRanksError(f"{named}: {message}; try: {hint}") from None
+            raise MissingRanksError(f"{settings}: {message}; try: {hint}") from None
         except OverflowError:
-            raise MissingRanksError(f"{named}: MASTER_PORT={port} is no port") from None
+            raise MissingRanksError(f"{settings}: {_invalid_port(port)}") from None
 
 
-def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, named: str) -> None:
-    """Wait until rank 0 listens; torch's own client would print each failed attempt."""
+def _wait_for_server(host: str, port: int, timeout_s: float, end_s: float, settings: str) -> None:
+    """Wait until rank 0 listens at its address.
+
+    torch's TCPStore would also wait, but it prints each failed attempt.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
         except OverflowError:
-            raise MissingRanksError(f"{named}: MASTER_PORT={port} is no port") from None
+            raise MissingRanksError(f"{settings}: {_invalid_port(port)}") from None
         except OSError as error:
             if time.monotonic() > end_s:
-                why = error.strerror or str(error)
-                message = f"rank 0 did not come within {timeout_s:g} s: no answer there ({why})"
-                raise MissingRanksError(f"{named}: {message}; {_hint(named)}") from None
+                reason = error.strerror or str(error)
+                message = f"rank 0 did not answer within {timeout_s:g} s ({reason})"
+                raise MissingRanksError(f"{settings}: {message}; {_hint(settings)}") from None
         time.sleep(_POLL_S)
 
 
 def _wait_for_all(
-    store: dist.Store, rank: int, world_size: int, timeout_s: float, end_s: float, named: str
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, end_s: float, settings: str
 ) -> None:
-    """Announce this rank, and wait until all others have announced themselves.
+    """Set the key of this rank in the store, and wait until the keys of all ranks are set.
 
-    The store is asked again and again: its own `wait` prints a warning of C++ at a timeout.
+    The keys are polled, because `store.wait` prints a C++ warning at a timeout.
     """
     keys = [f"rank {number} is here" for number in range(world_size)]
     missing = [number for number in range(world_size) if number != rank]
@@ -147,23 +172,31 @@ def _wait_for_all(
                 break
             if time.monotonic() > remind_s:
                 remind_s = end_s
-                text = f"waiting for {_list(missing)} of {world_size}, for {timeout_s:g} s at most"
-                warnings.warn(f"{named}: {text}", stacklevel=2)  # ranks other than 0 are silent
+                message = f"waiting up to {timeout_s:g} s for {_list(missing)} of {world_size}"
+                # A warning, not a log line: ranks other than 0 do not log.
+                warnings.warn(f"{settings}: {message}", stacklevel=2)
             time.sleep(_POLL_S if end_s - time.monotonic() > _POLL_S else 0.01)
-    except RuntimeError:  # rank 0, which serves the store, has given up or is gone
+    except RuntimeError:  # rank 0, which serves the store, has given up or has exited
         pass
     if missing:
-        message = f"{_list(missing)} of {world_size} did not come within {timeout_s:g} s"
-        raise MissingRanksError(f"{named}: {message}; {_hint(named)}")
+        message = f"{_list(missing)} of {world_size} did not connect within {timeout_s:g} s"
+        raise MissingRanksError(f"{settings}: {message}; {_hint(settings)}")
 
 
 def _list(ranks: Sequence[int]) -> str:
-    """Return the ranks as words, the first of them where there are many."""
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    """Return "rank 1" or "ranks 1, 2", with at most eight ranks."""
+    numbers = ", ".join(map(str, ranks[:8]))
+    if len(ranks) == 1:
+        return f"rank {numbers}"
+    return f"ranks {numbers}, …" if len(ranks) > 8 else f"ranks {numbers}"
 
 
-def _hint(named: str) -> str:
-    """Return what to type where these variables number ranks that nobody starts."""
-    names = " ".join(word.partition("=")[0] for word in named.split())
+def _invalid_port(port: int) -> str:
+    """Return the message about a port number that does not exist."""
+    return f"MASTER_PORT={port} is not a port number; allowed: 1 to 65535"
+
+
+def _hint(settings: str) -> str:
+    """Return the end of an error message about missing ranks: what the user can try."""
+    names = " ".join(word.partition("=")[0] for word in settings.split())
     return f"try: start all ranks, or: unset {names}"
