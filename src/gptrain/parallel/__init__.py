@@ -1,19 +1,15 @@
-"""How a net is partitioned over processes. torch.distributed and our `loss`; no lightning.
+"""Parallelism strategies: how a net is partitioned over ranks, and how its loss is computed.
 
-A strategy is one object on each rank, `strategy.ParallelStrategy` or a class of it: it partitions
-the net, gives
-loss and logits, and finishes a step's gradients. Lightning's side (`lit.strategies`) calls it.
-Each `apply_*` changes a net in place and leaves its parameter names as they were, so that a state
-dict has the bare net's keys under every strategy. What a net must offer: `gptrain.models`. The
-order in which they are applied, inside `slices.make_net_on`:
+The package uses torch.distributed and `gptrain.loss`, but not Lightning. Every rank has one object
+of `strategy.ParallelStrategy` or of a subclass. It partitions the net, computes loss and logits,
+and completes the gradients of a step. The Lightning strategies of `gptrain.lit.strategies` call it.
 
-    tensor or pipeline -> activation checkpointing -> compile -> FSDP
+Every partitioning changes the net in place and keeps the names of its parameters, so that a state
+dict has the same keys under every strategy. `gptrain.models` describes what a strategy needs of a
+net. `gptrain.lit.strategies.build_strategy` applies the changes in this order:
 
-dims        the table of strategies, and how many ranks each axis takes; no torch
-mesh        ranks: process group, axes       fit         what an option needs of a net
-whole, ddp, diloco, sharded (fsdp, tensor), pipeline    the strategies
-comparison  a user's net as a strategy runs it, against the plain one
-activation  what is kept for the backward pass, and compile
-gradients   sums over ranks, clipping        slices      whole tensors and their slices
-state       checkpoints from and into any strategy
+    tensor or pipeline parallelism -> activation checkpointing -> compile -> FSDP
+
+See README.md of this package for its files, and `gptrain.core.strategies` for the table of
+strategies and their options.
 """
