@@ -1,9 +1,9 @@
-"""Saves the run so that it can resume bit for bit: before a validation, or between two."""
+"""The callback that saves the run, so that it can resume bit for bit from every saved step."""
 
 import logging
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -28,38 +28,54 @@ from gptrain.lit.lightning import data_of, ends_step, is_validated, loop_state_a
 from gptrain.parallel.mesh import wait_for_rank_0
 
 log = logging.getLogger(__name__)
-# Smaller saves take less than a fifth of a second and are on the disk before the next step begins.
+# Smaller saves take less than 0.2 s. They are finished before the next step starts.
 BACKGROUND_BYTES = 1 << 26
-WRITING_S = 3600.0  # rank 0 may write that long; it beats at every piece, the others wait for it
+WRITING_S = 3600.0  # time for which the other ranks wait while rank 0 writes, in seconds
+
+
+class SavedStep(NamedTuple):
+    """The newest step that was saved.
+
+    Attributes:
+        step: Number of optimizer steps done.
+        validated: Whether the validation and the epoch-end hooks that follow the step were done
+            before the save. If False, a resumed run repeats them.
+    """
+
+    step: int
+    validated: bool
 
 
 class Checkpoints(Checkpoint):
-    """Saves each step once: one that is validated before that, one that ends an epoch after that.
+    """Saves the run at each validation, at the configured intervals, and when it ends.
 
-    A validation that fails then costs no training. What the validation adds, metrics and states of
-    callbacks, amends the checkpoint afterwards; until then it has no metric and is nobody's best.
-    Lightning calls this callback after all others, so that a save holds what they did at this step.
+    A step with a validation is saved before its validation, so that a validation that fails costs
+    no training. Afterwards the checkpoint is amended with what the validation has changed: metrics
+    and states of callbacks. Until then the checkpoint has no metric and cannot be the best one. A
+    step that ends an epoch and has no validation is saved after the hooks of the epoch's end.
 
-    A run that fails between two saves saves the newest step that is complete, if all ranks have
-    failed after the same one: see `on_exception`.
+    Lightning calls this callback after all other callbacks, so that a save contains their state
+    after this step. If training fails between two saves, the newest complete step is saved,
+    provided that all ranks have failed after the same step, see `on_exception`.
 
     Args:
-        store: the run's checkpoints.
-        identity: key -> value of what must not change on a resume; kept in each manifest.
-        options: the `checkpoint` group.
-        parameter_bytes: what a save holds of each parameter: it, and its optimizer's states.
-        changed: options of the optimizer that a resume is allowed to change, and does.
-        objective: the logged name that a sweep reads.
-        mirror: gets a copy of each checkpoint while steps go on; no rank of a run that ends, or was
-            asked to stop, leaves before the last copy is there.
-        meeting_place: folder of this start, where ranks that fail ask each other whether to save.
+        store: Checkpoints of the run.
+        identity: Config key -> value for all keys that a resumed run must not change. Every
+            manifest contains it.
+        options: `checkpoint` group of the config.
+        parameter_bytes: Bytes of a save per parameter: the parameter and its optimizer states.
+        changed: Names of the optimizer options that may change on resume.
+        objective: Logged name by which a sweep compares its jobs.
+        mirror: Mirror that copies each checkpoint while training continues. All ranks wait for the
+            last copy before they exit. None if there is no mirror.
+        agreement_folder: Shared folder of this start of the run, in which failed ranks agree on
+            whether to save. If None, a run of several ranks does not save after an error.
 
     Attributes:
-        stopping: the ranks have agreed to leave; set by `TrainingMonitor`.
-        time_is_up: The ranks have agreed to save, as `every_minutes` have passed since the last
-            save; set by `TrainingMonitor`.
-        saved: the newest step that is saved, and whether what was due after it was done: its
-            validation, and the hooks of its epoch's end.
+        stopping: Whether the ranks have agreed to stop. Set by `TrainingMonitor`.
+        time_is_up: Whether the ranks have agreed to save, because `every_minutes` have passed since
+            the last save. Set by `TrainingMonitor`.
+        saved: Newest step that was saved.
     """
 
     def __init__(
@@ -71,33 +87,43 @@ class Checkpoints(Checkpoint):
         changed: tuple[str, ...],
         objective: str,
         mirror: Mirror | None,
-        meeting_place: Path | None = None,
+        agreement_folder: Path | None = None,
     ):
-        self.store, self.identity, self.options = store, identity, options
-        self.parameter_bytes, self.mirror = parameter_bytes, mirror
+        self.store = store
+        self.identity = identity
+        self.options = options
+        self.parameter_bytes = parameter_bytes
+        self.changed = frozenset(changed)
+        self.mirror = mirror
         if mirror is not None:
             store.on_commit = lambda: mirror.update(store)
-        self.changed = frozenset(changed)
-        self.stopping = self.time_is_up = False
-        self.saved = 0, True
-        self._metrics: dict[str, float] | None = None  # of a validation that is not saved yet
-        self._only_validates = False
-        self._awaited = {  # until the first validation: key, a logged name, what follows without it
+        self.agreement_folder = agreement_folder
+        self.stopping = False
+        self.time_is_up = False
+        self.saved = SavedStep(0, True)
+        self._needed_bytes = 0  # estimated size of one save
+        # Config key -> logged name that the first validation must log, and the effect if it does
+        # not. Empty after the first validation.
+        self._expected_metrics = {
             "checkpoint.monitor": (options.monitor, "the newest checkpoint is the best"),
             "objective": (objective, "a sweep finds no best run"),
         }
-        self._loaded: dict[str, Any] | None = None  # of a checkpoint to go on from
-        self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and as that has left them
-        self._completed = 0  # the newest step of which all that was due is done
-        self._is_salvaging = False
-        self.meeting_place = meeting_place
-        self._needed_bytes = 0  # of a save, estimated
-        self._interval_start_s = 0.0  # of every_minutes; read by rank 0 alone
-        self._writing = Vote()
+        self._metrics: dict[str, float] | None = None  # metrics of a validation, not yet saved
+        self._loaded: dict[str, Any] | None = None  # STATE of the checkpoint to resume from
+        self._only_validates = False  # the run resumes to repeat the validation of its last step
+        # Newest step whose validation and epoch-end hooks are done.
+        self._completed_step = 0
+        self._rng: tuple[int, dict[str, Any]] | None = None  # a step, and the RNG state after it
+        self._is_salvaging = False  # an error has ended training, and its last step is being saved
+        self._interval_start_s = 0.0  # start of the every_minutes interval, used on rank 0 only
+        self._writing_vote = Vote()  # whether any rank is still writing a background save
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises SaveFailedError unless there is room for two saves: the newer before the
-        older goes.
+        """Check the free disk space before training starts.
+
+        Raises:
+            SaveFailedError: If two saves do not fit. A checkpoint is removed only after the next
+                one is complete.
         """
         if stage != "fit":
             return
@@ -108,113 +134,130 @@ class Checkpoints(Checkpoint):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Every counter follows from the step, whatever the number of ranks was."""
+        """Set Lightning's loop counters, which follow from the step on any number of ranks.
+
+        Does nothing in an evaluation, and for a file of a Lightning callback, which has counters.
+        """
         if "validated" not in checkpoint or trainer.state.fn != "fit":
             return
-        self._loaded = {key: checkpoint[key] for key in STATE}  # the rest is freed meanwhile
-        self.saved = checkpoint["global_step"], checkpoint["validated"]
+        # Keep only these entries, so that the tensors of the checkpoint can be freed.
+        self._loaded = {key: checkpoint[key] for key in STATE}
+        self.saved = SavedStep(checkpoint["global_step"], checkpoint["validated"])
         checkpoint["loops"] = {"fit_loop": loop_state_after(trainer, *self.saved)}
         self._only_validates = self.saved == (trainer.max_steps, False)
         if self._only_validates:
-            trainer.fit_loop.epoch_loop.max_steps = -1  # with no step left it would do nothing
+            # Lightning's loop would end without the validation, because no step is left.
+            trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore the state that Lightning does not restore, if the run resumes."""
         if self._only_validates:
-            trainer.val_check_batch = 1  # a run's last step is validated whatever the interval
+            trainer.val_check_batch = 1  # validate the last step, whatever the interval
         if self._loaded is not None:
             resume_run(trainer, self._loaded, self.changed)
-            if not self.saved[1] and len(self._loaded["rng"]) == trainer.world_size:
-                allow_amendment(trainer, self.store.folder / folder_name(self.saved[0]))
+            if not self.saved.validated and len(self._loaded["rng"]) == trainer.world_size:
+                allow_amendment(trainer, self.store.folder / folder_name(self.saved.step))
             self._loaded = None
         self._rng = trainer.global_step, capture()
-        self._completed = trainer.global_step if self.saved[1] else 0
+        self._completed_step = trainer.global_step if self.saved.validated else 0
         self._interval_start_s = monotonic()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if strategy_of(trainer).saves_to_store:  # and it is not ModelCheckpoint that saves
-            # The step that failed has drawn numbers since, which its repetition is to draw again.
+        """Add the state for an exact resume, but not to files of Lightning callbacks."""
+        if strategy_of(trainer).saves_to_store:
             rng = None
             if self._is_salvaging and self._rng and self._rng[0] == trainer.global_step:
+                # The failed step has drawn random numbers, and the resumed run repeats this step:
+                # save the RNG state from before the failed step.
                 rng = self._rng[1]
-            add_state(trainer, checkpoint, self.saved[1], rng)
+            add_state(trainer, checkpoint, self.saved.validated, rng)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        """Save a step that is due and has neither a validation nor the end of an epoch after it."""
         if not ends_step(trainer, batch_idx):
             return
         self._finish_if_written(trainer)
         self._rng = trainer.global_step, capture()
-        # Else it is saved before its validation, or after its epoch's hooks.
-        if not self._more_follows(trainer):
-            self._completed = trainer.global_step
+        if not self._has_pending_hooks(trainer):
+            self._completed_step = trainer.global_step
             if self._is_due(trainer):
                 self.save(trainer)
 
     def before_validation(self, trainer: Trainer) -> None:
         """Save the step that is about to be validated.
 
-        Steps calls it before any other callback or module begins the validation, which may swap
-        weights, and after all of them have seen the end of the step.
+        `TrainingMonitor` calls this method after all callbacks have seen the end of the step, and
+        before any callback starts the validation: a callback may replace the weights then.
         """
-        strategy_of(trainer).on_validation_start()  # replicas of DiLoCo synchronize
-        if self.saved[0] < trainer.global_step:
+        strategy_of(trainer).on_validation_start()  # synchronizes the replicas of DiLoCo
+        if self.saved.step < trainer.global_step:
             self.save(trainer, validated=False)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
         batch_idx: int, dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
-        """Makes a checkpoint of a save in the background as soon as it is written."""
+        """Turn a background save into a checkpoint as soon as all ranks have written it."""
         self._finish_if_written(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Amend the checkpoint of this step with its metrics, unless the step ends an epoch."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         trainer.should_stop |= self._only_validates
         self._metrics = reproducible_metrics(trainer)
         if trainer.is_global_zero:
-            self._warn_of_names(self._metrics)
+            self._warn_about_missing(self._metrics)
         if not self._ends_epoch(trainer):
             self._complete(trainer)
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save or amend the last step of an epoch, after the hooks of all other callbacks."""
         if self._ends_epoch(trainer):
             self._complete(trainer)
             if self._is_due(trainer) or self._metrics is not None:
                 self.save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step > self.saved[0]:
+        """Save the last step if it is not saved yet, and finish a background save."""
+        if trainer.global_step > self.saved.step:
             self.save(trainer)
         self.finish(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._loaded is not None:  # no step was left: what the run had come to is its result
+        """Restore the metrics of the checkpoint as the result, if no step was left to train."""
+        if self._loaded is not None:
             restore_logged(trainer, self._loaded)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Wait until the mirror has copied the last checkpoint."""
         if stage == "fit":
             self._wait_for_mirror(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Save the newest complete step, if all ranks have failed after it: see `may_save`."""
+        """Save the newest complete step if all ranks have failed after it, see `may_save`.
+
+        An error of this save is logged and not raised, because the first error is to be reported.
+        """
         if isinstance(exception, PreemptedError):
-            if exception.step is not None:  # all ranks agreed
+            if exception.step is not None:  # all ranks have agreed to stop
                 self._wait_for_mirror(trainer)
             return
-        step, is_unsaved = trainer.global_step, trainer.global_step > self.saved[0]
+        step = trainer.global_step
+        is_unsaved = step > self.saved.step
         if not self._rng or not (is_unsaved or self.store.is_unfinished):
             return
-        validated = step == self._completed or not self._more_follows(trainer)
+        validated = step == self._completed_step or not self._has_pending_hooks(trainer)
         facts = [step, is_unsaved, validated]
         try:
-            if not may_save(trainer, exception, facts, self.meeting_place):
+            if not may_save(trainer, exception, facts, self.agreement_folder):
                 return
             self.finish(trainer)
             self._is_salvaging = True
@@ -222,35 +265,42 @@ class Checkpoints(Checkpoint):
                 self.save(trainer, validated=validated)
             log.info(labels.line("saved", f"step {step}, before the error"))
             self._wait_for_mirror(trainer)
-        except Exception as error:  # the first error is the one to report
+        except Exception as error:
             log.warning("warning: nothing was saved after the error: %s", first_line(error))
 
     def save(self, trainer: Trainer, *, validated: bool = True) -> None:
-        """Save this step; after its validation only what that has changed. All ranks must call it.
+        """Save this step, or amend its checkpoint after the validation. All ranks must call it.
 
-        A large save may become a checkpoint some steps later; at once where the run ends with it.
+        A step that is already saved in this state is not saved again. A large save is written in
+        the background and becomes a checkpoint some steps later, except at the end of the run.
 
         Args:
-            validated: False where the step's validation is still to come, or to be repeated.
+            trainer: Trainer of the run.
+            validated: Whether the validation and the epoch-end hooks that follow the step are
+                done. If False, a resumed run repeats them.
 
         Raises:
-            SaveFailedError: On all ranks alike, with the earlier checkpoints intact.
+            SaveFailedError: On all ranks. The earlier checkpoints are intact.
         """
-        step, strategy, options = trainer.global_step, strategy_of(trainer), self.options
-        self.time_is_up, self._interval_start_s = False, monotonic()
+        step = trainer.global_step
+        strategy = strategy_of(trainer)
+        self.time_is_up = False
+        self._interval_start_s = monotonic()
         if self.saved == (step, validated):
             self.finish(trainer)
             return
-        amends = self.saved == (step, False) and all(gather(strategy.is_unchanged_since_save()))
-        self.saved = step, validated
-        if amends:
+        is_amendment = self.saved == (step, False) and all(
+            gather(strategy.is_unchanged_since_save())
+        )
+        self.saved = SavedStep(step, validated)
+        if is_amendment:
             self._amend(trainer)
             return
         self.finish(trainer)
         if not trainer.is_global_zero:
-            self._announce("save")
+            self._allow_long_phase("save")
         is_large = self._needed_bytes >= BACKGROUND_BYTES
-        ends = self.stopping or self._is_salvaging or step == trainer.max_steps
+        is_last = self.stopping or self._is_salvaging or step == trainer.max_steps
         with self.store.writing(
             step,
             kind="sharded" if strategy.parallel.is_partitioned else "full",
@@ -259,94 +309,114 @@ class Checkpoints(Checkpoint):
             needed_bytes=self._needed_bytes,
             rank=trainer.global_rank,
             gather=gather,
-            in_background=options.background and is_large and not ends,
-        ) as draft:
+            in_background=self.options.background and is_large and not is_last,
+        ) as writer:
             strategy.saves_to_store = True
             try:
-                trainer.save_checkpoint(draft.path, weights_only=False, storage_options=draft)
-            finally:  # a callback may save on an exception
+                trainer.save_checkpoint(writer.path, weights_only=False, storage_options=writer)
+            finally:  # after an error OnExceptionCheckpoint may write a file of its own
                 strategy.saves_to_store = False
         self._metrics = None
         if not self.store.is_unfinished:
-            self._tidy(trainer)
+            self._prune(trainer)
 
     def _amend(self, trainer: Trainer) -> None:
-        """Add to the checkpoint of this step what its validation has changed."""
-        strategy, files = strategy_of(trainer), {}
+        """Add the metrics and the changed callback states to the checkpoint of this step."""
+        strategy = strategy_of(trainer)
+        files: dict[str, bytes] = {}
         strategy.saves_to_store = True
         try:
             path = self.store.folder / folder_name(trainer.global_step)
             trainer.save_checkpoint(path, weights_only=False, storage_options=files)
         finally:
-            strategy.saves_to_store, strategy.saved = False, None
-        rank, metrics = trainer.global_rank, self._metrics or {}
-        self.store.amend(trainer.global_step, files, metrics, rank=rank, gather=gather)
+            strategy.saves_to_store = False
+            strategy.saved = None
+        self.store.amend(
+            trainer.global_step,
+            files,
+            self._metrics or {},
+            rank=trainer.global_rank,
+            gather=gather,
+        )
         self._metrics = None
         if not self.store.is_unfinished:
-            self._tidy(trainer)
+            self._prune(trainer)
         elif self.stopping or trainer.global_step == trainer.max_steps:
             self.finish(trainer)
 
     def _complete(self, trainer: Trainer) -> None:
-        """All that was due after this step is done."""
-        self._completed = trainer.global_step
-        self._rng = self._completed, capture()
+        """Record that the validation and the epoch-end hooks after this step are done."""
+        self._completed_step = trainer.global_step
+        self._rng = trainer.global_step, capture()
 
-    def _more_follows(self, trainer: Trainer) -> bool:
-        """Whether a validation, or the hooks of an epoch's end, follow this step."""
+    def _has_pending_hooks(self, trainer: Trainer) -> bool:
+        """Return whether a validation or the epoch-end hooks follow this step."""
         return self._ends_epoch(trainer) or is_validated(trainer, trainer.global_step)
 
     def ranking(self) -> list[Path]:
-        """The checkpoints with the monitored metric, the best first."""
+        """Return the folders of the checkpoints with the monitored metric, the best first."""
         return self.store.ranking(self.options.monitor, self.options.mode)
 
     def finish(self, trainer: Trainer) -> None:
-        """Makes a checkpoint of a save in the background, waiting for it where it must."""
+        """Wait for a background save and turn it into a checkpoint. All ranks must call it.
+
+        Does nothing if no background save is unfinished.
+
+        Raises:
+            SaveFailedError: On all ranks, if a rank could not write its files.
+        """
         if not self.store.is_unfinished:
             return
-        self._announce("save")
-        self._writing.close()
+        self._allow_long_phase("save")
+        self._writing_vote.close()
         self.store.finish()
-        self._tidy(trainer)
+        self._prune(trainer)
 
     def _finish_if_written(self, trainer: Trainer) -> None:
-        """Turn a save in the background into a checkpoint once all ranks have written it."""
-        if self.store.is_unfinished and self._writing.ask(self.store.is_writing) == (False,):
+        """Turn a background save into a checkpoint once all ranks have written it."""
+        if not self.store.is_unfinished:
+            return
+        if self._writing_vote.ask(self.store.is_writing) == (False,):
             self.finish(trainer)
 
-    def _announce(self, phase: str) -> None:
-        """Tells the watchers that the next sign of life may take long."""
+    def _allow_long_phase(self, phase: str) -> None:
+        """Send a heartbeat that allows WRITING_S until the next heartbeat."""
         if self.store.progress:
             self.store.progress(phase=phase, allow_s=WRITING_S)
 
     def _wait_for_mirror(self, trainer: Trainer) -> None:
-        """On all ranks: a launcher ends them soon after the first has left."""
-        if (mirror := self.mirror) is None:
+        """Wait on all ranks until rank 0 has copied the last checkpoint to the mirror.
+
+        The other ranks wait too, because a launcher kills the job soon after the first rank exits.
+        """
+        mirror = self.mirror
+        if mirror is None:
             return
 
         def finish() -> None:
-            mirror.update(self.store)  # what is there of a start that was killed, or pruned
+            mirror.update(self.store)  # also copies what an earlier, killed start did not copy
             mirror.wait()
 
-        self._announce("mirror")
+        self._allow_long_phase("mirror")
         wait_for_rank_0(finish, trainer.global_rank, WRITING_S)
 
-    def _tidy(self, trainer: Trainer) -> None:
-        """Removes old checkpoints."""
+    def _prune(self, trainer: Trainer) -> None:
+        """Remove all checkpoints but the newest `checkpoint.keep` and the best."""
         if trainer.is_global_zero:
             self.store.prune(self.options.keep, protect=self.ranking()[:1])
 
     def votes_to_save(self, trainer: Trainer) -> bool:
         """Return this rank's vote on saving because of `checkpoint.every_minutes`.
 
-        Only rank 0 looks at the clock and ever votes yes. The answer arrives on all ranks with the
-        vote on stopping, one step later on several ranks, and sets `time_is_up`.
+        Only rank 0 reads the clock, so only rank 0 can vote yes. The vote is part of the vote on
+        stopping. With several ranks its result is known one step later, on all ranks. The result
+        sets `time_is_up`.
         """
         every = self.options.every_minutes
         if every is None or not trainer.is_global_zero or not trainer.training:
             return False
-        if self._more_follows(trainer) or self._is_due(trainer):  # the step is saved anyway
-            return False
+        if self._has_pending_hooks(trainer) or self._is_due(trainer):
+            return False  # the step is saved without the vote
         now_s = monotonic()
         if now_s - self._interval_start_s < 60 * every:
             return False
@@ -354,25 +424,32 @@ class Checkpoints(Checkpoint):
         return True
 
     def _is_due(self, trainer: Trainer) -> bool:
-        """Return whether this step is saved although no validation saves it.
+        """Return whether a step without a validation is saved.
 
-        This decides whether ranks call `save`, which is a collective operation: the answer must be
-        the same on all ranks, or those that save wait for the others until `strategy.timeout_s`. A
-        condition may use the step, the config and what ranks have agreed on (see `Vote`). It must
-        not use a rank's own clock, signals, files or metrics.
+        `save` is a collective operation, so the result must be identical on all ranks. Otherwise
+        the ranks that save wait for the other ranks until `strategy.timeout_s`. A condition may use
+        the step, the config and the result of a `Vote`. It must not use the clock, signals, files
+        or metrics of one rank.
         """
-        every = self.options.every_n_steps
-        is_turn = bool(every) and trainer.global_step % every == 0
-        return is_turn or self.time_is_up or self.stopping or trainer.should_stop
+        every_n_steps = self.options.every_n_steps
+        is_interval_over = bool(every_n_steps) and trainer.global_step % every_n_steps == 0
+        return is_interval_over or self.time_is_up or self.stopping or trainer.should_stop
 
     def _ends_epoch(self, trainer: Trainer) -> bool:
+        """Return whether this step is the last step of an epoch."""
         return trainer.global_step % data_of(trainer).epoch_steps == 0
 
-    def _warn_of_names(self, metrics: dict[str, float]) -> None:
-        """Says once which name is never logged; of what is measured in time it is not known."""
-        names = ", ".join(name for name in sorted(metrics) if name != "step")
-        for key, (name, effect) in self._awaited.items():
+    def _warn_about_missing(self, metrics: dict[str, float]) -> None:
+        """Log a warning for each configured metric that the first validation has not logged.
+
+        Names under perf/ are not checked, because `metrics` does not contain them.
+
+        Args:
+            metrics: Result of `reproducible_metrics`.
+        """
+        logged_names = ", ".join(name for name in sorted(metrics) if name != "step")
+        for key, (name, effect) in self._expected_metrics.items():
             if name not in metrics and not name.startswith("perf/"):
                 message = f"not logged in the first validation; {effect}"
-                log.warning("%s", ConfigIssue(key, name, message, names, code=DONE).line)
-        self._awaited = {}
+                log.warning("%s", ConfigIssue(key, name, message, logged_names, code=DONE).line)
+        self._expected_metrics = {}

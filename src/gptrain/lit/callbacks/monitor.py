@@ -390,7 +390,7 @@ class TrainingMonitor(Callback):
             return
         if self.checkpoints is None:
             raise PreemptedError
-        if self.checkpoints.saved[0] < trainer.global_step:
+        if self.checkpoints.saved.step < trainer.global_step:
             self.checkpoints.save(trainer, validated=False)
         self.checkpoints.finish(trainer)
         if trainer.global_step != trainer.max_steps:
