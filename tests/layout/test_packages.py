@@ -32,11 +32,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"data", "loss"},
     "runs": {"checkpoints"},
     "lit": {
-        "checkpoints", "costs", "data", "ladder", "loss", "optim", "parallel", "runtime", "text",
+        "checkpoints", "costs", "data", "loss", "optim", "parallel", "runtime", "text",
     },
     "config": {"checkpoints", "costs", "runs", "runtime"},
     "assemble": {
-        "checkpoints", "config", "costs", "data", "ladder", "lit", "loss", "optim", "parallel",
+        "checkpoints", "config", "costs", "data", "lit", "loss", "optim", "parallel",
         "runtime",
     },
 }  # fmt: skip
