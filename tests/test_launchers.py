@@ -146,7 +146,7 @@ def test_ranks_that_cannot_be_told_apart_and_devices_that_mpirun_has_not_started
 def test_a_number_that_is_no_rank_is_refused_by_that_rank(launched):
     launched("torchrun", 2, 2, 0, 2)
     (line,) = refused("trainer.accelerator=cpu")
-    assert "RANK=2 is no rank of WORLD_SIZE=2" in line
+    assert "RANK=2: not in 0 to 1 (WORLD_SIZE=2)" in line
 
 
 def test_mpirun_on_two_nodes_is_asked_where_the_ranks_meet(launched, monkeypatch, tmp_path):

@@ -208,7 +208,7 @@ def test_ranks_that_end_without_a_word_are_reported(tmp_path, monkeypatch, code,
     supervisor.watch(cfg, ranks, StopFlag(), tmp_path)
     ((ending, which),) = ends
     assert (ending.cause, ending.code, which) == (cause, 70, 0)
-    assert ("want of memory" in ending.line) == (code == -9)  # as the kernel kills
+    assert ("memory ran out" in ending.line) == (code == -9)  # as the kernel kills
     assert supervisor.job_code(cfg, ranks) == 70
     write_status(tmp_path, cause="nonfinite", exit_code=79, rank=1)
     assert supervisor.job_code(cfg, ranks) == 79  # of the first that failed

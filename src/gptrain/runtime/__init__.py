@@ -1,9 +1,15 @@
-"""Start a job: in this process if it has one device, else in ranks that this process watches.
+"""Start of a job: in this process if it has one device, else in ranks that this process watches.
 
-process     which process this is, and where ranks meet
-devices     what it runs on
-supervisor  the parent of local ranks
-rank        what surrounds the training function in each of them
+process     rank and world size of this process, and the rendezvous of the ranks
+devices     accelerator, devices, precision and threads of a run
+supervisor  the parent process of local ranks: it starts, watches and restarts them
+rank        the run of the training function in one rank, and the report of its end
+signals     requests to stop
+watchdog    heartbeats, and the detection of ranks that hang
+agreement   a question to all ranks without a collective operation
+streams     stdout and stderr of a process
+measure     peak speed of a device
+provenance  code, versions, command and devices of a run, for result.json
 """
 
 from __future__ import annotations
@@ -31,42 +37,45 @@ def run(train: Callable, cfg: RunConfig, find_checkpoint: Callable) -> dict[str,
 
     Args:
         train: Function (cfg, guard) -> metrics, which runs in every rank.
+        cfg: Configuration of the run.
         find_checkpoint: Function (cfg, lock, world_size) -> folder of the verified checkpoint to
             resume from, or None. The process that holds the run folder calls it before any rank
             starts, and again before a restart.
 
     Raises:
         JobFailedError: If the job fails, after the reason has been printed. It has the exit code.
-        ConfigError: If the config does not fit the content of its folder, or if another run holds
-            the folder. Nothing was started or changed.
+        ConfigError: If the config does not fit the content of its folder, another run holds the
+            folder, or restarts made no progress. No ranks were started for it.
     """
     process = this_process()
     with StopFlag() as stop:
-        from gptrain.runtime.devices import find_devices  # torch
+        from gptrain.runtime.devices import find_devices  # imports torch, which takes seconds
         from gptrain.runtime.rank import remove_old_starts, run_rank, start_log
         from gptrain.runtime.supervisor import is_restart, prepare_start, supervise
 
-        machine, again = find_devices(cfg), is_restart()
-        if process.rank > 0:  # rank 0 holds the folder, and sends the checkpoint's path
+        devices = find_devices(cfg)
+        again = is_restart()
+        if process.rank > 0:  # rank 0 locks the folder and sends the path of the checkpoint
             report_folder(cfg.run_dir)
             return run_rank(train, cfg, stop)
-        # The lock is free again when this process ends, however it ends.
+        # The kernel frees the lock when this process ends, however it ends.
         with RunLock(cfg.run_dir, LOST_HOST_S if again else NAMED_AFTER_S) as lock:
             start_log()
-            cfg = prepare_start(cfg, find_checkpoint, lock, machine.world_size, again)
+            cfg = prepare_start(cfg, find_checkpoint, lock, devices.world_size, again)
             remove_old_starts(cfg.run_dir)
             keep_config(cfg)
             report_folder(cfg.run_dir)
-            if process.is_rank or machine.n_local == 1 or stop:  # asked already: no rank starts
+            # A run that was asked to stop by now ends in this process, without starting ranks.
+            if process.is_rank or devices.n_local == 1 or stop:
                 return run_rank(train, cfg, stop)
-            again = partial(
-                prepare_start, cfg, find_checkpoint, lock, machine.world_size, again=True
+            start_again = partial(
+                prepare_start, cfg, find_checkpoint, lock, devices.world_size, again=True
             )
-            return supervise(train, cfg, machine.n_local, again, stop)
+            return supervise(train, cfg, devices.n_local, start_again, stop)
 
 
 def report_folder(run_dir: str) -> None:
-    """Report the folder of the run that starts to `gptrain.fit`, if that started this process.
+    """Report the run folder to `gptrain.fit`, if `gptrain.fit` has started this process.
 
     If the process of `gptrain.fit` ends before the run, the run is asked to save and to stop.
     """
@@ -78,11 +87,13 @@ def report_folder(run_dir: str) -> None:
 def keep_config(cfg: RunConfig) -> None:
     """Write Hydra's record of a run and sign it.
 
-    Hydra would write the record before the folder is held. Written here, a start that is refused
-    leaves the record of the run in that folder alone. A run that takes its words from an untrusted
-    run is not signed: they are not the words of this user.
+    Hydra itself would write the record before the folder is locked, and a start that is refused
+    would overwrite the record of the run in that folder. A run that takes its overrides from an
+    untrusted run is not signed, because this user has not typed them.
     """
-    from hydra.core.hydra_config import HydraConfig  # here, so that `gptrain.runs` starts fast
+    from hydra.core.hydra_config import (
+        HydraConfig,
+    )  # a lazy import, so that `gptrain.runs` starts fast
     from omegaconf import OmegaConf
 
     folder, hydra = Path(cfg.run_dir) / ".hydra", cast(Any, HydraConfig.instance().cfg)

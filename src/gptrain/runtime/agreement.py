@@ -1,8 +1,8 @@
-"""Whether all ranks of a job have failed at the same point, asked without a collective.
+"""Agreement of all ranks without a collective operation, used after an error.
 
-A save needs all ranks. Where one rank alone has failed, the others wait in a collective, and a rank
-that waits for them in another one hangs. So the ranks that fail ask each other by small files in a
-folder that they share, and only for a few seconds.
+A save needs all ranks. If only one rank has failed, the other ranks wait in a collective operation
+of the training, and a second collective operation would hang. So the failed ranks exchange small
+files in a shared folder, and wait for each other for a few seconds only.
 """
 
 import json
@@ -20,25 +20,28 @@ _VERDICT = "verdict"
 
 
 def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s: float) -> bool:
-    """Return whether every rank has called this with an equal value; the same on all that call it.
+    """Return whether every rank has called this function with an equal value.
 
-    A rank that waited for too long decides against, and only the first verdict counts: no rank
-    acts on an agreement that another rank has given up.
+    All ranks that call it get the same result. The first rank that has seen all values, or that has
+    waited for too long, writes the verdict, and the other ranks read it.
 
     Args:
-        folder: Empty before the first rank calls this; used for one question.
-        value: Plain values.
-        wait_s: How long to wait for the ranks that have not called it.
+        folder: Folder that all ranks share. It must be empty or missing before the first call.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        value: Value that JSON can hold, but not None.
+        wait_s: Longest time to wait for the other ranks, in seconds.
     """
     if world_size == 1:
         return True
-    folder, give_up_s = Path(folder), time.monotonic() + wait_s
+    folder = Path(folder)
+    give_up_s = time.monotonic() + wait_s
     folder.mkdir(parents=True, exist_ok=True)
     _write_once(folder / f"rank-{rank}", value)
     while (verdict := _read(folder / _VERDICT)) is None:
         values = [_read(folder / f"rank-{other}") for other in range(world_size)]
         if None not in values:
-            _write_once(folder / _VERDICT, all(other == values[0] for other in values))
+            _write_once(folder / _VERDICT, all(answer == values[0] for answer in values))
         elif time.monotonic() > give_up_s:
             _write_once(folder / _VERDICT, False)
         else:
@@ -47,15 +50,16 @@ def all_agree(folder: str | Path, rank: int, world_size: int, value: Any, wait_s
 
 
 def _write_once(path: Path, value: Any) -> None:
-    """Write a file, all of it at once, unless there is one of this name already."""
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    fileops.write_new_file(beside, json.dumps(value).encode())
+    """Create a file with all of its content at once. Does nothing if the file exists."""
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    fileops.write_new_file(draft, json.dumps(value).encode())
     with suppress(FileExistsError):
-        os.link(beside, path)
-    beside.unlink()
+        os.link(draft, path)
+    draft.unlink()
 
 
 def _read(path: Path) -> Any:
+    """Return the value in a file, or None if the file is missing."""
     with suppress(FileNotFoundError):
         return json.loads(path.read_bytes())
     return None

@@ -1,4 +1,4 @@
-"""What the run will stand on: accelerator, devices, ranks, threads. Imports torch."""
+"""Accelerator, devices, precision and threads of a run. This module imports torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class RunDevices:
     """Devices of one run.
 
     Attributes:
-        accelerator: Lightning's name: cpu, cuda, mps, tpu.
-        n_local: ranks on this node.
-        n_nodes: nodes of the job.
-        gpu_numbers: of the local ranks, where trainer.devices lists them; else empty.
+        accelerator: Lightning's name of the accelerator: cpu, cuda, mps or tpu.
+        n_local: Number of ranks on this node.
+        n_nodes: Number of nodes of the job.
+        gpu_numbers: GPU of each local rank, if trainer.devices lists them; otherwise empty.
     """
 
     accelerator: str
@@ -31,18 +31,18 @@ class RunDevices:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks of the job, on all nodes."""
         return self.n_local * self.n_nodes
 
     @property
     def backend(self) -> str:
-        """The collectives that fit the devices."""
+        """Name of the torch.distributed backend for the accelerator."""
         return "nccl" if self.accelerator == "cuda" else "gloo"
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of one local rank, by the number that it has in this process."""
+        """Return the device of a local rank, with the index that the device has in this process."""
         if self.accelerator == "cuda":
-            if torch.cuda.device_count() == 1:  # `srun --gpus-per-task=1` shows each rank its own
+            if torch.cuda.device_count() == 1:  # `srun --gpus-per-task=1` shows each rank one GPU
                 return torch.device("cuda", 0)
             numbers = self.gpu_numbers
             return torch.device("cuda", numbers[local_rank] if numbers else local_rank)
@@ -50,53 +50,67 @@ class RunDevices:
 
 
 def find_devices(cfg: RunConfig) -> RunDevices:
-    """Resolves trainer.accelerator and trainer.devices as Lightning does, but starts nothing."""
+    """Resolve trainer.accelerator, devices and num_nodes as Lightning does. Starts nothing.
+
+    An accelerator that this machine does not have becomes "cpu".
+    """
     accelerator = accelerator_of(str(cfg.trainer.accelerator)) or "cpu"
-    devices, n_nodes = cfg.trainer.devices, count_nodes(cfg.trainer.num_nodes)
+    devices = cfg.trainer.devices
+    n_nodes = count_nodes(cfg.trainer.num_nodes)
     n_local = count_local(devices, accelerator)
     return RunDevices(accelerator, n_local, n_nodes, listed_numbers(devices))
 
 
-def accelerator_of(asked: str) -> str | None:
-    """cpu, cuda, mps or tpu, for Lightning's name of it; None where this machine has none."""
-    is_here = {
+def accelerator_of(name: str) -> str | None:
+    """Return the accelerator of trainer.accelerator, or None if this machine does not have it.
+
+    Args:
+        name: Lightning's name: auto, gpu, cpu, cuda, mps or tpu.
+
+    Returns:
+        "cpu", "cuda", "mps" or "tpu".
+    """
+    is_available = {
         "cuda": torch.cuda.is_available,
         "mps": torch.backends.mps.is_available,
         "tpu": lambda: find_spec("torch_xla") is not None,
         "cpu": lambda: True,
     }
-    wanted = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(asked, (asked,))
-    return next((name for name in wanted if is_here[name]()), None)
+    candidates = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}.get(name, (name,))
+    return next((candidate for candidate in candidates if is_available[candidate]()), None)
 
 
-def native_precision(machine: RunDevices) -> str:
-    """What trainer.precision=auto stands for on the devices of this machine."""
-    major = torch.cuda.get_device_capability()[0] if machine.accelerator == "cuda" else 0
+def native_precision(devices: RunDevices) -> str:
+    """Return the precision that trainer.precision=auto means on these devices."""
+    major = torch.cuda.get_device_capability()[0] if devices.accelerator == "cuda" else 0
     has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return precision_for(machine.accelerator, major, has_bf16)
+    return precision_for(devices.accelerator, major, has_bf16)
 
 
 def precision_for(accelerator: str, cuda_major: int, cpu_has_bf16: bool) -> str:
-    """bf16-mixed where products in bf16 are native, else 32-true.
+    """Return "bf16-mixed" if the device multiplies bf16 matrices natively, else "32-true".
 
     Args:
-        cuda_major: of the GPU's compute capability; 8 is Ampere, the first that has them.
-        cpu_has_bf16: whether it has AVX512-BF16 or AMX; without, bf16 is slower than fp32.
+        accelerator: Lightning's name of the accelerator.
+        cuda_major: Major number of the GPU's compute capability. 8 is Ampere, the first
+            architecture with native bf16.
+        cpu_has_bf16: Whether the CPU has AVX512-BF16 or AMX. Without them bf16 is slower than fp32.
     """
     native = {"cuda": cuda_major >= 8, "cpu": cpu_has_bf16}
     return "bf16-mixed" if native.get(accelerator, False) else "32-true"
 
 
 def set_threads(n_local: int) -> None:
-    """Gives this rank its cores, in threads. OMP_NUM_THREADS, where set, is obeyed."""
+    """Set torch's number of threads to this rank's cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank(n_local))
 
 
 def cores_per_rank(n_local: int) -> int:
-    """The cores of this node, divided by its ranks.
+    """Return the number of cores for each rank: the cores of this node divided by its ranks.
 
-    Of a SLURM task what it asked for: its cores may be its own already, or those of all tasks.
+    A SLURM task gets SLURM_CPUS_PER_TASK if it is set, because the visible cores may be those of
+    this task or those of all tasks on the node.
     """
     if this_process().launcher == "slurm" and "SLURM_CPUS_PER_TASK" in os.environ:
         return int(os.environ["SLURM_CPUS_PER_TASK"])
@@ -104,9 +118,15 @@ def cores_per_rank(n_local: int) -> int:
 
 
 def count_local(devices: object, accelerator: str) -> int:
-    """Ranks on this node, of trainer.devices in any of its forms."""
-    if (asked := count_devices(devices)) is not None:
-        return asked
+    """Return the number of ranks on this node.
+
+    Args:
+        devices: Value of trainer.devices in any of its forms.
+        accelerator: Lightning's name of the accelerator.
+    """
+    requested = count_devices(devices)
+    if requested is not None:
+        return requested
     process = this_process()
     if process.is_rank:
         return process.world_size // process.n_nodes

@@ -1,4 +1,4 @@
-"""FLOP/s of this machine's matrix products, from the data sheet or measured now."""
+"""Peak speed of a device in matrix multiplications, from its data sheet or measured."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ import torch
 
 from gptrain.costs.hardware import device_of
 
-MEASURE_S = 0.15  # spent on measuring a peak that no table knows
-CPU_SIDE, SIDE = 384, 8192  # of matrices: full speed, a millisecond on a CPU and at 1e15 FLOP/s
+MEASURE_S = 0.15  # duration of the measurement for a device without a data sheet, in seconds
+# Sides of the matrices on a CPU and on other devices. Both are large enough for full speed, and one
+# multiplication takes about a millisecond (on a GPU with 1e15 FLOP/s).
+CPU_SIDE = 384
+SIDE = 8192
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of one device's matrix products, and where the number comes from."""
+    """Peak speed of one device.
+
+    Attributes:
+        flops_per_s: Floating-point operations per second in matrix multiplications.
+        source: Source of the number: the data sheet or a measurement.
+    """
 
     flops_per_s: float
     source: str
@@ -26,10 +34,11 @@ class Peak:
 
 
 def find_peak(device: torch.device, precision: str) -> Peak:
-    """The data sheet's dense 16-bit peak where the device is known, else one measured now.
+    """Return the dense 16-bit peak of the data sheet, or measure the peak of an unknown device.
 
     Args:
-        precision: Lightning's name; decides what is measured.
+        device: Device of this rank.
+        precision: Lightning's name of the precision, which decides the dtype of a measurement.
     """
     if device.type == "cuda":
         known = device_of(torch.cuda.get_device_name(device))
@@ -44,18 +53,26 @@ def find_peak(device: torch.device, precision: str) -> Peak:
 def measure_matmul(
     device: torch.device, dtype: torch.dtype, side: int | None = None, seconds: float = MEASURE_S
 ) -> float:
-    """FLOP/s of the fastest of many square products, side x side, with today's threads.
+    """Return the FLOP/s of the fastest of many multiplications of two square matrices.
 
-    Of random numbers, as in training: a GPU at its power limit multiplies constants at a higher
-    clock, because fewer bits toggle. No sum exceeds fp16: its standard deviation is sqrt(side).
+    The matrices hold random values, as in training: a GPU at its power limit multiplies constants
+    at a higher clock, because fewer bits toggle. The result fits into fp16, because its elements
+    have a standard deviation of sqrt(side). Does not change the global random state.
+
+    Args:
+        device: Device of the measurement. A CPU uses torch's present number of threads.
+        dtype: Type of the matrices.
+        side: Number of rows and columns. Defaults to a side that suits the device.
+        seconds: Duration of the measurement, which makes at least one multiplication.
     """
     side = side or (CPU_SIDE if device.type == "cpu" else SIDE)
-    own = torch.Generator(device).manual_seed(0)  # the run's own numbers are not to shift
+    generator = torch.Generator(device).manual_seed(0)
     left, right, out = (
-        torch.randn(side, side, device=device, dtype=dtype, generator=own) for _ in range(3)
+        torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(3)
     )
-    best_s, until_s = float("inf"), time.perf_counter() + seconds
-    while best_s == float("inf") or time.perf_counter() < until_s:
+    best_s = float("inf")
+    end_s = time.perf_counter() + seconds
+    while best_s == float("inf") or time.perf_counter() < end_s:
         wait_for(device)
         start_s = time.perf_counter()
         torch.mm(left, right, out=out)
@@ -65,6 +82,6 @@ def measure_matmul(
 
 
 def wait_for(device: torch.device) -> None:
-    """Until all that it was given is done; a CPU is always."""
+    """Wait until the device has finished all queued work. Does nothing for a CPU."""
     if device.type in ("cuda", "mps"):
         torch.accelerator.synchronize(device)

@@ -1,6 +1,7 @@
-"""Which process this is, started by a person or a rank that a launcher started; where ranks meet.
+"""Place of this process in its job, and the rendezvous of the ranks.
 
-Standard library only: read before torch is imported, and by Hydra's resolvers.
+This module imports the standard library only, because it is used before torch is imported, and by
+Hydra's resolvers.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Launcher -> its variables of this process: rank, ranks, local rank, ranks on this node.
+# Environment variables that each launcher sets: rank, world size, local rank, local world size.
 LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # accelerate launch, too
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # also accelerate launch
     "openmpi": tuple(f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Intel's, too
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # also Intel MPI
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
-PORTS = range(20000, 30000)  # below those that Linux gives to clients
+PORTS = range(20000, 30000)  # below the ports that Linux assigns to outgoing connections
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-ATTEMPTS_NAME = ".beats"  # in the run folder, a folder for each start
-_START_S = time.time()  # of this process, nearly
-_reservations: list[ExitStack] = []  # names of GPUs that are this process's
+ATTEMPTS_NAME = ".beats"  # folder in the run folder; it has a folder for each start
+_START_S = time.time()  # approximate start of this process
+_reservations: list[ExitStack] = []  # open sockets, one for each GPU that is reserved
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,12 @@ class Process:
     """Place of this process in its job.
 
     Attributes:
-        launcher: "none" (by a person), "gptrain" (by our supervisor), or one of LAUNCHERS.
-        rank, local_rank, world_size, n_nodes: as the launcher set them; 0, 0, 1, 1 without one.
+        launcher: "none" (started by a person), "gptrain" (started by gptrain's supervisor), or a
+            key of LAUNCHERS.
+        rank: Global rank. 0 without a launcher.
+        local_rank: Rank on this node. 0 without a launcher.
+        world_size: Number of ranks of the job. 1 without a launcher.
+        n_nodes: Number of nodes of the job.
     """
 
     launcher: str
@@ -47,27 +52,28 @@ class Process:
 
     @property
     def is_rank(self) -> bool:
-        """True where a launcher started this process as one rank of a job."""
+        """True if a launcher started this process as one rank of a job."""
         return self.launcher != "none"
 
 
 def this_process() -> Process:
-    """Reads the launcher's environment.
+    """Return the place of this process, read from the environment variables of its launcher.
 
-    A shell inside a SLURM allocation is not a rank: only a step of several tasks (srun) makes
-    ranks (pytorch-lightning#20391). What mpirun starts on SLURM's nodes is a task of srun's, too,
-    one on each node: then MPI's numbers count.
+    Without a launcher this is Process("none", 0, 0, 1). A shell inside a SLURM allocation has no
+    launcher either: only a step of several tasks (srun) starts ranks (pytorch-lightning#20391).
+    Under mpirun on SLURM's nodes the variables of both are set, because mpirun starts one srun task
+    on each node. Then the variables of MPI are used.
 
     Raises:
-        ValueError: Where variables are no numbers, or numbers that contradict each other.
-        KeyError: Where a launcher has set some of its variables, but not all.
+        ValueError: If a variable is not a number, or the numbers contradict each other.
+        KeyError: If a launcher has set only some of its variables.
     """
     env = os.environ
     for launcher, (rank, ranks, local_rank, local_ranks) in LAUNCHERS.items():
         world_size = int(env.get(ranks, 0))
         is_set = rank in env and world_size > (0 if launcher == "torchrun" else 1)
         is_srun = launcher == "mpich" and local_rank not in env and "SLURM_LOCALID" in env
-        if not is_set or is_srun:  # srun --mpi=pmi2 sets two of them
+        if not is_set or is_srun:  # `srun --mpi=pmi2` sets two of the MPI variables
             continue
         n_nodes = max(1, world_size // max(1, int(env.get(local_ranks, world_size))))
         if launcher == "slurm":
@@ -76,72 +82,84 @@ def this_process() -> Process:
         if env.get("GPTRAIN_SUPERVISED"):
             launcher = "gptrain"
         if not 0 <= int(env[rank]) < world_size:
-            raise ValueError(f"{rank}={env[rank]} is no rank of {ranks}={world_size}")
+            raise ValueError(
+                f"{rank}={env[rank]}: not in 0 to {world_size - 1} ({ranks}={world_size})"
+            )
         return Process(launcher, int(env[rank]), int(number), world_size, n_nodes)
     return Process("none", 0, 0, 1)
 
 
 def rank_variables() -> tuple[str, ...]:
-    """Return the names of the variables that say which rank this is, and of how many."""
-    launcher = this_process().launcher.replace("gptrain", "torchrun")  # whose names it sets
+    """Return the names of the variables with rank and world size, or () without a launcher."""
+    launcher = this_process().launcher.replace(
+        "gptrain", "torchrun"
+    )  # gptrain's supervisor sets torchrun's variables
     return LAUNCHERS.get(launcher, ())[:2]
 
 
 def listed_numbers(devices: object) -> tuple[int, ...]:
-    """(1, 3) of trainer.devices=[1,3] or "1,3", (3,) of "3,"; empty where nothing is listed."""
+    """Return the device numbers that trainer.devices lists, or () if it is a count or "auto".
+
+    [1, 3] and "1,3" give (1, 3), and "3," gives (3,).
+    """
     if isinstance(devices, str):
         devices = [part for part in devices.split(",") if part.strip()] if "," in devices else ()
     return tuple(map(int, devices)) if isinstance(devices, Sequence) else ()
 
 
 def count_devices(devices: Any) -> int | None:
-    """Ranks on one node that trainer.devices asks for; None where the machine decides."""
-    if numbers := listed_numbers(devices):
+    """Return the number of ranks per node of trainer.devices, or None for "auto" and -1."""
+    numbers = listed_numbers(devices)
+    if numbers:
         return len(numbers)
     return None if devices in (None, "auto", -1, "-1") else int(devices)
 
 
 def count_nodes(num_nodes: int | str) -> int:
-    """Nodes of the job that trainer.num_nodes asks for; auto: as many as the launcher started."""
+    """Return the number of nodes of trainer.num_nodes. "auto" is the number of launched nodes."""
     return this_process().n_nodes if num_nodes == "auto" else int(num_nodes)
 
 
 def stop_idle_spinning() -> None:
-    """Keeps idle OpenMP threads from spinning; call it before torch is imported.
+    """Let idle OpenMP threads sleep after 1,000 turns of waiting. Call it before torch is imported.
 
-    Beside a busy process two that spin for each other made a run three times slower than one; after
-    1,000 turns they sleep (gpt_nano, two cores, torch 2.13). What the user has set is obeyed.
+    On a machine with another busy process, two threads that wait for each other actively made a run
+    three times slower than one thread (gpt_nano, two cores, torch 2.13). Does nothing if the user
+    has set GOMP_SPINCOUNT or OMP_WAIT_POLICY.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def run_stamp() -> str:
-    """Name of this run's folder: a time that all ranks of the job agree on.
+    """Return the name of this run's folder, which is equal on all ranks of the job.
 
-    Ranks of a node start in different seconds, so they take the start of their launcher, which
-    also stays over torchrun's restarts; SLURM's job number stays over a requeue.
+    The name is the time at which the launcher started, because the ranks of a node start in
+    different seconds. It does not change when torchrun restarts the ranks. Under SLURM it is the
+    number of the job, which does not change when the job is requeued.
     """
     env = os.environ
     process = this_process()
     if process.launcher == "slurm":
-        array, step = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"), env.get("SLURM_STEP_ID", "0")
+        array = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+        step = env.get("SLURM_STEP_ID", "0")
         job = "_".join(env[name] for name in array if name in env) or env["SLURM_JOB_ID"]
-        return f"slurm-{job}" + (f".{step}" if step != "0" else "")  # srun is typed by hand
+        return f"slurm-{job}" + (f".{step}" if step != "0" else "")  # a later srun of the same job
     started_s = launcher_start() if process.launcher in LAUNCHERS else _START_S
     second = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started_s))
     return f"{second}-{int(started_s * 1000) % 1000:03d}"
 
 
 def launcher_start() -> float:
-    """Start of the launcher's process on this node, in seconds since the epoch.
+    """Return the start of the launcher's process on this node, in seconds since the epoch.
 
-    That is the nearest ancestor which is no rank itself: `mpirun bash each.sh` has a shell between.
-    Where there is no /proc, the start of this process.
+    The launcher is the nearest ancestor without a rank of its own: `mpirun bash script.sh` has a
+    shell in between. Without /proc this is the start of this process.
     """
-    pid, variable = os.getppid(), f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
+    pid = os.getppid()
+    variable = f"\0{LAUNCHERS[this_process().launcher][0]}=".encode()
     try:
-        with suppress(PermissionError):  # of another user: no rank of ours
+        with suppress(PermissionError):  # a process of another user is not a rank of this job
             while variable in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                 pid = int(_stat_fields(pid)[1])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if "btime" in line)
@@ -152,79 +170,101 @@ def launcher_start() -> float:
 
 
 def _stat_fields(pid: int) -> list[str]:
-    """Fields 3 (state), 4 (parent) and on of proc(5), after the name, which may hold spaces."""
+    """Return the fields of /proc/PID/stat from field 3 (state) on: see proc(5).
+
+    Field 2, the name of the process, may contain spaces and is skipped.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def store_path(run_dir: str | Path) -> str | None:
-    """The file at which ranks of one node meet; None where they meet at MASTER_ADDR, or nowhere.
+    """Return the file of the FileStore for the rendezvous of the ranks of one node.
 
-    torchrun's own store listens on all interfaces, and over its restarts the ranks find keys of
-    the attempt before in it and wait for ranks that are gone (pytorch#135712); on several nodes set
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. An address that a job script of SLURM sets is obeyed.
+    A file is used instead of torchrun's TCP store. That store listens on all interfaces, and after
+    a restart it still has keys of the previous start, so that ranks wait for processes that are
+    gone (pytorch#135712). On several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+
+    Returns:
+        The path, or None if this process is not a rank, the job has several nodes, or a SLURM job
+        script has set MASTER_ADDR.
     """
     process = this_process()
-    is_given = process.launcher == "slurm" and "MASTER_ADDR" in os.environ
-    meets_here = process.is_rank and process.n_nodes == 1 and not is_given
-    return str(attempt_folder(run_dir) / "store") if meets_here else None
+    has_address = process.launcher == "slurm" and "MASTER_ADDR" in os.environ
+    uses_file = process.is_rank and process.n_nodes == 1 and not has_address
+    return str(attempt_folder(run_dir) / "store") if uses_file else None
 
 
 def set_rendezvous(run_dir: str | Path) -> None:
-    """Says in the environment where ranks of several nodes meet, and how they reach that.
+    """Set the environment variables by which the ranks of several nodes find each other.
 
-    srun names the nodes, but no address and no port.
+    Under srun, which provides no address and no port: MASTER_ADDR (the first node) and MASTER_PORT
+    (derived from the number of the job). Under any launcher: GLOO_SOCKET_IFNAME. Variables that are
+    set stay as they are. Does nothing if this process is not a rank, or if the ranks use a file
+    (`store_path`).
+
+    Args:
+        run_dir: Run folder, which decides with `store_path` whether a file is used.
     """
-    env, process = os.environ, this_process()
+    env = os.environ
+    process = this_process()
     if not process.is_rank or store_path(run_dir):
         return
     if process.launcher == "slurm":
         env.setdefault("MASTER_ADDR", first_host(env["SLURM_STEP_NODELIST"]))
-        number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # a prime
+        number = int(env["SLURM_JOB_ID"]) + 997 * int(env.get("SLURM_STEP_ID", 0))  # 997 is prime
         env.setdefault("MASTER_PORT", str(PORTS[number % len(PORTS)]))
-    if name := interface_towards(env.get("MASTER_ADDR", "localhost")):
+    name = interface_towards(env.get("MASTER_ADDR", "localhost"))
+    if name:
         env.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this node's routes reach host; None where that is not known.
+    """Return the network interface over which this node reaches a host, or None if it is unknown.
 
-    gloo takes that of the node's own name, which many a hosts file calls 127.0.1.1: the other nodes
-    are then refused. Where host is such a name of this node, it is the default route's.
+    gloo would use the interface of the node's own name. Many hosts files map this name to
+    127.0.1.1, where other nodes cannot connect. The most specific route counts. For a loopback
+    address of this node that is the default route.
     """
     with suppress(OSError):
         address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
         _, *lines = Path("/proc/net/route").read_text().splitlines()
         routes = [(int(r[7], 16), int(r[1], 16), r[0]) for r in map(str.split, lines)]
-        fitting = [route for route in routes if address & route[0] == route[1]] or routes
-        return max(fitting, key=lambda route: route[0].bit_count())[2] if fitting else None
+        matching = [route for route in routes if address & route[0] == route[1]] or routes
+        return max(matching, key=lambda route: route[0].bit_count())[2] if matching else None
     return None
 
 
 def attempt_folder(run_dir: str | Path) -> Path:
-    """Heartbeats of this start's ranks, and where they meet; the next start removes it."""
+    """Return the folder for heartbeats and rendezvous of this start. The next start removes it."""
     return Path(run_dir) / ATTEMPTS_NAME / attempt()
 
 
 def attempt() -> str:
-    """A name of this start of the job: the same in all its ranks, and of no other start.
+    """Return a name for this start of the job, equal on all ranks and different for each start.
 
-    Each agent of torchrun counts restarts by itself, those of other nodes not among them; but they
-    agree on a port, which is a new one for each start (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
+    On several nodes the name contains MASTER_PORT instead of torchrun's restart count, because each
+    agent of torchrun counts its own restarts only. All agents agree on the port, and with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 each start has a new port.
     """
-    env, process = os.environ, this_process()
+    env = os.environ
+    process = this_process()
     if process.launcher == "gptrain":
         return env["TORCHELASTIC_RUN_ID"]
     if process.launcher == "slurm" or process.n_nodes == 1:
         return "-".join([run_stamp(), *(env.get(name, "0") for name in RESTART_COUNTS)])
-    job = env.get("TORCHELASTIC_RUN_ID") or env.get("PMIX_NAMESPACE")  # of Open MPI
+    job = env.get("TORCHELASTIC_RUN_ID") or env.get("PMIX_NAMESPACE")  # the variable of Open MPI
     return re.sub("[^A-Za-z0-9_-]", "_", f"{job}-{env.get('MASTER_PORT')}")
 
 
 def reserve_gpus(devices: Any) -> None:
-    """Leaves a job of submitit_local so many GPUs, that no other job has, once they are free.
+    """Wait for free GPUs in a job of submitit_local, and set CUDA_VISIBLE_DEVICES to them.
 
-    submitit shows the same `hydra.launcher.gpus_per_node` to all jobs. A name in Linux's abstract
-    namespace stands for each GPU, and is free again when the process ends, however that ends.
+    submitit shows the same `hydra.launcher.gpus_per_node` GPUs to all of its jobs. A reservation is
+    a socket with a name in Linux's abstract namespace. The kernel frees the name when the process
+    ends. Does nothing in other processes.
+
+    Args:
+        devices: Value of trainer.devices, the number of GPUs to reserve. "auto" reserves all.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if os.environ.get("SUBMITIT_EXECUTOR") != "local" or not shown:
@@ -238,7 +278,11 @@ def reserve_gpus(devices: Any) -> None:
 
 
 def _reserve(names: list[str]) -> bool:
-    """Whether all of the names were free, and are this process's now."""
+    """Reserve GPUs until this process ends. Return False, and reserve none, if one is taken.
+
+    Args:
+        names: Names of the GPUs in CUDA_VISIBLE_DEVICES.
+    """
     with ExitStack() as sockets, suppress(OSError):
         for name in names:
             sockets.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0gptrain-gpu-{name}")
@@ -248,5 +292,5 @@ def _reserve(names: list[str]) -> bool:
 
 
 def first_host(nodes: str) -> str:
-    """Of a node list as SLURM writes it: `gpu[003-007,9],login1` -> `gpu003`."""
+    """Return the first host of a SLURM node list: `gpu[003-007,9],login1` gives `gpu003`."""
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]

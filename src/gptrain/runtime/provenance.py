@@ -1,4 +1,4 @@
-"""What a result was made by: code, versions, command, machine. Kept in result.json."""
+"""Provenance of a result, kept in result.json: code, versions, command, host and devices."""
 
 from __future__ import annotations
 
@@ -19,41 +19,45 @@ from gptrain.core.locations import LIBRARY, find_project
 from gptrain.runtime.devices import RunDevices
 
 PACKAGES = ("lightning", "hydra-core", "omegaconf", "torchmetrics", "numpy")
-GIT_S = 3.0  # on a slow file system the answer is not worth more
+GIT_S = 3.0  # time limit of git, which may be slow on a network file system
 
 
-def describe_run(machine: RunDevices) -> dict[str, object]:
-    """The facts of a run that is about to start, for whoever compares it with another."""
-    is_typed = HydraConfig.initialized()  # not in a process of the bench
-    device = f"{machine.accelerator} ({platform.machine()})"
-    if machine.accelerator == "cuda":
+def describe_run(devices: RunDevices) -> dict[str, object]:
+    """Return the provenance of a run that is about to start: command, git, versions, devices."""
+    is_hydra_command = HydraConfig.initialized()  # False in tests/bench
+    device = f"{devices.accelerator} ({platform.machine()})"
+    if devices.accelerator == "cuda":
         device = torch.cuda.get_device_name()
     return {
         "command": shell.command("python", *sys.argv),
-        "overrides": list(HydraConfig.get().overrides.task) if is_typed else [],
+        "overrides": list(HydraConfig.get().overrides.task) if is_hydra_command else [],
         "git": read_git(find_project() or LIBRARY),
         "versions": {
             "python": platform.python_version(),
-            "torch": str(torch.__version__),  # with its build, as +cu132
+            "torch": str(torch.__version__),  # includes the build, such as +cu132
             **{package: version(package) for package in PACKAGES},
         },
         "host": socket.gethostname(),
-        "devices": f"{machine.world_size} x {device}",
-        "threads": torch.get_num_threads(),  # of a rank
+        "devices": f"{devices.world_size} x {device}",
+        "threads": torch.get_num_threads(),  # threads per rank
     }
 
 
-@functools.cache  # a process has imported its code once
+@functools.cache  # the code of this process was imported once and does not change
 def read_git(folder: Path) -> dict[str, object] | None:
-    """Commit around folder, and whether anything differs from it; None without git."""
+    """Return the commit of the repository around a folder, and whether files differ from it.
+
+    Returns:
+        {"commit": hash, "dirty": bool}, or None if git or a repository is missing or git is slow.
+    """
     command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch"]
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # only look
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # do not write the index
     try:
-        said = subprocess.check_output(
+        output = subprocess.check_output(
             command, text=True, stderr=subprocess.DEVNULL, timeout=GIT_S, env=environment
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    head, *lines = said.splitlines()  # "# branch.oid 0123abcd", more of these, changed files
+    head, *lines = output.splitlines()  # "# branch.oid 0123abcd", more headers, changed files
     is_dirty = any(not line.startswith("#") for line in lines)
     return {"commit": head.removeprefix("# branch.oid "), "dirty": is_dirty}

@@ -1,4 +1,4 @@
-"""What surrounds the training function in every rank: log, guard, and an ending for each error."""
+"""Run of the training function in one rank: log, guard, and the report of how the run ended."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from gptrain.runtime.streams import prepare_streams
 from gptrain.runtime.watchdog import Guard
 
 log = logging.getLogger(__name__)
-IMPORTING_S = 600.0  # torch from a network file system that all ranks read at once
-PEERS_REPORT_S = 1.0  # a rank that failed has written its status before its connections close
+IMPORTING_S = 600.0  # time to import torch from a network file system that all ranks read at once
+PEERS_REPORT_S = 1.0  # time in which a failed rank writes status.json
 
 
 def run_rank(
@@ -41,7 +41,11 @@ def run_rank(
     """Run `train` in this process under a guard, and report how and why the first rank failed.
 
     Args:
-        parent_pid: Process number of the supervisor, without which this rank ends.
+        train: Function (cfg, guard) -> metrics.
+        cfg: Configuration of the run.
+        stop: Flag that is true once the run was asked to stop.
+        parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
+            None without a supervisor.
 
     Returns:
         The metrics of the run.
@@ -67,7 +71,7 @@ def run_rank(
             guard.heartbeat.beat(phase="import", allow_s=IMPORTING_S)
             set_rendezvous(cfg.run_dir)
             metrics = train(cfg, guard)
-    except BaseException as error:  # whatever ends a rank must end the job, with a line about it
+    except BaseException as error:  # any end of a rank must end the job, with a message
         ending = ending_of(error, guard.doing if guard else "")
         if ending.cause == "memory":
             ending = replace(ending, line=f"{ending.line}; {ways_to_save_memory(cfg)}")
@@ -90,9 +94,10 @@ def rank_process(
     Args:
         script: File of the training function. In a job of submitit, `__main__` is not this file.
         name: Name of the training function.
+        cfg: Configuration of the run.
         hydra: Content of the parent's HydraConfig.
         environment: Variables that a launcher would set: RANK, WORLD_SIZE and so on.
-        parent_pid: Process number of the supervisor, without which this rank ends.
+        parent_pid: Process number of the supervisor. This rank ends when the supervisor is gone.
     """
     die_with_parent(parent_pid)
     prepare_streams(is_run=True)
@@ -113,15 +118,18 @@ def rank_process(
 
 
 def start_log() -> None:
-    """Start to write the log file, now that the run holds its folder. Held records come first."""
+    """Write the log records so far, and each later record at once. Call it under the run lock."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
-            handler.capacity = 0  # from now on each record is written at once
+            handler.capacity = 0  # write each later record at once
             handler.flush()
 
 
 def exit_rank(code: int) -> NoReturn:
-    """End a rank by os._exit. After sys.exit a process group's destructor waits for lost ranks."""
+    """End this process by os._exit, after the logs and streams are flushed.
+
+    After sys.exit the destructor of a process group would wait for lost ranks.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -131,7 +139,19 @@ def exit_rank(code: int) -> NoReturn:
 def record_ending(
     cfg: RunConfig, ending: Ending, rank: int, step: int | None, replace: bool = False
 ) -> bool:
-    """Writes status.json; False where another rank was first, unless it is to be replaced."""
+    """Write how the run ended to status.json. Return True if this call decided the status.
+
+    Returns False if another rank has written the status before and `replace` is False. A failure
+    always replaces "done". An OSError is printed, not raised: then rank 0 and a call with `replace`
+    return True.
+
+    Args:
+        cfg: Configuration of the run.
+        ending: Cause, exit code and message.
+        rank: Rank that ended, unless `ending` names another rank.
+        step: Last optimizer step of that rank. None if unknown.
+        replace: Whether to replace a status that another rank has written.
+    """
     try:
         return write_status(
             cfg.run_dir,
@@ -145,18 +165,24 @@ def record_ending(
             **resume_facts(cfg),
         )
     except OSError as error:  # the disk that failed the run may refuse status.json, too
-        print(f"warning: no status.json: {error}", file=sys.stderr)
+        print(f"warning: status.json cannot be written: {error}", file=sys.stderr)
         return replace or rank == 0
 
 
 def report_ending(
     cfg: RunConfig, ending: Ending, rank: int, step: int | None = None, replace: bool = False
 ) -> None:
-    """Records an ending and prints it, on stderr but for a run that was asked to stop and did.
+    """Write an ending to status.json and print it.
+
+    Prints nothing if another rank has reported before, except in a debug run. An error is printed
+    on stderr. The stop of a run that was asked to stop is logged, with the command that resumes it.
 
     Args:
-        rank: that it befell, unless the ending itself names another.
-        replace: what ranks have written; else the first of them alone says how the job ended.
+        cfg: Configuration of the run.
+        ending: Cause, exit code, message and traceback.
+        rank: Rank that ended, unless `ending` names another rank.
+        step: Last optimizer step of that rank. None if unknown.
+        replace: Whether to replace what another rank has reported.
     """
     if not (record_ending(cfg, ending, rank, step, replace) or cfg.debug):
         return
@@ -167,18 +193,18 @@ def report_ending(
         print("\n".join(lines), file=sys.stderr, flush=True)
         return
     # A rank other than 0, whose log is off, may be the first to end.
-    say = log.info if log.isEnabledFor(logging.INFO) else partial(print, flush=True)
-    say(labels.line("stopped", ending.line))
-    say(labels.line("next", resume_command(cfg)))
+    report = log.info if log.isEnabledFor(logging.INFO) else partial(print, flush=True)
+    report(labels.line("stopped", ending.line))
+    report(labels.line("next", resume_command(cfg)))
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest checkpoint's folder, not verified: for messages, not for loading."""
+    """Return the folder of the newest checkpoint, not verified. Use it for messages only."""
     return CheckpointStore(Path(run_dir) / CHECKPOINTS_NAME).newest()
 
 
 def resume_facts(cfg: RunConfig) -> dict[str, object]:
-    """What status.json says to somebody who wants to go on with the run."""
+    """Return the checkpoint path and the resume command for status.json."""
     return {"checkpoint": newest_checkpoint(cfg.run_dir), "resume": resume_command(cfg)}
 
 
@@ -188,19 +214,19 @@ def resume_command(cfg: RunConfig) -> str:
     `from_run` is left out: by now its overrides are among those of this run.
     """
     typed = HydraConfig.get().overrides
-    own = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
-    mine = ["run_dir=", "ckpt_path=", "from_run="]
+    added = {"run_dir": cfg.run_dir, "ckpt_path": cfg.ckpt_path}
+    removed = ["run_dir=", "ckpt_path=", "from_run="]
     if cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
-        own["ckpt_path"] = "last"
-        mine.append("init_from=")
+        added["ckpt_path"] = "last"
+        removed.append("init_from=")
     words = [word for word in typed.hydra if word.startswith("hydra.searchpath=")]
-    words += [word for word in typed.task if not word.lstrip("+").startswith(tuple(mine))]
-    words += [shell.override(key, value) for key, value in own.items() if value is not None]
+    words += [word for word in typed.task if not word.lstrip("+").startswith(tuple(removed))]
+    words += [shell.override(key, value) for key, value in added.items() if value is not None]
     return shell.train_command(*words)
 
 
 def ways_to_save_memory(cfg: RunConfig) -> str:
-    """How a run that was too large for its device would do the same in less memory."""
+    """Return a hint with the overrides by which the same training needs less memory."""
     batch_size = cfg.data.batch_size
     ways = []
     if batch_size > 1:
@@ -213,9 +239,9 @@ def ways_to_save_memory(cfg: RunConfig) -> str:
 
 
 def remove_old_starts(run_dir: str | Path) -> None:
-    """Removes what earlier starts left; other ranks may have begun to write what is of this one."""
-    mine = attempt_folder(run_dir)
-    for path in mine.parent.glob("*"):
-        if path != mine:
-            with suppress(OSError):  # on NFS a rank that hangs still has its heartbeat open
+    """Remove the heartbeat folders of earlier starts. Keeps the folder of this start."""
+    current = attempt_folder(run_dir)
+    for path in current.parent.glob("*"):
+        if path != current:
+            with suppress(OSError):  # NFS keeps the folder while a hung rank has its heartbeat open
                 remove_tree(path)

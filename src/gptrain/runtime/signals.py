@@ -1,8 +1,8 @@
-"""A request to stop is a flag; what to do about it is decided at the next step boundary.
+"""Signals that ask a run to stop, and the end of processes whose parent has died.
 
-Handlers run between any two instructions, on whichever ranks the signal happened to reach, so
-nothing collective, no saving and no exception can start there. The loop asks the flag, the ranks
-agree, and then they save together.
+A signal handler runs between any two instructions, and only on the ranks that got the signal. So it
+must not start a collective operation or a save. It sets a `StopFlag`. The training loop reads the
+flag after each step, the ranks agree to stop, and then they save together.
 """
 
 import ctypes
@@ -17,22 +17,23 @@ from typing import Any
 
 from gptrain.core.errors import FAILED, INTERRUPTED
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM warns by USR1
-# A terminal's Ctrl-C reaches the whole process group, and torchrun's agent passes it on at once:
-# two signals, one request. A hand needs longer for two.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SLURM announces a time limit by SIGUSR1
+# Ctrl-C in a terminal reaches the whole process group, and torchrun's agent forwards the signal at
+# once. A rank gets two signals for this one request. Pressing Ctrl-C twice takes longer.
 SAME_REQUEST_S = 0.3
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopFlag:
-    """Set by SIGTERM, SIGINT and SIGUSR1 while it is installed; a second SIGINT ends the process.
+    """Flag that SIGTERM, SIGINT and SIGUSR1 set. A second SIGINT ends the process at once.
 
-    Install it on the main thread, after anything else that handles signals: the last one wins.
-    Where the main thread is in a C++ call that does not return, only SIGQUIT (Ctrl-\\) ends it.
+    The flag is true after the first signal. Install it on the main thread, after all other code
+    that installs signal handlers. While the main thread is in a C++ call that does not return, no
+    handler runs, and only SIGQUIT ends the process.
 
     Attributes:
-        signal: name of the first signal, None as long as none came.
-        error: raised by a signal, where nothing is at stake and a long wait would be in vain.
+        signal: Name of the first signal or another reason to stop. None before the first.
+        error: Exception that the handler raises while there is nothing to save. Usually None.
     """
 
     def __init__(self) -> None:
@@ -45,11 +46,16 @@ class StopFlag:
         return self.signal is not None
 
     def set(self, reason: str) -> None:
-        """Asks for a stop without a signal: a time limit, another rank's request."""
+        """Ask for a stop without a signal, for example at a time limit. Keeps an earlier reason."""
         self.signal = self.signal or reason
 
     def install(self) -> "StopFlag":
-        """Takes the signals, those held back included; again, to take them back from others."""
+        """Install the handlers of SIGTERM, SIGINT and SIGUSR1, unblock these signals; return self.
+
+        A signal that arrived while it was blocked (`block_stop_signals`) is handled now. Call it
+        again if other code has installed handlers meanwhile. `__exit__` restores the handlers that
+        the first call found.
+        """
         for number in SIGNALS:
             previous = signal.signal(number, self._handle)
             self._previous.setdefault(number, previous)
@@ -60,17 +66,18 @@ class StopFlag:
         return self.install()
 
     def __exit__(self, *_: object) -> None:
-        """Puts the previous handlers back."""
+        """Restore the handlers that were installed before."""
         for number, previous in self._previous.items():
             signal.signal(number, previous or signal.SIG_DFL)
         self._previous.clear()
 
     def _handle(self, number: int, _frame: object) -> None:
+        """Handle a signal: set the flag, or end the process at the second SIGINT."""
         if number == signal.SIGINT:
             now_s = time.monotonic()
             self._interrupted_s = self._interrupted_s or now_s
             if now_s - self._interrupted_s > SAME_REQUEST_S:
-                os.write(2, b"interrupted twice: leaving at once, nothing is saved\n")
+                os.write(2, b"interrupted twice: exiting at once without saving\n")
                 os._exit(INTERRUPTED)
         self.set(signal.Signals(number).name)
         if self.error is not None:
@@ -79,10 +86,10 @@ class StopFlag:
 
 @contextmanager
 def block_stop_signals() -> Generator[None, None, None]:
-    """No stop signal reaches this thread, nor the processes that it starts meanwhile.
+    """Block the stop signals in this thread and in the processes that it starts within the block.
 
-    A child keeps them waiting until it has handlers of its own: there is no moment at which a
-    signal would simply end it.
+    A blocked signal waits. A child process unblocks the signals after it has installed its own
+    handlers, so a signal at its start cannot end the process by the default action.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -92,25 +99,31 @@ def block_stop_signals() -> Generator[None, None, None]:
 
 
 def die_with_parent(parent_pid: int, by: int = signal.SIGKILL) -> None:
-    """Ends this process by a signal when its parent dies, however it dies (Linux; else: Guard).
+    """Let the kernel end this process when its parent dies (on Linux only).
 
-    Call it first of all in a started process, with the number the parent had when it started it.
-    The kernel means the *thread* that started the process: it must live as long as the child.
+    Call it at the start of a child process. If the parent is gone by then, this process ends with
+    exit code 70. The kernel watches the thread that started this process: this thread must live as
+    long as the child. On other systems `Guard` ends the process.
+
+    Args:
+        parent_pid: Process number of the parent when it started this process.
+        by: Signal that ends this process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # the parent died before prctl was called
         os._exit(FAILED)
 
 
 def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
-    """A data worker leaves when its rank ends it or dies, not when a signal reaches the group.
+    """Let a data worker ignore the stop signals, and end when its rank dies.
 
-    One that outlived its rank would keep the rank's connections open, and the other ranks waiting.
+    A worker that outlives its rank would keep the rank's connections open, so that other ranks
+    would wait for the dead rank.
 
     Args:
-        parent_pid: the rank, read before it started the worker: read here, it may be the process
-            that adopted an orphan. DataLoader's own check of its parent has that gap.
+        parent_pid: Process number of the rank, read before it started the worker. In the worker,
+            os.getppid() may be the number of another process, if the rank has died already.
     """
     die_with_parent(parent_pid)
     for number in SIGNALS:
@@ -118,8 +131,11 @@ def ignore_in_worker(parent_pid: int, _worker_id: int = 0) -> None:
 
 
 def kill_workers() -> None:
-    """For atexit: multiprocessing ends daemons by SIGTERM, which data workers ignore, and waits."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that of torch would raise
+    """Kill the data workers of this process. Register it with atexit.
+
+    multiprocessing itself would end the workers by SIGTERM, which they ignore, and wait forever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

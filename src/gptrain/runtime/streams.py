@@ -1,6 +1,6 @@
 """stdout and stderr of a process, which may be closed (`>&-`), broken or limited to ASCII.
 
-A stream breaks when the reader of a pipe goes (`| head`) or when a disk is full.
+A stream breaks when the reader of a pipe ends (`| head`) or when a disk is full.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ _python_format = warnings.formatwarning
 
 
 class RunStream:
-    """Standard stream of a run, which goes on if nobody takes its output.
+    """Standard stream of a run, which continues when its output cannot be written.
 
-    After the first failure the output is discarded. The log says so, unless the reader of a pipe
-    has gone (`| head`).
+    After the first failure the output is discarded. A warning in the log reports that, unless the
+    reader of a pipe has ended (`| head`).
+
+    Args:
+        stream: Text stream, such as sys.stdout.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -37,13 +40,14 @@ class RunStream:
         return len(text)
 
     def flush(self) -> None:
-        """Write out what is buffered."""
+        """Write the buffered text."""
         self._attempt(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def _attempt(self, call: Callable, *args: str) -> None:
+        """Call a function of the stream. Discard all output from now on if the call fails."""
         try:
             call(*args)
         except OSError as error:
@@ -53,10 +57,10 @@ class RunStream:
 
 
 class Lines(logging.Formatter):
-    """Formatter of the log that shows the control characters of a message as escapes."""
+    """Formatter of log records that shows control characters in a message as escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the lines of a record."""
+        """Return the text of a record, which may have several lines."""
         return "\n".join(map(printable, super().format(record).split("\n")))
 
 
@@ -67,8 +71,8 @@ def prepare_streams(is_run: bool) -> None:
     that the stream's encoding does not have becomes a question mark.
 
     Args:
-        is_run: Whether this process trains, and goes on without its output. Otherwise SIGPIPE ends
-            it when the reader of a pipe has gone, like any filter.
+        is_run: Whether this process trains. Then it continues without its output. Otherwise SIGPIPE
+            ends the process when the reader of a pipe has ended, as usual for a Unix command.
     """
     warnings.formatwarning = cast(Any, format_warning)
     if not is_run:
@@ -85,11 +89,11 @@ def prepare_streams(is_run: bool) -> None:
 
 
 def flush_output() -> int:
-    """Write out what was printed, and return the exit code of the disk if stdout refuses it."""
+    """Flush stdout and return an exit code: 0, or the code of the disk error that prevents it."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        _discard(sys.stdout.fileno())  # Python flushes once more when it ends
+        _discard(sys.stdout.fileno())  # Python flushes again at exit
         ending = ending_of(error)
         print(ending.line, file=sys.stderr)
         return ending.code
@@ -103,7 +107,15 @@ def format_warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """Return a warning about the user's input as one line, and another one in Python's form."""
+    """Return the text of a warning: one line for a UserWarning of gptrain, else Python's form.
+
+    Args:
+        message: Warning or its text.
+        category: Class of the warning.
+        filename: File that has raised the warning.
+        lineno: Line in the file.
+        line: Source text of the line. None lets Python read it.
+    """
     if category is UserWarning and Path(filename).is_relative_to(LIBRARY):
         return f"warning: {printable(message)}\n"
     return _python_format(message, category, filename, lineno, line)

@@ -1,8 +1,8 @@
-"""The parent of a run on several local devices: it starts the ranks, watches and ends them.
+"""Supervisor: the parent process of a run on several local devices, which starts and watches ranks.
 
-When a rank is lost, all ranks are restarted from the newest good checkpoint, at most
-launcher.max_restarts times, and only while restarts make progress. The run folder has the record of
-the starts, so that it covers the restarts of torchrun and SLURM, too.
+When a rank is lost, all ranks are restarted from the newest intact checkpoint, at most
+launcher.max_restarts times, and only while restarts make progress. The run folder holds the record
+of the starts, which counts the restarts by torchrun and SLURM, too.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from gptrain.runtime.watchdog import (
 )
 
 log = logging.getLogger(__name__)
-START_METHOD = "spawn"  # forked children of a process with threads and a GPU are not safe
-POLL_S = 0.2  # heartbeats are read so often, maybe over a network
-GRACE_S = 6.0  # for the others to leave by themselves once one has failed
-PRINT_STACKS_S = 3.0  # for live ranks to print their stacks once one is hung
-RANKS_FIRST_S = 3.0  # a rank that sees its own hang prints more than the supervisor can
-SAVING = ("save", "mirror")  # phases of a heartbeat
+START_METHOD = "spawn"  # fork is not safe in a process with threads and a GPU
+POLL_S = 0.2  # interval between two readings of the heartbeats
+GRACE_S = 6.0  # time for the other ranks to end by themselves after one has failed
+PRINT_STACKS_S = 3.0  # time for live ranks to print their stacks after one hangs
+RANKS_FIRST_S = 3.0  # extra time: a rank that detects its own hang prints its stacks
+SAVING = ("save", "mirror")  # phases in which a rank writes a checkpoint
 RESTARTS_NAME = ".restarts"
-FRUITLESS_STARTS = 3  # without a newer checkpoint: the fault is not chance, a restart cannot help
+FRUITLESS_STARTS = 3  # number of restarts without a newer checkpoint after which the job fails
 StartAgain = Callable[[], RunConfig]
 
 
@@ -72,10 +72,15 @@ def supervise(
     file instead of a port.
 
     Args:
+        train: Function (cfg, guard) -> metrics, defined at the top level of a file.
+        cfg: Configuration of the run.
+        n_ranks: Number of ranks.
         start_again: Function that prepares a restart and returns its config.
+        stop: Flag that is true once the run was asked to stop.
 
     Raises:
         JobFailedError: If the job fails. It has the exit code.
+        ConfigError: If a restart is impossible, for example because restarts made no progress.
     """
     left = cfg.launcher.max_restarts
     code = run_once(train, cfg, n_ranks, stop)
@@ -95,9 +100,16 @@ def prepare_start(
     """Return the config with the checkpoint to resume from in ckpt_path, or None for step 0.
 
     Args:
-        again: a launcher's own start, which takes the newest checkpoint, whatever was typed.
+        cfg: Configuration of the run.
+        find: Function (cfg, lock, world_size) -> folder of a verified checkpoint, or None.
+        lock: Lock of the run folder.
+        world_size: Number of ranks of the job.
+        again: Whether a launcher restarts the run. Then the newest checkpoint is used, whatever was
+            typed.
 
-    Raises: ConfigError, with the folder as it was; with code 70 where starts get nowhere.
+    Raises:
+        ConfigError: If the config does not fit the folder, or several starts in a row made no
+            progress (exit code 70).
     """
     if again and cfg.task == "fit" and newest_checkpoint(cfg.run_dir):
         cfg = cfg.changed({"ckpt_path": "last"})
@@ -105,7 +117,7 @@ def prepare_start(
     cfg = cfg.changed({"ckpt_path": None if checkpoint is None else str(checkpoint)})
     step = read_manifest(checkpoint)["step"] if checkpoint else 0
     if cfg.task == "fit" and note_start(cfg.run_dir, step, again) >= FRUITLESS_STARTS:
-        message = f"{FRUITLESS_STARTS} starts in a row got no further"
+        message = f"{FRUITLESS_STARTS} starts in a row made no progress"
         raise ConfigError.of("", None, message, code=FAILED)
     clear_status(cfg.run_dir)
     return cfg
@@ -117,9 +129,10 @@ def is_restart() -> bool:
 
 
 def note_start(run_dir: str | Path, step: int, again: bool) -> int:
-    """Record a start and return how many starts in a row got no further than the start before.
+    """Record a start and return the number of starts in a row without a newer checkpoint.
 
     Args:
+        run_dir: Folder of the run.
         step: Step of the checkpoint from which the run starts.
         again: Whether a launcher restarts the run. A start by a person counts from zero.
     """
@@ -127,9 +140,8 @@ def note_start(run_dir: str | Path, step: int, again: bool) -> int:
     last = (read_status(run_dir) or {}).get("cause")
     starts = [{"step": step, "time": time.strftime("%F %T"), "after": last}]
     fruitless = 0
-    with suppress(
-        FileNotFoundError, UnreadableFileError, LookupError, TypeError
-    ):  # the first, or odd
+    # The file is missing at the first start. A damaged file counts as missing.
+    with suppress(FileNotFoundError, UnreadableFileError, LookupError, TypeError):
         before = read_json(path)
         if again:
             fruitless = 0 if step > before["step"] else before["fruitless"] + 1
@@ -160,7 +172,7 @@ def run_once(train: Callable, cfg: RunConfig, n_ranks: int, stop: StopFlag) -> i
         for rank in range(n_ranks):
             place = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = context.Process(target=rank_process, args=(*job, place, os.getpid()))
-            with block_stop_signals():  # a signal waits until the rank can take it as a request
+            with block_stop_signals():  # a signal waits until the rank has installed its handlers
                 process.start()
             ranks.append(process)
         watch(cfg, ranks, stop, folder)
@@ -186,9 +198,14 @@ def plain_hydra() -> DictConfig:
 
 
 def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path) -> None:
-    """Watch the ranks until all have ended, or until those left have had their time.
+    """Wait until all ranks have ended, or until the time to end after a failure is over.
+
+    Forwards a request to stop to the ranks, and reports a killed rank or a hang.
 
     Args:
+        cfg: Configuration of the run.
+        ranks: Processes of the ranks.
+        stop: Flag that is true once the run was asked to stop.
         beats: Folder of the ranks' heartbeats.
     """
     timeout_s = cfg.launcher.timeout_s or cfg.strategy.timeout_s
@@ -196,13 +213,15 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
     forwarded = False
     deadline_s = code = None
     alive = True
-    while alive:  # and once more after that: how the last ones ended
-        if alive := [rank.sentinel for rank in ranks if rank.is_alive()]:
+    # After the last rank has ended, the loop runs once more to report how it ended.
+    while alive:
+        alive = [rank.sentinel for rank in ranks if rank.is_alive()]
+        if alive:
             wait(alive, POLL_S)
         if stop and not forwarded:
             forwarded = True
             for rank in ranks:
-                rank.terminate()  # SIGTERM: to a rank it is the same request
+                rank.terminate()  # SIGTERM asks a rank to stop
         if deadline_s is not None:
             # A rank that was asked to stop may still save, and copy the checkpoint to the mirror.
             is_saving = any(progress.phase in SAVING for progress in read_progress(beats))
@@ -214,14 +233,14 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
             deadline_s = time.monotonic() + GRACE_S
             code = ranks[failed].exitcode or FAILED
             if code == PREEMPTED:
-                stop.set("a rank")  # asked alone, and left before the ranks could talk
+                stop.set("a rank")  # only this rank got the signal, before training began
             elif code < 0:
-                why = f"killed by signal {-code}"
-                why += ", maybe for want of memory" if code == -9 else ""
-                line = f"error: rank {failed} (process {ranks[failed].pid}) was {why}"
+                reason = f"killed by signal {-code}"
+                reason += ", possibly because memory ran out" if code == -9 else ""
+                line = f"error: rank {failed} (process {ranks[failed].pid}) was {reason}"
                 report_ending(cfg, Ending(FAILED, "killed", line), failed, replace=True)
-            elif read_status(cfg.run_dir) is None:  # before it could, so Python has said why
-                line = f"error: rank {failed} ended with code {code} before it could begin"
+            elif read_status(cfg.run_dir) is None:  # Python has printed the reason
+                line = f"error: rank {failed} ended with exit code {code} before it could start"
                 report_ending(cfg, Ending(FAILED, "error", line), failed)
         elif alive and (silent := stalls.silent_ranks()):
             deadline_s = time.monotonic() + PRINT_STACKS_S
@@ -231,9 +250,15 @@ def watch(cfg: RunConfig, ranks: list[BaseProcess], stop: StopFlag, beats: Path)
 
 
 def job_code(cfg: RunConfig, ranks: list[BaseProcess]) -> int:
-    """Return the exit code of a job whose ranks have all ended: that of the first that failed."""
+    """Return the exit code of a job whose ranks have all ended.
+
+    After a failure this is the code in status.json, which the first failed rank has written, or
+    otherwise the code of the lowest failed rank.
+    """
     codes = [code for rank in ranks if (code := rank.exitcode)]
     if not codes:
         return DONE
     reported: Any = (read_status(cfg.run_dir) or {}).get("exit_code")
-    return reported or next((code for code in codes if code > 1), FAILED)  # 1 is Python's own
+    return reported or next(
+        (code for code in codes if code > 1), FAILED
+    )  # 1 is Python's code of an exception
