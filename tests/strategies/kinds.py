@@ -81,7 +81,7 @@ def make_optimizer(net):
 class OneProcess:
     """The truth, and the interface of the others: one optimizer step at a time."""
 
-    beside: ClassVar[dict] = {}  # name -> parameter that is not the net's
+    extra_parameters: ClassVar[dict] = {}  # name -> parameter of the module outside net
     stages = NO_STAGES  # what a state must know of a pipeline
 
     def __init__(self, seed=0):
@@ -108,7 +108,7 @@ class OneProcess:
         return {first.get(name, name): full_tensor(p.grad) for name, p in named}
 
     def parameters(self):
-        return named_parameters(self.net, self.stages) | self.beside
+        return named_parameters(self.net, self.stages) | self.extra_parameters
 
     def states(self):
         return full_net_state(self.net, self.stages), full_optimizer_state(

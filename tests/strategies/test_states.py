@@ -57,10 +57,10 @@ def every_mix(seed):
     yield Parallel("fsdp", seed=seed, replicas=2)
 
 
-def with_one_beside(kind):
+def with_extra_parameter(kind):
     """A parameter of the module, in the same optimizer, whose learning rate is on a device."""
     scale = nn.Parameter(torch.tensor([2.0, 3.0]))
-    kind.beside = {"module.scale": scale}
+    kind.extra_parameters = {"module.scale": scale}
     kind.optimizer = CountsSteps([{"params": list(kind.net.parameters())}])
     kind.optimizer.add_param_group({"params": [scale], "lr": torch.tensor(0.5)})
     return kind
@@ -68,8 +68,8 @@ def with_one_beside(kind):
 
 def trained(kind):
     """After one step."""
-    with_one_beside(kind).step(0)
-    kind.beside["module.scale"].grad = torch.tensor([0.25, 0.5])
+    with_extra_parameter(kind).step(0)
+    kind.extra_parameters["module.scale"].grad = torch.tensor([0.25, 0.5])
     kind.update()
     return kind
 
@@ -115,10 +115,10 @@ def check_states(kinds):
         if mine:
             check_whole_state(mine, net_state)
             check_whole_state(of_optimizer["state"], expected["state"])
-    for number, other in enumerate(map(with_one_beside, kinds(seed=1)), -1):
+    for number, other in enumerate(map(with_extra_parameter, kinds(seed=1)), -1):
         other.load(net_state, expected)
         check_goes_on(other, expected, truth_step)
-        again = with_one_beside(other)
+        again = with_extra_parameter(other)
         reader = dcp.FileSystemReader(folder / str(number % len(groups)))  # of another kind
         states.load_net_state(again.net, reader, stages=again.stages)
         again.load_optimizer(reader, groups[number])

@@ -9,7 +9,8 @@ are compared.
 - The weights are the initial weights plus noise, because a head or a projection of zeros would hide
   differences. Both nets are discarded afterwards; the weights of the run do not change.
 - Both nets are in evaluation mode and in float64, in which rounding errors are far smaller than
-  real differences. A net that fails in float64 is compared in float32, with a wider tolerance.
+  real differences. A net that fails in float64 is compared in the type in which it is built, with
+  a wider tolerance.
 - Both nets are built on the device of the rank. A rank holds the full plain net and its gradients
   for a moment, 16 bytes per parameter. If a net has more than `MAX_PARAMETERS` parameters, only its
   first blocks are compared: as many as a pipeline has stages, and at least 2. A difference that
@@ -62,7 +63,7 @@ N_TOKENS = 32  # positions of a sample; `make_batch` adds up to world_size - 1 p
 # compute in float32 cause differences of about 1e-6. If the batch size changes the logits of the
 # plain net, ten times that difference is tolerated.
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-2}
-# Modules whose classes need no comparison.
+# Packages whose classes need no comparison.
 LIBRARIES = ("gptrain.models.", "torch.nn.")
 
 
@@ -94,7 +95,7 @@ def needs_comparison(
 def is_of_library(net: nn.Module) -> bool:
     """Return whether a net and all of its modules are classes of gptrain.models and of torch.nn."""
     if type(net).__module__ == "gptrain.models.hugging_face":
-        return True  # this class checks by itself which parts of the contract its model fulfils
+        return True  # HuggingFace checks by itself which parts of the contract its model fulfils
     if not type(net).__module__.startswith("gptrain.models.") or "hidden" in vars(net):
         return False
     return all(
@@ -189,7 +190,8 @@ class Comparison:
         add_noise(net, first_names, device)
         with torch.no_grad(), recording(net, record):
             logits = net(tokens)
-        # The same samples in batches of other sizes: their difference shows the net's own noise.
+        # Run the same samples in batches of other sizes, to measure how much the batch size changes
+        # the logits.
         split_logits = torch.cat([net(tokens[:1]), net(tokens[1:])])
         if not torch.isfinite(logits).all():
             raise IncomparableError("the logits of the plain net are not finite")
@@ -299,9 +301,10 @@ def count_parameters(net: nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how many bytes a comparison may use on this rank's device.
+    """Return the number of bytes that a comparison may use on this rank's device.
 
-    This is half of the free memory of a GPU, or else this rank's part of half of the host memory.
+    A comparison may use half of the free memory of a GPU. On another device the ranks of a node
+    share half of the host memory.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2

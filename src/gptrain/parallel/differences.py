@@ -166,8 +166,8 @@ def is_same_call(
 ) -> bool:
     """Return whether all calls of a module agree with the calls of the plain net.
 
-    Each microbatch of a pipeline is a call; the tensors of all microbatches are concatenated.
-    Tensors whose shapes cannot be compared are ignored.
+    A pipeline calls a module once for each microbatch. The tensors of these calls are concatenated
+    before they are compared. Tensors with incompatible shapes are ignored.
 
     Args:
         calls: Tensors of each call in the partitioned net.

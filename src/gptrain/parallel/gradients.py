@@ -21,8 +21,8 @@ def sum_gradients(
     """Replace each gradient by its sum over a group of ranks, divided by `divisor`.
 
     All ranks of the group must call this function once per optimizer step, with the same parameters
-    in the same order. Each matrix is one all-reduce; all vectors together are one. Does nothing if
-    the group has one rank. A DTensor's gradient is summed shard by shard.
+    in the same order. Each matrix takes one all-reduce, and all vectors together take one. The
+    local shards of DTensors are summed. Does nothing if the group has one rank.
 
     Args:
         parameters: Parameters whose gradients are summed. Those without a gradient are skipped.

@@ -17,9 +17,9 @@ from gptrain.parallel.rendezvous import open_store
 
 T = TypeVar("T")
 
-# Axes, the outermost first. Tensor parallelism communicates most, so the ranks of one
-# tensor group are neighbours, which usually share a node and its fast links. Pipeline stages
-# communicate least and may be on different nodes.
+# Axes, the outermost first. Tensor parallelism communicates most, so the ranks of a tensor group
+# are neighbours, which usually share a node and its fast links. Pipeline stages communicate least
+# and may be on different nodes.
 AXES = (PIPELINE, DATA, TENSOR)
 
 
@@ -110,6 +110,9 @@ def after_rank_0(function: Callable[[], T], rank: int, timeout_s: float) -> T:
         function: Function without arguments.
         rank: Global rank of this process.
         timeout_s: Time for which the other ranks wait.
+
+    Raises:
+        RuntimeError: If rank 0 takes longer than `timeout_s`.
     """
     if not dist.is_initialized():
         return function()

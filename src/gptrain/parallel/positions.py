@@ -60,7 +60,8 @@ def is_table(
         vocab_size: `vocab_size` of the net.
     """
     if plan is None:
-        return length != vocab_size  # with equal sizes it could be the table of tokens
+        # If both sizes are equal, the parameter could be the table of tokens.
+        return length != vocab_size
     owner = name.rpartition(".")[0]
     role = next((role for pattern, role in plan.items() if fnmatch(owner, pattern)), None)
     return role == TABLE

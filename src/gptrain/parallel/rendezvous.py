@@ -197,6 +197,9 @@ def _invalid_port(port: int) -> str:
 
 
 def _hint(settings: str) -> str:
-    """Return the end of an error message about missing ranks: what the user can try."""
+    """Return the advice at the end of an error message about missing ranks.
+
+    The variables of `settings` may have been left over in a shell in which no other rank starts.
+    """
     names = " ".join(word.partition("=")[0] for word in settings.split())
     return f"try: start all ranks, or: unset {names}"

@@ -386,7 +386,7 @@ def _match(
     local_tables = find_tables(net, local_shapes, shapes) if resizes else {}
     net_shapes: dict[str, tuple[int, ...]] = {}
     net_tables: dict[str, int | None] = {}
-    net_names: set[str] = set()  # with all names of tied parameters
+    net_names: set[str] = set()  # includes all names of tied parameters
     local = (local_shapes, local_tables, list(net.state_dict()))
     for stage_shapes, stage_tables, stage_names in _gather_objects(local, stages):
         net_shapes |= stage_shapes

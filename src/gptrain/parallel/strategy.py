@@ -5,12 +5,15 @@
 `diloco.DiLoCo`. Every rank has one such object, which is built before the net. It partitions the
 net, then computes losses, logits and the gradient norm. It does not depend on Lightning.
 
-The loss of a training step is computed in four functions of this file and one of `gptrain.loss`:
+The loss of a training step is computed in four methods of this file and one function of
+`gptrain.loss`, in this order:
 
-    StepMean.compute_divisor    count the targets of all micro-batches, before the step
-    ParallelStrategy.mean_loss  divide the sum of the losses of one micro-batch by the divisor
-    ParallelStrategy.loss_sum   run the net and sum the losses, see `loss.next_token_loss`
-    StepMean.correction         correct loss and gradients, if training_step changed its targets
+    StepMean.compute_divisor    before the step: compute the divisor from the number of targets
+    ParallelStrategy.loss_sum   run the net on a micro-batch and sum its losses over the targets,
+                                see `loss.next_token_loss` and `loss.chunked_next_token_loss`
+    ParallelStrategy.mean_loss  divide this sum by the divisor
+    StepMean.correction         after the last micro-step: return the factor for loss and gradients
+                                that corrects targets changed in training_step
 """
 
 # B batch, T time, C tokens of a chunk, D d_model, V vocab

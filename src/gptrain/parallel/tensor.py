@@ -57,13 +57,13 @@ def apply_tensor_parallel(net: nn.Module, mesh: DeviceMesh) -> None:
     roles = dict(_roles(net))
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in list(net.named_modules()):
-        role, _, split_dims = _ROLES.get(roles.get(name), (None, (), {}))
+        role_class, _, split_dims = _ROLES.get(roles.get(name), (None, (), {}))
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in sharded:
                 sharded[parameter] = _shard(parameter, split_dims.get(key), mesh)
             setattr(module, key, sharded[parameter])
-        if role is not None:
-            module.__class__ = _mixed_class(role, type(module))
+        if role_class is not None:
+            module.__class__ = _mixed_class(role_class, type(module))
             module.tensor_group = group
     net.forward = partial(_without_padding, net.forward)
     if hasattr(net, "hidden"):
@@ -157,12 +157,21 @@ def _without_padding(method, tokens: Tensor, *arguments) -> Tensor:
     return result[:, :n_tokens].clone()  # FSDP warns about views
 
 
-# Each role is a class that is mixed in front of the class of the layer. With a `forward` function
-# on each instance instead, torch.compile would compile every block again.
+# Each role is a class that is mixed in front of the class of the layer. If each instance got a
+# `forward` function of its own instead, torch.compile would compile every block again.
 
 
 class _Role(nn.Module):
-    """Declare the attributes of layers and of the mixed class, for the type checker."""
+    """Base class of the roles, which declares attributes for the type checker.
+
+    Attributes:
+        weight: Weight of the layer as a DTensor.
+        bias: Bias of the layer as a DTensor, or None.
+        num_embeddings: Number of rows of an nn.Embedding.
+        out_features: Number of outputs of an nn.Linear.
+        tensor_group: Ranks of the tensor axis.
+        layer_forward: Method `forward` of the layer's own class.
+    """
 
     weight: DTensor
     bias: DTensor | None
@@ -258,7 +267,7 @@ class _VocabHead(_Role):
 
 @cache
 def _mixed_class(role: type, layer: type[nn.Module]) -> type:
-    """Return a class of the layer's name whose forward is that of a role."""
+    """Return a subclass of the role and the layer's class, under the name of the layer's class."""
     return type(layer.__name__, (role, layer), {"layer_forward": staticmethod(layer.forward)})
 
 

@@ -28,10 +28,9 @@ class Unmatched(NamedTuple):
         return "; ".join([*self._initialized(), *self._unused()])
 
     def describe_consequences(self) -> str:
-        """Return one line that says which tensors keep their initial values and which are unused.
+        """Return one line about the tensors that keep their initial values or are not used.
 
-        Returns:
-            The line, or "" if everything matches.
+        The line is "" if everything matches.
         """
         initialized = "; ".join(self._initialized())
         unused = "; ".join(self._unused())
