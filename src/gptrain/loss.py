@@ -41,7 +41,7 @@ class LossOptions:
     z_loss: float = 0.0
 
 
-PLAIN = LossOptions()  # cross entropy without additional terms, as in val/loss
+PLAIN_CROSS_ENTROPY = LossOptions()  # cross entropy without additional terms, as in val/loss
 
 
 def next_token_loss(
@@ -256,7 +256,9 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.T, hidden_cast)  # (V, D)
                 elif wants_weight:
                     grad_weight += (grad_logits.T @ hidden_cast)[: len(weight)]
-                del grad_logits  # free it before the next chunk, if cross_entropy allocated memory
+                del (
+                    grad_logits
+                )  # free its memory, if cross_entropy allocated any, before the next chunk
 
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype

@@ -14,7 +14,7 @@ from torch import nn
 import gptrain
 from gptrain.core.strategies import default_options, parallel_dims
 from gptrain.lit.strategies import build_strategy
-from gptrain.loss import PLAIN
+from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.models import SimpleGPT
 from gptrain.parallel.placement import full_tensor, local_shard
 from gptrain.parallel.state import (
@@ -131,7 +131,7 @@ class Trained(nn.Module):
         self.net, self.parallel = net, parallel
 
     def forward(self, tokens, targets):
-        return self.parallel.mean_loss(self.net, tokens, targets, PLAIN)
+        return self.parallel.mean_loss(self.net, tokens, targets, PLAIN_CROSS_ENTROPY)
 
 
 class Parallel(OneProcess):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from kinds import LOSS_RTOL, OneProcess, Parallel, close, make_batch
 from ranks import on_ranks
 
-from gptrain.loss import PLAIN
+from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.parallel.requirements import IncompatibleModelError
 
 
@@ -29,14 +29,14 @@ def test_a_batch_that_microbatches_do_not_divide_is_evaluated():
         for dtype in (torch.bfloat16, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             try:
-                loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN)
+                loss = kind.parallel.loss_sum(kind.net, tokens, targets, PLAIN_CROSS_ENTROPY)
             finally:
                 torch.set_default_dtype(torch.float32)
             close(loss, expected, LOSS_RTOL)
             assert loss.dtype == torch.float32
         for n_positions in (11, 15, 4):  # as many sequences, of another length
             batch = tokens[:, :n_positions], targets[:, :n_positions]
-            loss = kind.parallel.loss_sum(kind.net, *batch, PLAIN)
+            loss = kind.parallel.loss_sum(kind.net, *batch, PLAIN_CROSS_ENTROPY)
             close(loss, loss_of_one_process(*batch), LOSS_RTOL)
         assert all(p.grad is None for p in kind.net.parameters())
 

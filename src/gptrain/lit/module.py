@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from gptrain.core.small_files import DataError
 from gptrain.lit.metrics import named_scalars
 from gptrain.lit.strategies.base import LightningStrategy
-from gptrain.loss import IGNORED, PLAIN, LossOptions
+from gptrain.loss import IGNORED, PLAIN_CROSS_ENTROPY, LossOptions
 from gptrain.parallel.requirements import Net
 from gptrain.parallel.state import named_parameters
 from gptrain.parallel.strategy import ParallelStrategy
@@ -139,7 +139,7 @@ class LanguageModel(pl.LightningModule):
         """
         parallel = self._parallel()
         is_counted = targets != IGNORED  # (B, T)
-        nats = parallel.loss_sum(self.net, tokens, targets, PLAIN)
+        nats = parallel.loss_sum(self.net, tokens, targets, PLAIN_CROSS_ENTROPY)
         sums = [nats, is_counted.sum()]
         if self.token_bytes is not None:
             sums.append((self.token_bytes[targets.clamp(min=0)] * is_counted).sum())

@@ -73,7 +73,7 @@ def from_gpt2(
     """Return a state dict for `net` from the config and the tensors of a GPT2LMHeadModel.
 
     The tensors of the state dict are views of `tensors`. A tensor with an unknown name keeps its
-    name, so that `load_state_dict` reports it.
+    name, so that the caller can report it.
 
     Args:
         net: A SimpleGPT.

@@ -77,7 +77,7 @@ def from_llama(
     """Return a state dict for `net` from a LlamaForCausalLM or a Qwen3ForCausalLM.
 
     The state dict holds the given tensors, not copies. A tensor with an unknown name keeps its
-    name, so that `load_state_dict` reports it.
+    name, so that the caller can report it.
 
     Args:
         net: A Llama.

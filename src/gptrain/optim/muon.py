@@ -171,9 +171,9 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize_shared(matrices: list[Tensor], replicas: DeviceMesh | None) -> list[Tensor]:
     """Orthogonalize matrices that ranks share, and return the local shard of each result.
 
-    Each rank orthogonalizes some of the full matrices. One exchange before the computation collects
-    the full matrices, and one exchange after it returns the results. All ranks of the mesh must
-    call the function.
+    Each rank orthogonalizes some of the full matrices. The ranks first exchange shards, so that
+    each has its full matrices, and then exchange the results. All ranks of the mesh must call the
+    function.
 
     Args:
         matrices: Matrices of one shape and one sharding: DTensors, or plain tensors that are

@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gptrain.loss import PLAIN
+from gptrain.loss import PLAIN_CROSS_ENTROPY
 from gptrain.parallel.differences import (
     ForwardRecord,
     PlainResult,
@@ -243,7 +243,7 @@ class Comparison:
                 chunks = [logits for logits, _ in parallel.logits(net, tokens, targets)]
             differences = gather(compare_forward(plain, record, chunks, parallel.activation_group))
             if not any(differences) and plain.gradients:
-                parallel.mean_loss(net, tokens, targets, PLAIN).backward()
+                parallel.mean_loss(net, tokens, targets, PLAIN_CROSS_ENTROPY).backward()
                 parallel.finish_gradients()
                 differences = gather(compare_gradients(plain, net))
         except (torch.OutOfMemoryError, dist.DistError):

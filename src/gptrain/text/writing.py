@@ -41,8 +41,8 @@ def generate(
         n_tokens: Number of tokens to generate for each prompt, at most.
         temperature: Divisor of the logits. At 0 the most probable token is taken.
         top_k: Number of the most probable tokens that may be drawn. None sets no limit.
-        top_p: Probability that the tokens that may be drawn reach together, see
-            `gptrain.text.sampling.Sampling`. None sets no limit.
+        top_p: Total probability of the most probable tokens that may be drawn (nucleus sampling).
+            None sets no limit.
         stop: Texts that end a continuation, which ends before the first of them.
         seed: Seed of one random generator for all prompts. A prompt's continuation therefore
             depends on the prompts before it.
