@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,11 @@ from omegaconf import OmegaConf
 
 from gptrain.assemble.datasets import build_datasets
 from gptrain.config import compose_command
+from gptrain.config.compose import resolved
+from gptrain.config.values import read_config
+from gptrain.core.data_schema import DATA, DataConfig
+from gptrain.core.schema import SHIPPED, LightningTrainerConfig, MuonConfig
+from gptrain.core.value_types import Section, TargetConfig
 from tests.command_line import compose_run
 from tests.conftest import ROOT
 
@@ -82,3 +89,45 @@ def test_an_experiment_goes_through_every_part_once(train, tmp_path, choice):
         small += [f"data.path={text}"]
     run = train(*small, tiny=False)
     assert run.code == 0, run.err
+
+
+# Keys that a user adds with a `+`, so that no yaml file has them.
+ADDED_BY_USERS = {
+    DataConfig: {"test"},
+    MuonConfig: {"fused"},
+    LightningTrainerConfig: {
+        "min_epochs",
+        "gradient_clip_algorithm",
+        "limit_predict_batches",
+        "reload_dataloaders_every_n_epochs",
+        "sync_batchnorm",
+    },
+}
+
+
+def sections_of(section: Section) -> Iterator[Section]:
+    """Yield a section of the config and all sections inside it."""
+    yield section
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        for item in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(item, Section):
+                yield from sections_of(item)
+
+
+def test_the_yaml_files_of_the_library_and_the_schema_have_the_same_keys():
+    keys: dict[type[Section], set[str]] = {}
+    files = sorted((ROOT / "src" / "gptrain" / "conf").glob("*/*.yaml"))
+    for file in files:
+        choice = f"{file.parent.name}={file.stem}"
+        cfg = compose_command([choice, *(REQUIRED if choice == "data=tokens" else ())])
+        run, problems = read_config(resolved(cfg))
+        assert not problems, (choice, problems)
+        for section in sections_of(run):
+            keys.setdefault(type(section), set()).update(section.plain())
+    assert {*SHIPPED.values(), *DATA.values()} <= keys.keys()
+    del keys[TargetConfig]  # the arguments of any class: a dataset, a logger, a callback
+    for kind, in_yaml in keys.items():
+        fields = {field.alias or name for name, field in kind.model_fields.items()}
+        added = set().union(*(ADDED_BY_USERS.get(base, ()) for base in kind.__mro__))
+        assert in_yaml == fields - added, kind
