@@ -97,7 +97,7 @@ def test_overrides_that_cannot_be_read_are_refused_and_not_trained_as_the_defaul
 
 def test_a_file_outside_is_read_if_it_is_typed_again(old):
     word = old(["data=text", "data.path=/etc/hostname"])
-    with pytest.raises(ConfigError, match=r"type it again to have it read; try: data\.path=/etc"):
+    with pytest.raises(ConfigError, match=r"repeat the override to allow it; try: data\.path=/etc"):
         expand([word])
     assert "data.path=/etc/hosts" in expand([word, "data.path=/etc/hosts"])
 
@@ -128,7 +128,7 @@ def test_an_untrusted_run_reads_nothing_outside_through_globs_and_links(attack, 
         expand([old(words)])
     (line,) = str(refusal.value).splitlines()
     assert "not started by you on this machine: was started with data." in line, line
-    assert "outside of this project: type it again to have it read; try: " in line, line
+    assert "outside of this project: repeat the override to allow it; try: " in line, line
 
 
 def test_links_beside_an_untrusted_run_that_stay_there_are_followed(world, old):

@@ -1,14 +1,17 @@
-"""An old run by its folder: the overrides it was started with, then those typed now.
+"""Implements `from_run=<folder>`: the overrides of an earlier run, followed by those typed now.
 
-python train.py from_run=outputs/a task=test            its best checkpoint, evaluated
-python train.py from_run=outputs/a optimizer.lr=1e-3    the same run with another learning rate
+python train.py from_run=outputs/a task=test            evaluates the run's best checkpoint
+python train.py from_run=outputs/a optimizer.lr=1e-3    trains again with another learning rate
 
-A run that this user started on this machine is obeyed as if its words were typed again: its record
-is signed. Any other folder is untrusted, so what it holds is data. A `_target_` may be one that the
-project's own conf/ names in that group, a class of torch or Lightning as in LIBRARY_CLASSES, or of
-a package in `allowed_targets`; it gets keyword arguments only. It is judged by its name: nothing is
-imported. A value refers to one other key at most, says nowhere where to write, and names no file
-outside.
+A run that this user started on this machine is trusted: its record is signed, and its overrides
+count as if they were typed again. Any other folder is untrusted, and its overrides are refused
+unless they are mere data:
+
+- A `_target_` is a class that a yaml file of the project uses in the same group, a class in
+  LIBRARY_CLASSES, or a class of a package in `allowed_targets`. It gets keyword arguments only. The
+  rule compares names, so nothing is imported.
+- A value contains at most one reference to another key.
+- No value sets a folder or a file to write to, or reads a file outside of the project.
 """
 
 from __future__ import annotations
@@ -35,23 +38,25 @@ from gptrain.core.errors import BAD_DATA, INPUT_NOT_FOUND, ConfigError, ConfigIs
 from gptrain.core.shell import command
 from gptrain.core.small_files import UnreadableFileError, read_yaml
 
-# Where the old run lay and wrote, how it went on there, and what it was allowed.
+# Groups and keys that are never taken from an earlier run: where it wrote files, from where it was
+# resumed, and which packages it was allowed to use.
 NOT_TAKEN = {
     "run_dir", "output_dir", "logger", "profiler", "hydra", "ckpt_path", "allow_changes",
     "from_run", "allowed_targets",
 }  # fmt: skip
-# Where to write. A file's name may lead elsewhere, too: ModelCheckpoint joins it to a folder after
-# it has put in numbers, of which "{step:c}" makes any character.
+# Keys of files and folders that are written. A file name may also lead to another folder:
+# ModelCheckpoint formats it with numbers, and "{step:c}" becomes any character, such as a slash.
 WRITTEN = {
     "cache_dir", "default_root_dir", "dirpath", "exclude_batches_path", "mirror", "save_dir",
 }  # fmt: skip
 FILE_NAME = r"[\w={}-]*"
-TYPED = ("allowed_targets", "hydra.searchpath")  # what the user allows, and --config-dir
-FREE = ("name", "init_from")  # keys without a dot that are no choices
+# Keys by which a user permits classes and adds folders of config groups (also by --config-dir).
+PERMISSIONS = ("allowed_targets", "hydra.searchpath")
+NOT_GROUPS = ("name", "init_from")  # keys without a dot that are not config groups
 NO_PATHS = ("name", "pattern")  # last parts of keys whose values are never opened as files
 UNTRUSTED = "not started by you on this machine"
-NO_CHOICE = r"\.\.|://|\$|(^|[\[,'\" ])/"  # a choice of no file in conf/
-# Group -> names of classes that neither fetch nor open what their arguments name.
+NO_CHOICE = r"\.\.|://|\$|(^|[\[,'\" ])/"  # parts of a choice that is not a file in conf/
+# Pattern of the classes of each group that neither download nor open what their arguments name.
 LIBRARY_CLASSES = {
     "optimizer": r"torch\.optim\.[A-Z]\w*",
     "scheduler": r"torch\.optim\.lr_scheduler\.[A-Z]\w*",
@@ -59,76 +64,90 @@ LIBRARY_CLASSES = {
     "metrics": r"torchmetrics\.((aggregation|classification|regression)\.)?[A-Z]\w*"
     r"|torchmetrics\.text\.Perplexity",
 }
-# Of several references, or of one beside a brace, a text could be made that is a reference again,
-# to a resolver that makes objects.
+# Several references, or one next to a brace, could be combined into a new reference to a resolver
+# that creates objects.
 PLAIN = r"[^$]*|[^${]*\$\{\.*\w[\w.]*\}[^${]*"
 
 
 def expand(typed: list[str], reads_data: bool = True) -> list[str]:
-    """The overrides of the run that `from_run` names, where it is typed, before those typed.
+    """Return the overrides of the run in `from_run`, followed by the typed overrides.
 
-    A typed key replaces an old one; a typed `~key` leaves an old override out.
+    Returns `typed` unchanged if it has no `from_run`. A typed key replaces the run's override of
+    the same key, and a typed `~key` removes it.
 
     Args:
-        reads_data: False for a command that takes the net alone: data may lie anywhere.
-    Raises: ConfigError, naming each old override that is refused.
+        typed: Overrides of the command line.
+        reads_data: Whether the command reads datasets. If not, the data of the run may be outside
+            of the project.
+
+    Raises:
+        ConfigError: If the run cannot be read, or some of its overrides are refused. It has a
+            problem for each of them.
     """
-    now, _ = parse(typed)
-    named = [one for one in now if one.key_or_group == "from_run"]
-    if any(one.is_sweep_override() for one in named):
-        given = line_of(named[0]).partition("=")[2]
-        raise ConfigError.of("from_run", given, "several runs; one is taken up, also by a sweep")
-    if not named or not isinstance(folder := named[-1].value(), str):
+    typed_overrides, _ = parse(typed)
+    sources = [override for override in typed_overrides if override.key_or_group == "from_run"]
+    if any(source.is_sweep_override() for source in sources):
+        value = line_of(sources[0]).partition("=")[2]
+        raise ConfigError.of("from_run", value, "several runs; all jobs of a sweep share one run")
+    if not sources or not isinstance(folder := sources[-1].value(), str):
         return typed
-    typed_keys = {one.key_or_group for one in now}
+    typed_keys = {override.key_or_group for override in typed_overrides}
     if "ckpt_path" in typed_keys:
-        typed_keys.add("init_from")  # it goes on, past its beginning
+        typed_keys.add("init_from")  # a resume excludes init_from
     signed = read_signed_record(Path(folder).expanduser())
-    saved = read_overrides(folder, signed)
-    saved = [one for one in saved if not is_left_out(one) or (signed and is_permission(one))]
-    kept = [one for one in saved if one.key_or_group not in typed_keys]
-    if problems := list(_find_refused(kept, now, folder, signed is not None, reads_data)):
+    saved = [
+        override
+        for override in read_overrides(folder, signed)
+        if not is_left_out(override) or (signed and is_permission(override))
+    ]
+    kept = [override for override in saved if override.key_or_group not in typed_keys]
+    is_trusted = signed is not None
+    if problems := list(_find_refused(kept, typed_overrides, folder, is_trusted, reads_data)):
         raise ConfigError(problems)
-    # A `~key` has done its work where it left an old override out; else it is Hydra's to obey.
-    added = {one.key_or_group for one in saved if not one.is_delete()}
-    obeyed = {line_of(one) for one in now if one.is_delete() and one.key_or_group in added}
-    return [*(line_of(one) for one in kept), *(line for line in typed if line not in obeyed)]
+    # A typed `~key` that removed an override of the run is done. Hydra applies every other `~key`.
+    saved_keys = {override.key_or_group for override in saved if not override.is_delete()}
+    deletions = (override for override in typed_overrides if override.is_delete())
+    done = {line_of(deletion) for deletion in deletions if deletion.key_or_group in saved_keys}
+    return [*map(line_of, kept), *(line for line in typed if line not in done)]
 
 
 def typed_again(words: Sequence[str], run_dir: str | Path) -> list[str]:
-    """Return those of a run's overrides that a command with `from_run=run_dir` has to repeat.
+    """Return the overrides of a run that a command with `from_run=<run_dir>` has to repeat.
 
-    The folder of a run that this user started brings all of them. Of another run it does not bring
-    folders in which choices are looked up, packages whose classes are allowed, and files outside of
-    the project.
+    For a trusted run there are none. For an untrusted run they are the permissions (allowed
+    packages and folders of config groups) and the values that read files outside of the project.
+
+    Args:
+        words: Overrides with which the run was started.
+        run_dir: Folder of the run.
     """
     if read_signed_record(run_dir):
         return []
-    typed, _ = parse(list(words))
-    again = [one for one in typed if is_permission(one)]
-    again += [
-        one for one, _ in named_outside((one for one in typed if not is_left_out(one)), run_dir)
-    ]
-    return list(dict.fromkeys(map(line_of, again)))
+    overrides, _ = parse(list(words))
+    repeated = [override for override in overrides if is_permission(override)]
+    taken = [override for override in overrides if not is_left_out(override)]
+    repeated += [override for override, _ in find_outside_values(taken, run_dir)]
+    return list(dict.fromkeys(map(line_of, repeated)))
 
 
 def read_overrides(run_dir: str, signed: Mapping[str, bytes] | None = None) -> list[Override]:
-    """Return what was typed to start a run.
+    """Return the overrides with which a run was started.
 
     Args:
-        signed: Verified content of the run's records. They also have the folders in which the run
-            looked up its choices.
+        run_dir: Folder of the run.
+        signed: Verified content of the run's record files, by file name, or None for an untrusted
+            run. The record also has the overrides of Hydra's own node, such as its search path.
 
     Raises:
-        ConfigError: With code 66 if there is no run in that folder, 65 if it cannot be read.
+        ConfigError: If the folder has no run (exit code 66), or its files cannot be read (65).
     """
     file = Path(run_dir).expanduser() / ".hydra" / "overrides.yaml"
     try:
         if signed is None:
             lines = read_yaml(file)
         else:
-            of_hydra = yaml.safe_load(signed["hydra.yaml"])["hydra"]["overrides"]["hydra"]
-            lines = [*of_hydra, *yaml.safe_load(signed[file.name])]
+            hydra_lines = yaml.safe_load(signed["hydra.yaml"])["hydra"]["overrides"]["hydra"]
+            lines = [*hydra_lines, *yaml.safe_load(signed[file.name])]
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise UnreadableFileError(file, "not a list of overrides")
         parsed, problems = parse(lines)
@@ -147,156 +166,211 @@ def check_values(
     allowed: Sequence[str] = (),
     folders: Iterable[str] = (),
 ) -> Iterator[ConfigIssue]:
-    """What somebody else's values may not say.
+    """Yield a problem for each value that may not be taken from an untrusted run.
 
     Args:
-        values: by dotted key, nothing resolved.   allowed: packages that the user trusts.
-        folders: of one's own yaml files, besides those that Hydra composed of, or else conf/.
+        values: Values by dotted key, with references that are not resolved.
+        allowed: Packages whose classes the user allows.
+        folders: Additional folders of trusted yaml files.
     """
-    named = named_targets([*find_folders(), *folders])
-    for place, value in (one for key, node in values.items() for one in walk(node, key)):
+    trusted = named_targets([*find_folders(), *folders])
+    nodes = (pair for key, node in values.items() for pair in walk(node, key))
+    for place, value in nodes:
         key = place.rpartition(".")[2]
         if key == "_target_":
-            if not _is_taken(place, value, allowed, named):
+            if not _is_allowed(place, value, allowed, trusted):
                 package = show(value).split(".")[0]
                 allowed_targets = command(f"allowed_targets=[{package}]")
                 hint = f"{allowed_targets}, if you trust its code"
-                message = "somebody else's run may not name it"
+                message = "a class that an untrusted run may not use"
                 yield ConfigIssue(place, show(value), message, hint=hint)
         elif key.startswith("_"):
-            yield ConfigIssue(place, show(value), "of somebody else's run only keywords are taken")
+            message = "an untrusted run may only set keyword arguments"
+            yield ConfigIssue(place, show(value), message)
         elif key in WRITTEN or (key == "filename" and not re.fullmatch(FILE_NAME, str(value))):
-            message = "where to write is not taken from somebody else's run"
+            message = "an untrusted run may not choose where files are written"
             yield ConfigIssue(place, show(value), message)
         elif isinstance(value, str) and not re.fullmatch(PLAIN, value, re.DOTALL):
-            message = "of somebody else's run only plain references are resolved"
+            message = "an untrusted run may only use a single reference to a key"
             yield ConfigIssue(place, value, message)
 
 
 def named_targets(folders: Iterable[str | Path]) -> set[tuple[str, str]]:
-    """(group, `_target_`) of all that the yaml files of these folders name."""
-    found = set()
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
+    """Return the pairs (group, `_target_`) in all yaml files below these folders.
+
+    A file that is not valid YAML is skipped.
+    """
+    pairs = set()
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
     for folder in map(Path, folders):
         for file in folder.rglob("*.yaml"):
             text = file.read_text(errors="replace")
             group = ".".join(file.relative_to(folder).parts[:-1])
             top = "" if "@package _global_" in text else group
-            with suppress(yaml.YAMLError):  # it is no choice either
+            with suppress(yaml.YAMLError):
                 for place, value in walk(yaml.load(text, loader), top):
                     if place.endswith("_target_"):
-                        found.add((_group_of(place), str(value)))
-    return found
+                        pairs.add((_group_of(place), str(value)))
+    return pairs
 
 
 def find_folders() -> list[str | Path]:
-    """Those of one's own yaml files: what Hydra composed of, or conf/ and the library's."""
-    with suppress(ValueError, AttributeError):  # no command of ours
+    """Return the folders of the user's own yaml files, followed by that of the library.
+
+    The user's folders are those from which Hydra composed the config, including `--config-dir`, or
+    conf/ of the project if Hydra does not run.
+    """
+    with suppress(ValueError, AttributeError):  # Hydra does not run in this process
         sources = HydraConfig.get().runtime.config_sources
-        if found := [one.path for one in sources if one.schema == "file"]:
-            return [*found, locations.LIBRARY / "conf"]
+        if folders := [source.path for source in sources if source.schema == "file"]:
+            return [*folders, locations.LIBRARY / "conf"]
     return [*filter(None, [locations.find_conf()]), locations.LIBRARY / "conf"]
 
 
 def _group_of(place: str) -> str:
+    """Return the group of a dotted key, where metrics of the module are a group of their own."""
     return "metrics" if place.startswith("module.metrics.") else place.partition(".")[0]
 
 
-def _is_taken(place: str, target: Any, allowed: Sequence[str], named: set[tuple[str, str]]) -> bool:
+def _is_allowed(
+    place: str, target: Any, allowed: Sequence[str], trusted: set[tuple[str, str]]
+) -> bool:
+    """Return whether an untrusted run may use a class at a place of the config.
+
+    Args:
+        place: Dotted key of the `_target_`.
+        target: Dotted name of the class. Any value but a string is refused.
+        allowed: Packages whose classes the user allows.
+        trusted: Pairs (group, `_target_`) of the user's own yaml files.
+    """
     group = _group_of(place)
     pattern = LIBRARY_CLASSES.get(group)
     return isinstance(target, str) and (
-        (group, target) in named
+        (group, target) in trusted
         or bool(pattern and re.fullmatch(pattern, target))
-        or any(f"{target}.".startswith(f"{one}.") for one in allowed)
+        or any(f"{target}.".startswith(f"{package}.") for package in allowed)
     )
 
 
-def is_left_out(one: Override) -> bool:
-    """Return whether an override says where a run lies, writes or starts from, not what it is."""
-    names = (one.key_or_group, one.package or "")
+def is_left_out(override: Override) -> bool:
+    """Return whether an override is never taken from a run, because it sets where files are.
+
+    Such overrides set folders, the checkpoint to start from, loggers and permissions: the keys in
+    NOT_TAKEN and WRITTEN.
+    """
+    names = (override.key_or_group, override.package or "")
     parts = [name.replace("/", ".").split(".") for name in names]
     return any(part[0] in NOT_TAKEN or part[-1] in WRITTEN for part in parts)
 
 
-def is_permission(one: Override) -> bool:
-    """Return whether an override allows packages, or names where choices are looked up."""
-    return one.key_or_group in TYPED
+def is_permission(override: Override) -> bool:
+    """Return whether an override allows packages, or adds folders of config groups."""
+    return override.key_or_group in PERMISSIONS
 
 
 def _find_refused(
-    kept: list[Override], now: list[Override], run_dir: str, is_own: bool, reads_data: bool
+    kept: list[Override],
+    typed: list[Override],
+    run_dir: str,
+    is_trusted: bool,
+    reads_data: bool,
 ) -> Iterator[ConfigIssue]:
-    """Yield what of an old run's overrides today's schema, or the rule about trust, refuses."""
-    # Before anything is composed: then no file but those of conf/ is read.
-    found = [] if is_own else list(_find_foreign_choices(kept))
-    who = f"{UNTRUSTED}: "
-    if not found:
-        here = [line_of(one) for one in now if is_permission(one)]
-        cfg, refused = compose_and_explain([*here, *map(line_of, kept)])
-        if refused or is_own:
-            found, who = refused, ""
+    """Yield the overrides of a run that do not fit the schema, or may not be taken from the run.
+
+    Args:
+        kept: Overrides of the run that were not replaced by typed ones.
+        typed: Overrides of the command line.
+        run_dir: Folder of the run.
+        is_trusted: Whether this user started the run on this machine.
+        reads_data: Whether the command reads datasets.
+    """
+    # Choices are checked before anything is composed, so that no file outside of conf/ is read.
+    problems = [] if is_trusted else list(_find_foreign_choices(kept))
+    prefix = f"{UNTRUSTED}: "
+    if not problems:
+        permissions = [line_of(override) for override in typed if is_permission(override)]
+        cfg, unfit = compose_and_explain([*permissions, *map(line_of, kept)])
+        if unfit or is_trusted:
+            problems = unfit
+            prefix = ""
         else:
-            found = list(_find_untrusted(kept, cfg, run_dir, reads_data))
-    for one in found:
-        message = f"{who}was started with {one.key}={one.value}: {one.message}"
-        yield ConfigIssue("from_run", run_dir, message, hint=one.hint or command(f"~{one.key}"))
+            problems = list(_find_untrusted(kept, cfg, run_dir, reads_data))
+    for problem in problems:
+        message = f"{prefix}was started with {problem.key}={problem.value}: {problem.message}"
+        hint = problem.hint or command(f"~{problem.key}")
+        yield ConfigIssue("from_run", run_dir, message, hint=hint)
 
 
-def _find_foreign_choices(kept: Iterable[Override]) -> Iterator[ConfigIssue]:
+def _find_foreign_choices(overrides: Iterable[Override]) -> Iterator[ConfigIssue]:
     """Yield the choices of an untrusted run that name files outside of conf/."""
-    for one in kept:
-        value = line_of(one).partition("=")[2]
-        if is_choice(one) and re.search(NO_CHOICE, value):
-            yield ConfigIssue(one.key_or_group, value, "not a choice of conf/")
+    for override in overrides:
+        value = line_of(override).partition("=")[2]
+        if is_choice(override) and re.search(NO_CHOICE, value):
+            yield ConfigIssue(override.key_or_group, value, "not a choice of conf/")
 
 
 def _find_untrusted(
     kept: list[Override], cfg: DictConfig, run_dir: str, reads_data: bool
 ) -> Iterator[ConfigIssue]:
-    """Yield the values of an untrusted run that may not be taken from it."""
-    values = {one.key_or_group: one.value() for one in kept if not one.is_delete()}
-    places = [path.removeprefix("file://") for path in cfg.hydra.searchpath]
-    problems = list(check_values(values, cfg.allowed_targets, places))
-    yield from problems
-    if not problems:
-        for one, message in named_outside(kept, run_dir, cfg):
-            key, given = one.key_or_group, line_of(one).partition("=")[2]
-            if reads_data or not key.startswith("data."):
-                message = f"{message}: type it again to have it read"
-                yield ConfigIssue(key, given, message, hint=command(line_of(one)))
+    """Yield the values of an untrusted run that may not be taken from the run.
 
-
-def is_choice(one: Override) -> bool:
-    """Return whether an override names choices of a group, and no value of a key."""
-    return "." not in one.key_or_group and one.key_or_group not in FREE
-
-
-def named_outside(
-    typed: Iterable[Override], run_dir: str | Path, cfg: DictConfig | None = None
-) -> Iterator[tuple[Override, str]]:
-    """Yield overrides that read files neither in this project nor beside the run, and the reason.
+    Files outside of the project are reported only if no other value is refused.
 
     Args:
-        cfg: Composed config, in which references of the values are resolved.
+        kept: Overrides of the run.
+        cfg: Config that the overrides compose.
+        run_dir: Folder of the run.
+        reads_data: Whether the command reads datasets.
+    """
+    values = {
+        override.key_or_group: override.value() for override in kept if not override.is_delete()
+    }
+    folders = [path.removeprefix("file://") for path in cfg.hydra.searchpath]
+    problems = list(check_values(values, cfg.allowed_targets, folders))
+    yield from problems
+    if problems:
+        return
+    for override, reason in find_outside_values(kept, run_dir, cfg):
+        key = override.key_or_group
+        if reads_data or not key.startswith("data."):
+            value = line_of(override).partition("=")[2]
+            message = f"{reason}: repeat the override to allow it"
+            yield ConfigIssue(key, value, message, hint=command(line_of(override)))
+
+
+def is_choice(override: Override) -> bool:
+    """Return whether an override selects a choice of a config group, rather than setting a key."""
+    return "." not in override.key_or_group and override.key_or_group not in NOT_GROUPS
+
+
+def find_outside_values(
+    overrides: Iterable[Override], run_dir: str | Path, cfg: DictConfig | None = None
+) -> Iterator[tuple[Override, str]]:
+    """Yield each override that reads a file outside of the project and the run, and the reason.
+
+    Args:
+        overrides: Overrides of the run.
+        run_dir: Folder of the run. Its parent folder counts as inside.
+        cfg: Composed config, in which the references of the values are resolved. Without it only
+            the typed values are checked.
     """
     roots = allowed_roots(run_dir)
-    for one in typed:
-        reasons = (find_outside(text, roots) for text in _texts_of(one, cfg))
-        if message := next(filter(None, reasons), None):
-            yield one, message
+    for override in overrides:
+        reasons = (find_outside(text, roots) for text in _texts_of(override, cfg))
+        if reason := next(filter(None, reasons), None):
+            yield override, reason
 
 
-def _texts_of(one: Override, cfg: DictConfig | None) -> Iterator[str]:
-    """Yield the strings of an override's value that may name files, as typed and as resolved."""
-    if one.is_delete() or (is_choice(one) and not isinstance(one.value(), dict)):
+def _texts_of(override: Override, cfg: DictConfig | None) -> Iterator[str]:
+    """Yield the strings of an override's value that may be paths, as typed and as resolved."""
+    if override.is_delete() or (is_choice(override) and not isinstance(override.value(), dict)):
         return
-    values = [one.value()]
+    values = [override.value()]
     if cfg is not None:
         with suppress(OmegaConfBaseException):
-            node = OmegaConf.select(cfg, one.key_or_group)
+            node = OmegaConf.select(cfg, override.key_or_group)
             is_node = OmegaConf.is_config(node)
             values.append(OmegaConf.to_container(node, resolve=True) if is_node else node)
-    for place, text in (pair for value in values for pair in walk(value, one.key_or_group)):
+    for place, text in (pair for value in values for pair in walk(value, override.key_or_group)):
         if isinstance(text, str) and place.rpartition(".")[2] not in NO_PATHS:
             yield text

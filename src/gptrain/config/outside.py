@@ -1,6 +1,6 @@
-"""Paths of an untrusted run's config: they stay in this project, or beside that run.
+"""Finds the paths in an untrusted run's config that lead outside of the project and the run.
 
-The paths are judged once, before the run starts. Links count as what they lead to.
+The paths are checked once, before the run starts. A symbolic link is followed to its target.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ _MAGIC = re.compile(r"[*?\[]")
 
 
 def allowed_roots(run_dir: str | Path) -> list[Path]:
-    """Return the folders from which a run in `run_dir` may name files without being trusted."""
+    """Return the folders in which an untrusted run may read files.
+
+    They are the working directory, the project, the output folder, and the parent of the run.
+
+    Args:
+        run_dir: Folder of the untrusted run.
+    """
     run = Path(run_dir).expanduser().resolve()
     project = locations.find_project() or Path.cwd()
     roots = (Path.cwd(), project, Path(locations.default_output_dir()), run.parent)
@@ -26,36 +32,38 @@ def allowed_roots(run_dir: str | Path) -> list[Path]:
 
 
 def find_outside(value: str, roots: Sequence[Path]) -> str | None:
-    """Return what is wrong with a value that names, or reaches by a link, a file outside of roots.
+    """Return why a config value may not be read as a path, or None if it may.
 
     Args:
-        value: Any string of a config. A string that is neither absolute, nor goes up, nor exists,
-            nor is a glob with matches names no file.
-        roots: Resolved folders, all of which may be read.
+        value: Any string of a config. A string is a path if it is absolute, contains `..`, exists,
+            or is a glob.
+        roots: Resolved folders. Every file below them may be read.
 
     Returns:
-        None if the value names no file, or if all that it names lies in the roots.
+        None if the value is not a path, or if all files that it matches, and the targets of the
+        links among them, are below the roots.
     """
     path = Path(os.path.expanduser(value))
     is_glob = bool(_MAGIC.search(value))
     exists = "\0" not in value and os.path.lexists(path)
     if not (exists or is_glob or path.is_absolute() or ".." in path.parts):
         return None
-    # Of a glob the folder before the first wildcard is judged first: it may be all of the disk.
+    # Check the fixed part of a glob before it is expanded: expanding /** would read the whole disk.
     fixed = path if exists or not is_glob else _before_wildcard(path)
     if "\0" in value or not _is_inside(fixed, roots):
         return OUTSIDE
-    named = [path] if exists else [Path(one) for one in glob.iglob(str(path), recursive=True)]
-    for one in named:
-        if not _is_inside(one, roots):
+    matches = [path] if exists else map(Path, glob.iglob(str(path), recursive=True))
+    for match in matches:
+        if not _is_inside(match, roots):
             return OUTSIDE
-        for link in _links_at(one):
+        for link in _links_at(match):
             if not _is_inside(link, roots):
                 return f"reads {link}, a link that leads {OUTSIDE}"
     return None
 
 
 def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
+    """Return whether the target of a path is below one of the roots."""
     real_path = Path(os.path.realpath(path))
     return any(real_path.is_relative_to(root) for root in roots)
 
@@ -67,17 +75,18 @@ def _before_wildcard(path: Path) -> Path:
 
 
 def _links_at(path: Path) -> Iterator[Path]:
-    """Yield the links that are followed when a file or a folder is read as data.
+    """Yield the symbolic links that are followed when a file or a folder is read as data.
 
-    A file is read with its companions in the same folder: the index of a token file, the
-    configuration of a tokenizer. A folder is read with all below it but hidden names. The links in
-    a folder that a link leads to are yielded after this link, so that the caller can stop there.
+    Reading a file may also read other files of its folder, such as the index of a token file or the
+    configuration of a tokenizer. Reading a folder reads everything below it, except hidden names.
+    A link to a folder is yielded before the links inside that folder, so that the caller can stop.
     """
     if not path.is_dir():
         siblings = sorted(path.parent.iterdir()) if path.parent.is_dir() else []
-        yield from (one for one in siblings if one.is_symlink() and not one.is_dir())
+        yield from (file for file in siblings if file.is_symlink() and not file.is_dir())
         return
-    folders, entered = [path], {os.path.realpath(path)}
+    folders = [path]
+    entered = {os.path.realpath(path)}
     while folders:
         for folder, names, files in os.walk(folders.pop()):
             names[:] = [name for name in names if name[0] != "."]
