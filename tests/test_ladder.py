@@ -14,13 +14,13 @@ from gptrain.ladder.__main__ import main
 from gptrain.ladder.law import (
     NAMES,
     Law,
-    best_for,
+    count_constants,
     count_parameters,
-    enough,
+    find_best_size,
     fit,
     fit_law,
     law_loss,
-    left_out,
+    predict_largest,
 )
 from gptrain.ladder.report import duration, plan_table
 from gptrain.ladder.runs import check_same
@@ -114,7 +114,7 @@ def test_a_plan_of_three_seeds_takes_three_times_what_one_takes():
 
 def test_too_few_runs_give_a_straight_line():
     n, d, _ = runs_of(TRUTH, sizes=SIZES[:2])
-    assert enough(n, d) == 2 and enough(*runs_of(TRUTH)[:2]) == 5
+    assert count_constants(n, d) == 2 and count_constants(*runs_of(TRUTH)[:2]) == 5
     law = fit_law("all", n, d, 7.0 * (n * d) ** -0.1)
     assert law.named == pytest.approx({"A": 7.0, "a": 0.1})
     assert law.interval(1e9, 1e10) == pytest.approx([7.0 * 1e19**-0.1] * 2)
@@ -122,7 +122,7 @@ def test_too_few_runs_give_a_straight_line():
 
 def test_the_largest_size_is_predicted_without_it():
     n, d, loss = runs_of(TRUTH)
-    found = left_out(n, d, np.where(n == n.max(), 1.1 * loss, loss))
+    found = predict_largest(n, d, np.where(n == n.max(), 1.1 * loss, loss))
     assert found["error"] == pytest.approx(np.log(1.1), abs=2e-3)
     assert found["measured"] / found["predicted"] == pytest.approx(1.1, rel=2e-3)
 
@@ -132,7 +132,7 @@ def test_the_best_size_for_a_budget_is_that_of_the_closed_form():
     law = fit_law("all", *runs_of(TRUTH))
     _, A, a, B, b = TRUTH
     best = (a * A / (b * B)) ** (1 / (a + b)) * (1e21 / 6) ** (b / (a + b))
-    n, d = best_for(law, 1e21, SIZES, 6 * SIZES)
+    n, d = find_best_size(law, 1e21, SIZES, 6 * SIZES)
     assert n == pytest.approx(best, rel=0.02)
     assert 6 * n * d == pytest.approx(1e21, rel=1e-6)
 

@@ -1,1 +1,1 @@
-"""What a run will cost: memory, FLOPs, traffic, time, on which hardware; standard library only."""
+"""Estimates of the memory, FLOPs, traffic and time of a run. Nothing here imports torch."""

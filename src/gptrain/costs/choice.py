@@ -1,9 +1,8 @@
-"""A config under every strategy, the best of them, and what to type for it."""
+"""Comparison of all strategies for a run, the best strategy, and the overrides that select it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,64 +13,99 @@ from gptrain.costs.shape import find_shape
 from gptrain.costs.speed import TIMES, estimate
 from gptrain.costs.work import find_work
 
-SELECTIVE, FULL = ({"model.activation_checkpointing": mode} for mode in ("selective", "full"))
-LEVELS = ({}, SELECTIVE, FULL, {**FULL, "data.batch_size": 1})  # tried in turn until one fits
-EQUAL = 0.98  # of the highest speed: less is no reason for a strategy that does more
+SELECTIVE = {"model.activation_checkpointing": "selective"}
+FULL = {"model.activation_checkpointing": "full"}
+# Changes of the config that save memory. `compare` tries them in turn until a strategy fits.
+LEVELS = ({}, SELECTIVE, FULL, {**FULL, "data.batch_size": 1})
+# A strategy counts as fast as the fastest if it has this fraction of the highest speed. Among such
+# strategies the first in the table, which is the simplest, is the best.
+EQUAL = 0.98
 
 
 def compare(
     run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, Any]:
-    """The estimate of each strategy that divides the work, and what is best.
+    """Return the estimate of each strategy, and the best strategy.
+
+    The best strategy is the first in the table of strategies among those that are exact, fit, and
+    are about as fast as the fastest. `LEVELS` is tried in turn if nothing fits.
 
     Args:
-        sample_tokens: Positions of a sample of the run's data.
+        run: Configuration of the run.
+        sample_tokens: Tokens per sample of the run's data. None if the number is not known.
+        machine: Node on which the run trains.
+        n_nodes: Number of nodes.
 
-    Returns: {"parameters", "strategies": {name: estimate}, "best": a name, "changes": of keys, for
-        the first in the table of strategies of those that fit and are about as fast as the
-        fastest}; both None where nothing fits; no strategies without a shape; TIMES are None of a
-        machine that was not measured.
+    Returns:
+        parameters: Number of parameters, or None if the shape of the net is not known.
+        strategies: Estimate (`speed.estimate`) of each strategy that divides the work. The values
+            of TIMES are None if the machine was not measured. Empty if the shape is not known.
+        best: Name of the best strategy, or None if nothing fits.
+        changes: Changes of config keys that the best strategy needs, or None if nothing fits.
     """
-    shape, rows = find_shape(run.model), estimates(run, sample_tokens, machine, n_nodes)
-    found = {"parameters": shape and shape.n_parameters, "strategies": rows}
+    shape = find_shape(run.model)
+    rows = estimates(run, sample_tokens, machine, n_nodes)
+    result = {"parameters": shape and shape.n_parameters, "strategies": rows}
     if not machine.is_measured:
         for row in rows.values():
             row |= dict.fromkeys(key for key in TIMES if key in row)
+    # train.py allows fp16 and a compiled model only with strategies that take any net.
     is_fp16 = str(run.trainer.precision) in ("16-mixed", "16", "16-true")
     is_compiled = run.model.compile == "model"
-    allowed = ANY_NET if is_fp16 or is_compiled else STRATEGIES  # by train.py
-    for changes in LEVELS:
-        tried = estimates(run.changed(changes), sample_tokens, machine, n_nodes).items()
-        exact = {name for name in allowed if STRATEGIES[name].is_exact}
-        speeds = {k: row["tokens_per_s"] for k, row in tried if row["fits"] and k in exact}
+    allowed = ANY_NET if is_fp16 or is_compiled else STRATEGIES
+    exact = {name for name in allowed if STRATEGIES[name].is_exact}
+    for level in LEVELS:
+        level_rows = estimates(run.changed(level), sample_tokens, machine, n_nodes)
+        speeds = {
+            name: row["tokens_per_s"]
+            for name, row in level_rows.items()
+            if row["fits"] and name in exact
+        }
         for name, speed in speeds.items():
             if speed >= EQUAL * max(speeds.values()):
-                mine = {"strategy": name} | ({"trainer.devices": 1} if name == "single" else {})
-                return found | {"best": name, "changes": mine | changes}
-    return found | {"best": None, "changes": None}
+                changes = {"strategy": name}
+                if name == "single":
+                    changes["trainer.devices"] = 1
+                return result | {"best": name, "changes": changes | level}
+    return result | {"best": None, "changes": None}
 
 
 def estimates(
     run: RunConfig, sample_tokens: int | None, machine: Machine, n_nodes: int
 ) -> dict[str, dict[str, Any]]:
-    """Those of the strategies that divide the work, by name."""
-    rows, world_size = {}, machine.n_local * n_nodes
+    """Return the estimate of each strategy whose numbers of ranks divide the work, by name.
+
+    If the run has `max_tokens`, the estimates have the hours of the run and its device hours, too.
+    """
+    rows = {}
+    world_size = machine.n_local * n_nodes
     for name, strategy in STRATEGIES.items():
-        n_ranks, work = world_size if strategy.axes else 1, None
-        with suppress(ValueError):  # sizes that do not divide
-            if world_size > 1 or name == "single":
-                work = find_work(run, sample_tokens, name, n_ranks, machine.is_cpu)
-        if work is not None:
-            work = replace(work, has_bf16=machine.has_bf16)
-            rows[name] = row = estimate(work, machine)
-            if tokens := run.max_tokens:
-                row["hours"] = tokens / row["tokens_per_s"] / 3600
-                row["device_hours"] = row["hours"] * n_ranks
+        if world_size == 1 and name != "single":
+            continue
+        n_ranks = world_size if strategy.axes else 1
+        try:
+            work = find_work(run, sample_tokens, name, n_ranks, machine.is_cpu)
+        except ValueError:  # the numbers of ranks do not divide the work
+            continue
+        if work is None:
+            continue
+        row = estimate(replace(work, has_bf16=machine.has_bf16), machine)
+        if run.max_tokens:
+            row["hours"] = run.max_tokens / row["tokens_per_s"] / 3600
+            row["device_hours"] = row["hours"] * n_ranks
+        rows[name] = row
     return rows
 
 
 def changed_overrides(typed: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
-    """Return the typed overrides with these changes, without the options of another strategy."""
+    """Return the typed overrides with changed keys, as words for the command line.
+
+    Options of another strategy are removed if the strategy changes.
+
+    Args:
+        typed: Overrides that the user typed.
+        changes: New values of config keys. "strategy" is one of the keys.
+    """
     kept = [word for word in typed if word.partition("=")[0].lstrip("+") not in changes]
     if f"strategy={changes['strategy']}" not in typed:
         kept = [word for word in kept if not word.startswith("strategy.")]

@@ -64,7 +64,7 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class MuonFacts(OptimizerFacts):
-    """Muon stores one value per weight of a hidden matrix; the rest is AdamW's."""
+    """Muon stores one value per weight of a hidden matrix. AdamW updates all other parameters."""
 
     def state_bytes(self, work: Work) -> float:
         n_hidden = work.part[0] * work.shape.block_matrices / work.dims.tensor
@@ -82,26 +82,29 @@ class MuonFacts(OptimizerFacts):
         all-gathers full matrices both times. Copies of the shards (HSDP) have nothing to send to
         each other before the update, and all-gather its shards afterwards.
         """
-        dims, n = work.dims, ranks_of_update(work)
+        dims = work.dims
+        n_ranks = ranks_of_update(work)
         is_sharded = work.costs.shards_weights or dims.tensor > 1
         value_bytes = 2 if work.has_bf16 else 4
-        parts = update_parts(work.shape, work.part[0], n)
-        updates = value_bytes * n * sum(short * long * number for short, long, number in parts)
+        parts = update_parts(work.shape, work.part[0], n_ranks)
+        n_values = sum(short * long * number for short, long, number in parts)  # of one rank
+        updates = value_bytes * n_ranks * n_values
         if is_sharded:
             matrices = value_bytes * work.part[0] * work.shape.block_matrices
-            n_of_copy = n // dims.replicas  # ranks that hold the shards of one copy
+            copy_ranks = n_ranks // dims.replicas  # ranks that hold the shards of one copy
             if work.is_cpu:
-                sent = gather_bytes(matrices, n_of_copy) + gather_bytes(updates, n)
+                sent = gather_bytes(matrices, copy_ranks) + gather_bytes(updates, n_ranks)
             else:
-                sent = gather_bytes(matrices + updates, n_of_copy) / n
-                sent += gather_bytes(updates / n_of_copy, dims.replicas)
+                sent = gather_bytes(matrices + updates, copy_ranks) / n_ranks
+                sent += gather_bytes(updates / copy_ranks, dims.replicas)
         else:
-            sent = gather_bytes(updates, n)
-        n_shapes = len(parts) + (
-            dims.tensor > 1
-        )  # the shards of out_proj have a shape of their own
-        calls = (1 + is_sharded) * n_shapes
-        yield Traffic("updates of Muon", DATA if dims.data > 1 else TENSOR, sent, calls, n - 1)
+            sent = gather_bytes(updates, n_ranks)
+        n_shapes = len(parts)  # one collective for all matrices of one shape
+        if dims.tensor > 1:
+            n_shapes += 1  # the shards of out_proj have a shape of their own
+        calls = 2 * n_shapes if is_sharded else n_shapes
+        axis = DATA if dims.data > 1 else TENSOR
+        yield Traffic("updates of Muon", axis, sent, calls, n_ranks - 1)
 
 
 def ranks_of_update(work: Work) -> int:
@@ -126,7 +129,11 @@ def update_parts(shape: DecoderShape, n_blocks: int, n_ranks: int) -> list[tuple
 
 
 def muon_flops(shape: DecoderShape, n_blocks: int, n_ranks: int) -> int:
-    """Return the FLOPs of a rank's updates: five Newton-Schulz steps of three products each."""
+    """Return the FLOPs of the Newton-Schulz steps in a rank's updates.
+
+    A step of a matrix X (s, l) with s <= l has the products X X^T, (X X^T)(X X^T) and one of an
+    (s, s) matrix with X: 2 s^2 l + 2 s^3 + 2 s^2 l FLOPs.
+    """
     return sum(
         number * NEWTON_SCHULZ_STEPS * short**2 * (4 * long + 2 * short)
         for short, long, number in update_parts(shape, n_blocks, n_ranks)
@@ -137,12 +144,14 @@ ADAM = OptimizerFacts()
 
 
 def _n_states(n_states: int) -> Callable[[Mapping[str, Any]], OptimizerFacts]:
+    """Return a function that states `n_states` values per parameter for any options."""
     return lambda options: OptimizerFacts(n_states)
 
 
 KNOWN: dict[str, Callable[[Mapping[str, Any]], OptimizerFacts]] = {
     "torch.optim.SGD": lambda options: OptimizerFacts(1 if options.get("momentum") else 0),
-    "torch.optim.Adafactor": _n_states(0),  # one row and one column per matrix
+    # Adafactor stores only one row and one column per matrix.
+    "torch.optim.Adafactor": _n_states(0),
     "torch.optim.RMSprop": _n_states(1),
     "torch.optim.Adagrad": _n_states(1),
     "torch.optim.ASGD": _n_states(1),
@@ -170,7 +179,7 @@ def facts_of(target: str, options: Mapping[str, Any]) -> OptimizerFacts:
         return ADAM
     if states_facts := getattr(optimizer, "facts", None):
         return states_facts(options)
-    for base in getattr(optimizer, "__mro__", ()):  # a subclass of an optimizer that is known
+    for base in getattr(optimizer, "__mro__", ()):  # the base classes of a class
         if known := KNOWN.get(_public_name(f"{base.__module__}.{base.__qualname__}")):
             return known(options)
     return ADAM

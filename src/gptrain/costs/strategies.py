@@ -109,13 +109,19 @@ class StrategyCosts(Generic[OptionsT]):
             gradients: Bytes of the gradients that the rank stores.
         """
         n_blocks, is_first, _ = work.part
-        stay, n_tensor = self.stores_gradients(work), self.dims.tensor
-        table = work.shape.table / n_tensor * work.weight_bytes
+        n_tensor = self.dims.tensor
         copies = self.bucket_bytes(gradients)
         if work.is_mixed and work.checkpointing != "full":
+            # The backward pass needs the 16-bit copies of the matrices that autocast made.
             copies += 2 * n_blocks * work.shape.block_matrices / n_tensor
-        last = gradients + is_first * (1 + stay) * table + copies
-        return StepMemory(copies, stay * gradients, 0.0, last)
+        stores_gradients = self.stores_gradients(work)
+        last = gradients
+        if is_first:
+            # The gradient of the token table is complete before it is added to the stored gradient.
+            n_tables = 2 if stores_gradients else 1
+            last += n_tables * (work.shape.table / n_tensor * work.weight_bytes)
+        early = gradients if stores_gradients else 0.0
+        return StepMemory(copies, early, 0.0, last + copies)
 
     # Communication
 
@@ -141,14 +147,17 @@ class AveragingCosts(StrategyCosts[OptionsT]):
         A bucket waits for its last gradient, and the gradient of a tied table is the last of all.
         Pipelines average after all passes. PowerSGD sends full gradients in its first 1000 steps.
         """
-        n, held, options = self.step_ranks, sum(work.held), self.ddp_options
+        n_ranks = self.step_ranks
+        n_parameters = sum(work.held)
+        options = self.ddp_options
         value_bytes = 2 if options.comm_hook in ("bf16", "fp16") else work.weight_bytes
-        bucket = options.bucket_cap_mb * 2**20 / work.weight_bytes  # parameters
-        last = max(bucket, work.shape.is_tied * work.shape.table)
-        exposed = min(1.0, last / held) if self.dims.pipeline == 1 else 1.0
-        sent, n_buckets = all_reduce_bytes(held * value_bytes, n), -(-held // bucket)
-        room = 2 / 3 / work.accumulate
-        yield Traffic("gradients", DATA, sent, n_buckets, 2 * (n - 1), exposed, room)
+        bucket = options.bucket_cap_mb * 2**20 / work.weight_bytes  # parameters per bucket
+        n_buckets = -(-n_parameters // bucket)
+        last_bucket = max(bucket, work.shape.table) if work.shape.is_tied else bucket
+        exposed = min(1.0, last_bucket / n_parameters) if self.dims.pipeline == 1 else 1.0
+        sent = all_reduce_bytes(n_parameters * value_bytes, n_ranks)
+        overlap = 2 / 3 / work.accumulate  # the backward pass is two thirds of a micro-step
+        yield Traffic("gradients", DATA, sent, n_buckets, 2 * (n_ranks - 1), exposed, overlap)
 
 
 @dataclass(frozen=True)
@@ -161,7 +170,7 @@ class BucketCosts(AveragingCosts[OptionsT]):
 
 @dataclass(frozen=True)
 class DDPCosts(BucketCosts[DDPOptions]):
-    """`ddp`."""
+    """`ddp`: full copies whose gradients are averaged in buckets during the backward pass."""
 
     @property
     def ddp_options(self) -> DDPOptions:
@@ -181,7 +190,7 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
 
     @property
     def extra_per_parameter(self) -> float:
-        """The weights at the last synchronization, and the outer momentum."""
+        """Values per parameter: the weights at the last synchronization, and the outer momentum."""
         return 2 if self.options.outer_momentum else 1
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
@@ -191,14 +200,18 @@ class DiLoCoCosts(BucketCosts[DiLoCoOptions]):
         all-reduces a part of the change, which it then broadcasts to the others.
         """
         yield from super().traffic(work)
-        n, held, parts = self.dims.data // self.step_ranks, sum(work.held), self.step_ranks
-        share = 1 / self.options.sync_every
+        n_replicas = self.dims.data // self.step_ranks
+        replica_ranks = self.step_ranks
+        n_parameters = sum(work.held)
+        per_step = 1 / self.options.sync_every
         value_bytes = 2 if self.options.outer_dtype == "bf16" else work.weight_bytes
-        calls = share * (work.shape.n_layers * len(work.shape.matrices) + 3)  # matrices; the rest
-        sent = share * all_reduce_bytes(held * value_bytes, n) / parts
-        yield Traffic("what replicas moved", DATA, sent, calls / parts, 2 * (n - 1))
-        sent = share * gather_bytes(held * work.weight_bytes, parts)
-        yield Traffic("what all moved", DATA, sent, calls, parts - 1)
+        # One call for each matrix of the blocks, and three for all other parameters.
+        calls = per_step * (work.shape.n_layers * len(work.shape.matrices) + 3)
+        sent = per_step * all_reduce_bytes(n_parameters * value_bytes, n_replicas) / replica_ranks
+        hops = 2 * (n_replicas - 1)
+        yield Traffic("what replicas moved", DATA, sent, calls / replica_ranks, hops)
+        sent = per_step * gather_bytes(n_parameters * work.weight_bytes, replica_ranks)
+        yield Traffic("what all moved", DATA, sent, calls, replica_ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -213,15 +226,17 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
 
     def step_memory(self, work: Work, gradients: float) -> StepMemory:
         blocks, root = work.parameters()
-        n_blocks, options = work.part[0], self.options
+        n_blocks = work.part[0]
+        options = self.options
+        # With resharding FSDP gathers a block while the block before it computes.
         gathered_share = min(1, 2 / n_blocks) if options.reshard_after_forward else 1
         copies = (root + gathered_share * blocks) * work.matmul_bytes
-        early = self.stores_gradients(work) * gradients
+        early = gradients if self.stores_gradients(work) else 0.0
         if work.accumulate > 1 and not options.accumulate_shards:
             early = (blocks + root) * work.weight_bytes
-        # Full gradients in the type of the products, and again as they are sent.
+        # Full gradients in the type of the matrix multiplications, and a copy that is sent.
         full_gradient = work.matmul_bytes + work.weight_bytes
-        gloo_copy = work.is_cpu * work.weight_bytes
+        gloo_copy = work.weight_bytes if work.is_cpu else 0
         last = max(early, gradients) + root * (full_gradient + gloo_copy)
         return StepMemory(copies, early, blocks / n_blocks * full_gradient, last)
 
@@ -234,18 +249,28 @@ class ShardedCosts(StrategyCosts[ShardedOptions]):
 
         Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
         """
-        (blocks, root), copies, n_blocks = work.held, self.dims.replicas, work.part[0]
-        n, total, weight_bytes = self.n_shards, blocks + root, work.weight_bytes
-        passes = work.accumulate * (2 if self.options.reshard_after_forward else 1)
-        gathered = passes * blocks + work.accumulate * root
-        sent, calls = gather_bytes(gathered * work.matmul_bytes, n), passes * n_blocks + 1
+        blocks, root = work.held
+        total = blocks + root
+        n_blocks = work.part[0]
+        n_shards = self.n_shards
+        n_copies = self.dims.replicas
+
+        gathers = work.accumulate * (2 if self.options.reshard_after_forward else 1)
+        gathered = gathers * blocks + work.accumulate * root  # parameters
+        sent = gather_bytes(gathered * work.matmul_bytes, n_shards)
+        calls = gathers * n_blocks + 1
         exposed = work.accumulate * root / gathered
-        yield Traffic("weights", DATA, sent, calls, n - 1, exposed, 1.0)
-        times = work.accumulate if self.options.accumulate_shards else 1
-        sent, calls = times * gather_bytes(total * weight_bytes, n), times * (n_blocks + 1)
-        yield Traffic("gradients", DATA, sent, calls, n - 1, root / total, 1.0)
-        sent, hops = times * all_reduce_bytes(total / n * weight_bytes, copies), 2 * (copies - 1)
-        yield Traffic("gradients of copies", DATA, sent, calls, hops, root / total, 1.0)
+        yield Traffic("weights", DATA, sent, calls, n_shards - 1, exposed, 1.0)
+
+        reductions = work.accumulate if self.options.accumulate_shards else 1
+        calls = reductions * (n_blocks + 1)
+        exposed = root / total
+        sent = reductions * gather_bytes(total * work.weight_bytes, n_shards)
+        yield Traffic("gradients", DATA, sent, calls, n_shards - 1, exposed, 1.0)
+
+        shard_bytes = total / n_shards * work.weight_bytes
+        sent = reductions * all_reduce_bytes(shard_bytes, n_copies)
+        yield Traffic("gradients of copies", DATA, sent, calls, 2 * (n_copies - 1), exposed, 1.0)
 
 
 @dataclass(frozen=True)
@@ -281,46 +306,65 @@ class PipelineCosts(AveragingCosts[PipelineOptions]):
         return strategies.count_microbatches(self.options.microbatches, self.dims.pipeline)
 
     def live_microbatches(self, rank: int) -> float:
-        """Return all microbatches under GPipe, and as many as warm the rank up under 1F1B."""
+        """Return how many microbatches' activations a rank of the pipeline holds at once.
+
+        GPipe holds all microbatches. 1F1B holds those of the warm-up of the rank.
+
+        Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+        """
         if self.options.schedule == "gpipe":
             return self.microbatches
-        n_ranks, n_stages = self.dims.pipeline, self.stages_per_rank
-        alive = n_ranks - rank + (n_stages > 1) * (n_ranks - 1) / n_stages
-        return min(self.microbatches, alive)
+        n_ranks = self.dims.pipeline
+        n_stages = self.stages_per_rank
+        warm_up = float(n_ranks - rank)
+        if n_stages > 1:
+            warm_up += (n_ranks - 1) / n_stages
+        return min(self.microbatches, warm_up)
 
     def traffic(self, work: Work) -> Iterator[Traffic]:
         """Yield the activations for the next stage and their gradients for the previous stage.
 
         The two ends all-reduce the gradient of the weight that they share, once a step.
         """
-        n, (_, is_first, is_last) = self.dims.pipeline, work.part
-        boundaries = work.accumulate * (2 * self.stages_per_rank - is_first - is_last)
+        _, is_first, is_last = work.part
+        # A stage sends to its neighbours on both sides. The first and the last stage have one.
+        n_missing = (1 if is_first else 0) + (1 if is_last else 0)
+        boundaries = work.accumulate * (2 * self.stages_per_rank - n_missing)
         row_bytes = work.shape.d_model * max(work.matmul_bytes, work.weight_bytes)
         sent = boundaries * work.tokens * row_bytes
         yield Traffic("passed on", PIPELINE, sent, boundaries)
-        is_shared = n > 1 and work.shape.is_tied and (is_first or is_last)
-        sent = all_reduce_bytes(is_shared * work.shape.table * work.weight_bytes, 2)
-        yield Traffic("the tied gradient", PIPELINE, sent, 1, 2)
+        if self.dims.pipeline > 1 and work.shape.is_tied and (is_first or is_last):
+            sent = all_reduce_bytes(work.shape.table * work.weight_bytes, 2)
+            yield Traffic("the tied gradient", PIPELINE, sent, 1, 2)
         yield from super().traffic(work)
 
 
 def tensor_traffic(work: Work) -> Iterator[Traffic]:
-    """Yield the activations that a tensor group exchanges: 4 L + 2 times forward, and backward.
+    """Yield the traffic of a tensor group.
 
-    Recomputation repeats three of a block's four exchanges. In addition, three values per token are
-    all-reduced for the loss, and once a step the gradients of the parameters that all ranks hold.
+    The group gathers or reduce-scatters the activations (tokens, d_model) 4 L + 2 times in the
+    forward pass of L layers, and as often in the backward pass. Recomputation repeats three of a
+    block's four exchanges. In addition, three fp32 values per token are all-reduced for the loss,
+    and the gradients of the parameters that all ranks hold are all-reduced once per step.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
-    shape, n, (n_blocks, is_first, is_last) = work.shape, work.dims.tensor, work.part
-    padded = -(-work.seq_len // n) * n
-    times = 2 * (4 * n_blocks + is_first + is_last) + 3 * n_blocks * (work.checkpointing != "none")
-    times *= work.accumulate
-    sent = times * gather_bytes(work.batch_size * padded * shape.d_model * work.matmul_bytes, n)
-    yield Traffic("activations", TENSOR, sent, times * work.microbatches, n - 1)
-    sent = is_last * work.accumulate * all_reduce_bytes(3 * 4 * work.tokens, n)  # fp32
-    yield Traffic("loss", TENSOR, sent, work.accumulate, 2 * (n - 1))
-    # The parameters that a rank holds of an endless tensor group are those that are not split.
-    full = shape.parameters(n_blocks, is_first, is_last, 2**62)
-    sent = all_reduce_bytes(full * work.weight_bytes * work.dims.replicas / work.dims.data, n)
-    yield Traffic("gradients of norms", TENSOR, sent, 1, 2 * (n - 1))
+    n_ranks = work.dims.tensor
+    n_blocks, is_first, is_last = work.part
+    n_ends = (1 if is_first else 0) + (1 if is_last else 0)
+    exchanges = 2 * (4 * n_blocks + n_ends)
+    if work.checkpointing != "none":
+        exchanges += 3 * n_blocks
+    exchanges *= work.accumulate
+    padded_seq_len = -(-work.seq_len // n_ranks) * n_ranks
+    exchange_bytes = work.batch_size * padded_seq_len * work.shape.d_model * work.matmul_bytes
+    sent = exchanges * gather_bytes(exchange_bytes, n_ranks)
+    yield Traffic("activations", TENSOR, sent, exchanges * work.microbatches, n_ranks - 1)
+    if is_last:
+        sent = work.accumulate * all_reduce_bytes(3 * 4 * work.tokens, n_ranks)
+        yield Traffic("loss", TENSOR, sent, work.accumulate, 2 * (n_ranks - 1))
+    # In an infinitely large tensor group a rank holds only the parameters that are not split.
+    unsplit = work.shape.parameters(n_blocks, is_first, is_last, n_tensor=2**62)
+    unsplit_bytes = unsplit * work.weight_bytes * work.dims.replicas / work.dims.data
+    sent = all_reduce_bytes(unsplit_bytes, n_ranks)
+    yield Traffic("gradients of norms", TENSOR, sent, 1, 2 * (n_ranks - 1))

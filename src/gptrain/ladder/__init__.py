@@ -1,1 +1,1 @@
-"""`python -m gptrain.ladder`: the loss of a size that was never trained, from smaller ones."""
+"""Scaling-law sweep: predict the loss of a large model from runs of smaller models."""

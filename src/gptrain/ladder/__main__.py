@@ -1,22 +1,25 @@
-"""The loss of a size that was never trained, from smaller ones: outputs/ladder/ladder.json, .png.
+"""Predict the loss of a large model from a scaling-law sweep over smaller models.
 
     python -m gptrain.ladder experiment=quickstart trainer.max_steps=-1 max_tokens=2e7 \\
         model.n_layers=8 hardware=h100_sxm "ladder.sizes=[0.25,0.375,0.5]"
 
-All that train.py takes describes the target; its length is max_tokens, or the most of
-ladder.tokens_per_parameter. What all of it takes is printed first; with --plan that is all. Typed
-again, it goes on with the runs that are missing.
+The overrides of train.py describe the target, which is the large model. Its length is max_tokens,
+or the largest of ladder.tokens_per_parameter. The command prints the cost of all runs, trains the
+smaller models, fits a scaling law, and writes ladder.json and ladder.png to outputs/ladder. With
+--plan it only prints the cost. The same command, typed again, continues with the missing runs.
 
-    ladder.sizes                 factors of the target's depth and width, or texts of overrides
-    ladder.target                overrides of the target alone, as its devices
-    ladder.tokens_per_parameter  at which a run of each size is cooled down
-    ladder.seeds                 null: seed
-    ladder.lr_rule               constant or sqrt_width: how optimizer.lr scales with d_model
-    ladder.lr_width              the d_model that optimizer.lr is meant for; null: the target's
-    ladder.count                 N: all parameters, matrices (no tables that are looked up), blocks
-                                 (no embeddings, no head); auto: what predicts the largest size best
-    ladder.budget                FLOPs for which the best size is printed
-    hardware                     of the target, as in gptrain.plan
+    ladder.sizes                 factors for the target's depth and width, or strings of overrides
+    ladder.target                overrides for the target only, such as its devices
+    ladder.tokens_per_parameter  lengths of the runs of each size; the learning rate decays at the
+                                 end of each run
+    ladder.seeds                 seeds of the runs; null: the key seed
+    ladder.lr_rule               how optimizer.lr changes with d_model: constant or sqrt_width
+    ladder.lr_width              the d_model for which optimizer.lr was chosen; null: the target's
+    ladder.count                 which parameters the law counts as N: all, matrices (no embedding
+                                 tables), blocks (no embeddings, no head), or auto: the choice that
+                                 predicts the largest size best
+    ladder.budget                FLOPs for which the best model size is printed
+    hardware                     hardware of the target, as in gptrain.plan
 """
 
 from __future__ import annotations
@@ -30,40 +33,60 @@ from gptrain.core import locations, shell
 from gptrain.core.errors import INPUT_NOT_FOUND, ConfigError
 from gptrain.ladder.options import LadderRun
 from gptrain.plan.__main__ import DEFAULTS as OF_PLAN
-from gptrain.plan.__main__ import spelt_out
+from gptrain.plan.__main__ import expand_hardware
 from gptrain.runtime.process import this_process
 
 DEFAULTS = OF_PLAN | {
     "ladder": "{sizes:[0.2,0.3,0.4,0.5,0.63],target:'',tokens_per_parameter:[5,10,20],seeds:null,"
     "lr_rule:sqrt_width,lr_width:null,count:auto,budget:null}"
 }
+# Words of the command line that train.py does not get.
 OWN = ("ladder.", "hardware", "topology", "run_dir=", "name=")
 
 
 def main() -> None:
-    """The command line, in which hardware=… stands for hardware.name."""
-    words = spelt_out(word for word in sys.argv[1:] if word != "--plan")
-    only_plan, typed = "--plan" in sys.argv, [w for w in words if not w.startswith(OWN)]
+    """Run the command line of `python -m gptrain.ladder`. hardware=… stands for hardware.name=…."""
+    only_plan = "--plan" in sys.argv
+    words = expand_hardware(word for word in sys.argv[1:] if word != "--plan")
+    typed = [word for word in words if not word.startswith(OWN)]
     sys.argv[1:] = ["name=ladder", "run_dir=${output_dir}/${name}", *words]
     config.main(lambda cfg: ladder(cfg, typed, only_plan), LadderRun, DEFAULTS, __doc__)
 
 
 def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
-    """Runs what is missing, and writes what follows.   Raises: ConfigError."""
-    from gptrain.ladder import report, runs  # here: a wrong command needs no torch
+    """Print the cost of the sweep, train the missing runs, and write the report.
+
+    Args:
+        cfg: Configuration of the target and of the sweep.
+        typed: Overrides for train.py that the user typed.
+        only_plan: True to print the cost and stop.
+
+    Raises:
+        ConfigError: If a value does not fit, or if the command runs as a rank of a launcher.
+        SystemExit: If a run fails, with the exit code of this run.
+    """
+    # Imported late: a wrong command line is reported without the import of torch.
+    from gptrain.ladder import report, runs
     from gptrain.ladder.sizes import find_phases, find_sizes, merged, warn
 
-    options, folder = cfg.ladder, Path(cfg.run_dir)
+    options = cfg.ladder
+    folder = Path(cfg.run_dir)
     if this_process().is_rank:
-        raise ConfigError.of("", None, "starts its runs by itself, and is no rank of a launcher")
-    if not (script := (locations.find_project() or Path.cwd()) / "train.py").is_file():
-        message = f"{script}: missing, its runs are this script's"
+        message = (
+            "the command starts its runs itself; do not start it with torchrun, srun or mpirun"
+        )
+        raise ConfigError.of("", None, message)
+    script = (locations.find_project() or Path.cwd()) / "train.py"
+    if not script.is_file():
+        message = f"{script}: missing; the runs of the sweep are runs of this script"
         raise ConfigError.of("", None, message, code=INPUT_NOT_FOUND)
     if not only_plan:
-        for package in ("scipy", "matplotlib"):  # of the law and its picture, after hours of runs
+        # Fail before the runs if a package is missing that the report needs after them.
+        for package in ("scipy", "matplotlib"):
             import_module(package)
     target, sizes = find_sizes(cfg, typed)
-    counts, seeds = sorted(set(options.tokens_per_parameter)), list(options.seeds or [cfg.seed])
+    counts = sorted(set(options.tokens_per_parameter))
+    seeds = list(options.seeds or [cfg.seed])
     phases = [find_phases(size, counts) for size in sizes]
     tokens = float(target.cfg.max_tokens or counts[-1] * target.counts["all"])
     warn(sizes, phases[0].total[0], counts[-1])
@@ -77,8 +100,8 @@ def ladder(cfg: LadderRun, typed: list[str], only_plan: bool) -> None:
         for seed in seeds
         for point in runs.climb(folder, script, typed, cfg.objective, size, parts, seed, counts)
     ]
-    more = ["scheduler=warmup_stable_decay", f"max_tokens={tokens:.0f}", "trainer.max_steps=-1"]
-    words = merged(typed, [*target.words, *more])
+    schedule = ["scheduler=warmup_stable_decay", f"max_tokens={tokens:.0f}", "trainer.max_steps=-1"]
+    words = merged(typed, [*target.words, *schedule])
     facts = report.conclude(options, points, sizes, target, tokens)
     facts["target"] |= {"place": place, "command": shell.train_command(*words)}
     report.write(folder, facts)

@@ -1,7 +1,10 @@
-"""How the loss falls with the size of a net and its tokens: L(N, D) = E + A N^-a + B D^-b.
+"""Scaling law: loss as a function of the size of a model and the number of its training tokens.
 
-Hoffmann et al. 2022, arXiv:2203.15556, approach 3, with the corrections of Besiroglu et al. 2024,
-arXiv:2404.10102. Where the runs are too few for five constants: L = A (N D)^-a.
+    L(N, D) = E + A N^-a + B D^-b
+
+N is a number of parameters, D a number of tokens, L the loss in nats per token. Source: Hoffmann et
+al. 2022, arXiv:2203.15556, approach 3, with the corrections of Besiroglu et al. 2024,
+arXiv:2404.10102. If the runs are too few for five constants, the law is L = A (N D)^-a.
 """
 
 from __future__ import annotations
@@ -15,35 +18,53 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import nn
 
-NAMES = {5: ("E", "A", "a", "B", "b"), 2: ("A", "a")}  # of a law's constants
-COUNTS = {  # what N may count
+NAMES = {5: ("E", "A", "a", "B", "b"), 2: ("A", "a")}  # names of a law's constants
+COUNTS = {  # meanings of N
     "all": "all parameters",
     "matrices": "parameters without tables that are looked up",
     "blocks": "parameters without embeddings and head",
 }
-HUBER = 1e-3  # of log residuals, as Hoffmann et al.
-STEEPEST = 3.0  # exponent; those of published laws are 0.2 to 0.6
-N_BOOTSTRAP, LEVEL = 200, 0.95
-# Where searches begin: E as a part of the lowest loss; the two terms as parts of the mean loss.
+HUBER = 1e-3  # threshold of the Huber loss of log residuals, as in Hoffmann et al.
+STEEPEST = 3.0  # largest exponent of a fit; the exponents of published laws are 0.2 to 0.6
+N_BOOTSTRAP, LEVEL = 200, 0.95  # number of bootstrap samples, level of the printed interval
+# Starting points of a fit, as (E, A term, a, B term, b). E is a fraction of the lowest loss. The
+# terms are fractions of the mean loss, and a and b are the exponents.
 GRID = ((0.05, 0.4, 0.7, 0.9), (0.05, 0.2, 0.5), (0.1, 0.3, 0.6, 1.0), (0.05, 0.2, 0.5),
         (0.1, 0.3, 0.6, 1.0))  # fmt: skip
-N_STARTS = 30  # the best of these
+N_STARTS = 30  # number of starting points, those with the smallest residuals, that are optimized
 
 
 def count_parameters(net: nn.Module, vocab_size: int | None = None) -> dict[str, int]:
-    """N as each of COUNTS has it, each parameter once; the net may be on the meta device."""
-    tables, elsewhere = set(), set()
+    """Count the parameters of a net in each of the ways of COUNTS.
+
+    A parameter that several modules share counts once. The net may be on the meta device.
+
+    Args:
+        net: The net.
+        vocab_size: Number of tokens. A weight outside of embeddings with a side of this size
+            counts as a part of the head. None if the number is not known.
+    """
+    in_embeddings, in_layers = set(), set()
     for module in net.modules():
-        found = tables if isinstance(module, nn.Embedding) else elsewhere
-        found.update(module.parameters(recurse=False))
-    of_vocabulary = {one for one in elsewhere if vocab_size in one.shape}
-    parts = (tables | elsewhere, elsewhere, elsewhere - tables - of_vocabulary)
-    numbers = (sum(one.numel() for one in part) for part in parts)
-    return dict(zip(COUNTS, numbers, strict=True))
+        group = in_embeddings if isinstance(module, nn.Embedding) else in_layers
+        group.update(module.parameters(recurse=False))
+    head = {parameter for parameter in in_layers if vocab_size in parameter.shape}
+    groups = {
+        "all": in_embeddings | in_layers,
+        "matrices": in_layers,
+        "blocks": in_layers - in_embeddings - head,
+    }
+    return {name: sum(parameter.numel() for parameter in group) for name, group in groups.items()}
 
 
 def law_loss(constants: ArrayLike, n: Any, d: Any) -> Any:
-    """L(N, D) of constants (..., 5) or (..., 2), in the order of NAMES."""
+    """Return the loss L(N, D) of a law.
+
+    Args:
+        constants: Constants in the order of NAMES, shape (..., 5) or (..., 2).
+        n: Number of parameters, N.
+        d: Number of tokens, D.
+    """
     parts = np.moveaxis(np.asarray(constants), -1, 0)
     if len(parts) == 2:
         return parts[0] * (n * d) ** -parts[1]
@@ -52,12 +73,13 @@ def law_loss(constants: ArrayLike, n: Any, d: Any) -> Any:
 
 @dataclass(frozen=True)
 class Law:
-    """The law of some runs.
+    """A scaling law that was fitted to runs.
 
     Attributes:
-        count: of COUNTS: which N.   constants: in the order of NAMES.
-        samples: (S, K), those of the bootstrap.
-        noise: (S,), log residuals: what a single run adds.
+        count: Key of COUNTS, the meaning of N.
+        constants: The K constants of the law, in the order of NAMES.
+        samples: Constants of each bootstrap sample, shape (S, K).
+        noise: Log residuals of single runs, one for each bootstrap sample, shape (S,).
     """
 
     count: str
@@ -66,100 +88,159 @@ class Law:
     noise: Sequence[float]
 
     def loss(self, n: float, d: float) -> float:
-        """Of a net of n parameters after d tokens."""
+        """Return the predicted loss of a model of n parameters after d tokens."""
         return float(law_loss(self.constants, n, d))
 
     def interval(self, n: float, d: float) -> tuple[float, float]:
-        """In which LEVEL of single runs are to end."""
-        found = law_loss(self.samples, n, d) * np.exp(self.noise)
-        low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        """Return the interval (low, high) in which the loss of a run lies with probability LEVEL.
+
+        The interval contains the uncertainty of the constants and the noise of a single run.
+        """
+        losses = law_loss(self.samples, n, d) * np.exp(self.noise)
+        low, high = np.quantile(losses, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return float(low), float(high)
 
     @property
     def named(self) -> dict[str, float]:
+        """Constants of the law by name."""
         return dict(zip(NAMES[len(self.constants)], self.constants, strict=True))
 
 
-def enough(n: Any, d: Any) -> int:
-    """How many constants runs determine: 5 of three sizes, two of them at several D; else 2."""
-    points = set(zip(np.round(n).tolist(), np.round(d).tolist(), strict=True))
-    sizes = [one for one, _ in points]
-    is_varied = sum(sizes.count(one) > 1 for one in set(sizes)) >= 2
-    return 5 if len(points) > 6 and len(set(sizes)) >= 3 and is_varied else 2
+def count_constants(n: Any, d: Any) -> int:
+    """Return how many constants the runs determine, 5 or 2.
 
-
-def fit(n: Any, d: Any, loss: Any, near: np.ndarray | None = None) -> np.ndarray:
-    """The constants of least Huber loss of the log residuals.
+    Five constants need at least seven different runs of three sizes, with several lengths for at
+    least two of these sizes.
 
     Args:
-        n, d, loss: (P,), of each run.   near: constants to begin at; None: many.
+        n: Number of parameters of each run, shape (P,).
+        d: Number of tokens of each run, shape (P,).
+    """
+    points = set(zip(np.round(n).tolist(), np.round(d).tolist(), strict=True))
+    sizes = [size for size, _ in points]
+    n_varied = sum(sizes.count(size) > 1 for size in set(sizes))
+    return 5 if len(points) > 6 and len(set(sizes)) >= 3 and n_varied >= 2 else 2
+
+
+def fit(n: Any, d: Any, loss: Any, start: np.ndarray | None = None) -> np.ndarray:
+    """Return the constants with the smallest Huber loss of the log residuals.
+
+    Two constants are fitted by least squares.
+
+    Args:
+        n: Number of parameters of each run, shape (P,).
+        d: Number of tokens of each run, shape (P,).
+        loss: Loss of each run, shape (P,).
+        start: Constants at which the search begins. None for the best starting points of GRID.
     """
     from scipy.optimize import least_squares
 
-    x, y, z = np.log(n), np.log(d), np.log(loss)
-    if enough(n, d) == 2:
-        slope, start = np.polyfit(x + y, z, 1)
-        return np.array([np.exp(start), -slope])
-    x_mean, y_mean, lowest, middle = x.mean(), y.mean(), z.min(), z.mean()
-    x, y = x - x_mean, y - y_mean  # so that an exponent and its factor do not move together
+    log_n, log_d, log_loss = np.log(n), np.log(d), np.log(loss)
+    if count_constants(n, d) == 2:
+        slope, intercept = np.polyfit(log_n + log_d, log_loss, 1)
+        return np.array([np.exp(intercept), -slope])
+    # Centre the data, so that an exponent and its factor are nearly independent.
+    mean_n, mean_d = log_n.mean(), log_d.mean()
+    x, y = log_n - mean_n, log_d - mean_d
+    lowest, mean_loss = log_loss.min(), log_loss.mean()
 
-    def residuals(p: Any) -> np.ndarray:
-        e, a, s, b, t = p  # logarithms of E, A, B, and the two exponents
-        return np.logaddexp.reduce([np.full_like(x, e), a - s * x, b - t * y]) - z
+    def residuals(point: Any) -> np.ndarray:
+        log_e, log_a, a, log_b, b = point
+        terms = [np.full_like(x, log_e), log_a - a * x, log_b - b * y]
+        return np.logaddexp.reduce(terms) - log_loss
 
-    if near is None:
-        logs = ((lowest + np.log(e), middle + np.log(a), s, middle + np.log(b), t)
-                for e, a, s, b, t in product(*GRID))  # fmt: skip
-        starts = sorted(logs, key=lambda p: np.abs(residuals(p)).sum())[:N_STARTS]
+    if start is None:
+        grid = [
+            (lowest + np.log(e), mean_loss + np.log(n_term), a, mean_loss + np.log(d_term), b)
+            for e, n_term, a, d_term, b in product(*GRID)
+        ]
+        starts = sorted(grid, key=lambda point: np.abs(residuals(point)).sum())[:N_STARTS]
     else:
-        e, a, s, b, t = near
-        starts = [(np.log(e), np.log(a) - s * x_mean, s, np.log(b) - t * y_mean, t)]
-    # E is at most the lowest loss; below a thousandth of that it is nothing, and so is its slope.
+        e, n_factor, a, d_factor, b = start
+        log_a = np.log(n_factor) - a * mean_n
+        log_b = np.log(d_factor) - b * mean_d
+        starts = [(np.log(e), log_a, a, log_b, b)]
+    # E is at most the lowest loss. Below a thousandth of the lowest loss E has no effect, and the
+    # fit has no gradient with respect to log E.
     low = (lowest + np.log(1e-3), -np.inf, 0, -np.inf, 0)
     high = (lowest + 1e-9, np.inf, STEEPEST, np.inf, STEEPEST)
-    how = {"bounds": (low, high), "loss": "huber", "f_scale": HUBER, "xtol": 1e-10}
-    found = [least_squares(residuals, np.clip(start, low, high), **how) for start in starts]
-    e, a, s, b, t = min(found, key=lambda one: one.cost).x
-    return np.array([np.exp(e), np.exp(a + s * x_mean), s, np.exp(b + t * y_mean), t])
+    options = {"bounds": (low, high), "loss": "huber", "f_scale": HUBER, "xtol": 1e-10}
+    fits = [least_squares(residuals, np.clip(point, low, high), **options) for point in starts]
+    log_e, log_a, a, log_b, b = min(fits, key=lambda result: result.cost).x
+    return np.array([np.exp(log_e), np.exp(log_a + a * mean_n), a, np.exp(log_b + b * mean_d), b])
 
 
 def fit_law(count: str, n: Any, d: Any, loss: Any) -> Law:
-    """The law of runs, with the interval that a bootstrap over them gives."""
-    n, d, loss = (np.asarray(one, dtype=float) for one in (n, d, loss))
-    constants, rng, samples = fit(n, d, loss), np.random.default_rng(0), []
+    """Return the law of runs, with bootstrap samples for its interval.
+
+    Args:
+        count: Key of COUNTS, the meaning of N.
+        n: Number of parameters of each run, shape (P,).
+        d: Number of tokens of each run, shape (P,).
+        loss: Loss of each run, shape (P,).
+    """
+    n, d, loss = (np.asarray(values, dtype=float) for values in (n, d, loss))
+    constants = fit(n, d, loss)
+    rng = np.random.default_rng(0)
+    samples = []
     while len(samples) < N_BOOTSTRAP:
         drawn = rng.integers(len(loss), size=len(loss))
-        if enough(n[drawn], d[drawn]) == len(constants) and np.ptp((n * d)[drawn]):
+        is_enough = count_constants(n[drawn], d[drawn]) == len(constants)
+        if is_enough and np.ptp((n * d)[drawn]):
             samples.append(fit(n[drawn], d[drawn], loss[drawn], constants).tolist())
-    # A fit takes up some of the residuals that it is measured by.
-    left = np.sqrt(len(loss) / max(1, len(loss) - len(constants)))
-    noise = rng.choice(left * np.log(loss / law_loss(constants, n, d)), N_BOOTSTRAP)
+    # Residuals of a fit are smaller than the noise: correct for the degrees of freedom.
+    correction = np.sqrt(len(loss) / max(1, len(loss) - len(constants)))
+    residuals = correction * np.log(loss / law_loss(constants, n, d))
+    noise = rng.choice(residuals, N_BOOTSTRAP)
     return Law(count, constants.tolist(), samples, noise.tolist())
 
 
-def left_out(n: Any, d: Any, loss: Any) -> dict[str, float]:
-    """What the law of the other sizes says of the largest; error: mean of the log residuals."""
-    n, d, loss = (np.asarray(one, dtype=float) for one in (n, d, loss))
-    known, last = n < n.max(), (n == n.max()) & (d == d.max())
-    constants = fit(n[known], d[known], loss[known])
-    off = np.abs(np.log(law_loss(constants, n, d) / loss))[~known].mean()
-    said = law_loss(constants, n[last], d[last]).mean()
-    facts = {"predicted": said, "measured": loss[last].mean(), "error": off}
-    return {key: float(value) for key, value in facts.items()} | {"constants": len(constants)}
-
-
-def best_for(
-    law: Law, flops: float, n: Sequence[float], per_token: Sequence[float]
-) -> tuple[float, float]:
-    """N and D of the lowest loss that so many FLOPs reach.
+def predict_largest(n: Any, d: Any, loss: Any) -> dict[str, float]:
+    """Compare the largest size with the prediction of a law that is fitted to the other sizes.
 
     Args:
-        n, per_token: N and FLOPs of a token of nets that are known, rising; between and beyond them
-            by straight lines over logarithms, of slope 1 beyond.
+        n: Number of parameters of each run, shape (P,).
+        d: Number of tokens of each run, shape (P,).
+        loss: Loss of each run, shape (P,).
+
+    Returns:
+        predicted: Predicted loss of the longest runs of the largest size.
+        measured: Mean loss of these runs.
+        error: Mean absolute log residual of all runs of the largest size.
+        constants: Number of constants of the fitted law.
     """
-    x, y = np.log(n), np.log(per_token)
-    grid = np.linspace(x[0] - 5, np.log(flops), 10_000)
-    beyond = np.minimum(grid - x[0], 0) + np.maximum(grid - x[-1], 0)
-    tokens = np.exp(np.log(flops) - np.interp(grid, x, y) - beyond)
+    n, d, loss = (np.asarray(values, dtype=float) for values in (n, d, loss))
+    is_smaller = n < n.max()
+    is_longest = (n == n.max()) & (d == d.max())
+    constants = fit(n[is_smaller], d[is_smaller], loss[is_smaller])
+    error = np.abs(np.log(law_loss(constants, n, d) / loss))[~is_smaller].mean()
+    predicted = law_loss(constants, n[is_longest], d[is_longest]).mean()
+    return {
+        "predicted": float(predicted),
+        "measured": float(loss[is_longest].mean()),
+        "error": float(error),
+        "constants": len(constants),
+    }
+
+
+def find_best_size(
+    law: Law, flops: float, n: Sequence[float], flops_per_token: Sequence[float]
+) -> tuple[float, float]:
+    """Return the N and D with the lowest predicted loss for a budget of FLOPs.
+
+    The FLOPs per token of other sizes are interpolated linearly in logarithms. Beyond the known
+    sizes they are proportional to N.
+
+    Args:
+        law: The scaling law.
+        flops: Budget, in FLOPs.
+        n: N of known models, in ascending order.
+        flops_per_token: FLOPs per token of these models.
+    """
+    log_n = np.log(n)
+    grid = np.linspace(log_n[0] - 5, np.log(flops), 10_000)  # logarithms of N
+    beyond = np.minimum(grid - log_n[0], 0) + np.maximum(grid - log_n[-1], 0)
+    log_flops_per_token = np.interp(grid, log_n, np.log(flops_per_token)) + beyond
+    tokens = np.exp(np.log(flops) - log_flops_per_token)
     best = int(np.argmin(law_loss(law.constants, np.exp(grid), tokens)))
     return float(np.exp(grid[best])), float(tokens[best])

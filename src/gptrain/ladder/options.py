@@ -11,6 +11,8 @@ from gptrain.plan.__main__ import PlanRun
 
 
 class Options(Section):
+    """Options of the group `ladder`. The help of `gptrain.ladder` describes each of them."""
+
     sizes: list[Annotated[float, Field(gt=0, le=100)] | Name] = Field(min_length=2)
     target: str
     tokens_per_parameter: list[Annotated[float, Field(ge=0.01)]] = Field(min_length=1)
@@ -22,6 +24,6 @@ class Options(Section):
 
 
 class LadderRun(PlanRun):
-    """A plan's keys and the command's own."""
+    """Keys of the command: those of `gptrain.plan`, and the group `ladder`."""
 
     ladder: Options

@@ -1,4 +1,4 @@
-"""What a ladder says: its plan, a table, ladder.json, ladder.png."""
+"""Output of a scaling-law sweep: the plan, the table of runs, ladder.json and ladder.png."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from gptrain.checkpoints import fileops
 from gptrain.checkpoints.status import to_json
-from gptrain.ladder.law import COUNTS, LEVEL, best_for, fit_law, law_loss, left_out
+from gptrain.ladder.law import COUNTS, LEVEL, find_best_size, fit_law, law_loss, predict_largest
 from gptrain.ladder.options import Options
 from gptrain.ladder.sizes import Phases, Size
 from gptrain.runs.table import align_columns
@@ -28,13 +28,26 @@ def plan_table(
     sizes: Sequence[Size], phases: Sequence[Phases], n_seeds: int, target: Size, tokens: float,
     place: str,
 ) -> str:  # fmt: skip
-    """What the ladder and its target take."""
-    table, hours, flops = [["parameters", "steps", "time", "overrides"]], 0.0, 0.0
-    for size, parts in zip(sizes, phases, strict=True):
-        n_tokens = n_seeds * parts.steps * size.step_tokens
-        hours, flops = hours + size.hours(n_tokens), flops + n_tokens * size.flops_per_token
-        steps, time = f"{n_seeds} x {parts.steps:,}", duration(size.hours(n_tokens))
-        table.append([f"{size.counts['all']:,}", steps, time, " ".join(size.words)])
+    """Return the printed plan: steps, time and FLOPs of the sweep and of its target.
+
+    Args:
+        sizes: Smaller models, in ascending order.
+        phases: Optimizer steps of the runs of each size.
+        n_seeds: Number of runs of each size and length.
+        target: The large model.
+        tokens: Tokens on which the target trains.
+        place: Devices of the target, in words.
+    """
+    table = [["parameters", "steps", "time", "overrides"]]
+    hours = flops = 0.0
+    for size, size_phases in zip(sizes, phases, strict=True):
+        n_tokens = n_seeds * size_phases.steps * size.step_tokens
+        size_hours = size.hours(n_tokens)
+        hours += size_hours
+        flops += n_tokens * size.flops_per_token
+        steps = f"{n_seeds} x {size_phases.steps:,}"
+        row = [f"{size.counts['all']:,}", steps, duration(size_hours), " ".join(size.words)]
+        table.append(row)
     here = f"{sizes[0].n_devices} x this machine"
     line = f"target    {target.counts['all']:,} parameters, {tokens:.4g} tokens, "
     line += f"{tokens * target.flops_per_token:.3g} FLOPs, {duration(target.hours(tokens))}"
@@ -43,7 +56,7 @@ def plan_table(
 
 
 def duration(hours: float) -> str:
-    """For people; ? for nan."""
+    """Return a duration as text with a unit, or "?" for nan."""
     for unit, size in (("d", 24.0), ("h", 1.0), ("min", 1 / 60)):
         if hours >= 2 * size:
             return f"{hours / size:,.1f} {unit}"
@@ -53,35 +66,55 @@ def duration(hours: float) -> str:
 def conclude(
     options: Options, points: list[dict], sizes: Sequence[Size], target: Size, tokens: float
 ) -> dict[str, Any]:
-    """Fit the scaling law and return the content of ladder.json, in which the law is a `Law`."""
+    """Fit the scaling law and return the content of ladder.json, in which the law is a `Law`.
+
+    Args:
+        options: The group `ladder`.
+        points: Size, tokens and loss of each run.
+        sizes: Smaller models, in ascending order.
+        target: The large model.
+        tokens: Tokens on which the target trains.
+    """
 
     def columns(count: str) -> list[np.ndarray]:
-        rows = ((one["parameters"][count], one["tokens"], one["loss"]) for one in points)
+        rows = ((point["parameters"][count], point["tokens"], point["loss"]) for point in points)
         return [np.array(column) for column in zip(*rows, strict=True)]
 
-    tried = {count: left_out(*columns(count)) for count in COUNTS} if len(sizes) > 2 else {}
+    predictions = {}
+    if len(sizes) > 2:  # at least two sizes remain without the largest
+        predictions = {count: predict_largest(*columns(count)) for count in COUNTS}
     count = options.count
     if count == "auto":
-        count = min(tried, key=lambda name: tried[name]["error"], default="all")
+        count = min(predictions, key=lambda name: predictions[name]["error"], default="all")
     law = fit_law(count, *columns(count))
     n = target.counts[count]
-    facts = {"points": points, "left_out": tried, "law": law}
+    facts = {"points": points, "left_out": predictions, "law": law}
     facts["target"] = {
         "parameters": target.counts, "tokens": tokens, "flops": tokens * target.flops_per_token,
         "hours": target.hours(tokens), "devices": target.n_devices, "overrides": target.words,
         "loss": law.loss(n, tokens), "interval": law.interval(n, tokens), "level": LEVEL,
     }  # fmt: skip
     if options.budget:
-        nets = sorted((one.counts[count], one.flops_per_token) for one in (*sizes, target))
-        best = best_for(law, options.budget, *zip(*nets, strict=True))
-        said = {"loss": law.loss(*best), "interval": law.interval(*best)}
-        facts["best"] = {"flops": options.budget, "parameters": best[0], "tokens": best[1], **said}
+        known = sorted((size.counts[count], size.flops_per_token) for size in (*sizes, target))
+        best_n, best_tokens = find_best_size(law, options.budget, *zip(*known, strict=True))
+        facts["best"] = {
+            "flops": options.budget,
+            "parameters": best_n,
+            "tokens": best_tokens,
+            "loss": law.loss(best_n, best_tokens),
+            "interval": law.interval(best_n, best_tokens),
+        }
     return facts
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:
-    """Print the tables and write ladder.json and ladder.png."""
-    print("\n".join([align_columns(rows(facts)), *lines(facts)]))
+    """Print the tables and write ladder.json and ladder.png.
+
+    Args:
+        folder: Folder of the sweep.
+        facts: Result of `conclude`, with place and command of the target.
+    """
+    print("\n".join([align_columns(table_rows(facts)), *summary_lines(facts)]))
     law = facts["law"]
     content = facts | {"law": asdict(law), "constants": law.named}
     fileops.replace(folder / FILE, to_json(content))
@@ -90,63 +123,70 @@ def write(folder: Path, facts: dict[str, Any]) -> None:
     print(f"next      {facts['target']['command']}")
 
 
-def rows(facts: Mapping[str, Any]) -> list[list[str]]:
-    """A head, and a row for each run."""
-    law, found = facts["law"], [["parameters", "tokens", "seed", "loss", "law", "off"]]
-    for one in facts["points"]:
-        n, tokens, real = one["parameters"], one["tokens"], one["loss"]
-        said = law.loss(n[law.count], tokens)
-        sizes = f"{n['all']:,}", f"{tokens:,}", f"{one['seed']}"
-        found.append([*sizes, f"{real:.4f}", f"{said:.4f}", f"{said / real - 1:+.2%}"])
-    return found
+def table_rows(facts: Mapping[str, Any]) -> list[list[str]]:
+    """Return the printed table of runs: a header, and a row for each run."""
+    law = facts["law"]
+    table = [["parameters", "tokens", "seed", "loss", "law", "off"]]
+    for point in facts["points"]:
+        n, tokens, loss = point["parameters"], point["tokens"], point["loss"]
+        predicted = law.loss(n[law.count], tokens)
+        row = [f"{n['all']:,}", f"{tokens:,}", f"{point['seed']}"]
+        table.append([*row, f"{loss:.4f}", f"{predicted:.4f}", f"{predicted / loss - 1:+.2%}"])
+    return table
 
 
-def lines(facts: Mapping[str, Any]) -> list[str]:
-    """What the law says."""
-    law, target, tried = facts["law"], facts["target"], facts["left_out"]
+def summary_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Return the printed lines about the law and its predictions."""
+    law, target, predictions = facts["law"], facts["target"], facts["left_out"]
     form = FORMS[len(law.constants)].format(**law.named)
-    found = [f"law       {form}; N: {COUNTS[law.count]}"]
-    if tried:
-        one = tried[law.count]
-        off = one["predicted"] / one["measured"] - 1
-        line = f"left out  the largest: {one['predicted']:.4f}, measured {one['measured']:.4f} "
-        line += f"({off:+.2%}){', by a plain power law' if one['constants'] == 2 else ''}; "
-        each = (f"{count} {one['error']:.2%}" for count, one in tried.items())
-        found.append(f"{line}mean error by what N counts: {', '.join(each)}")
+    lines = [f"law       {form}; N: {COUNTS[law.count]}"]
+    if predictions:
+        largest = predictions[law.count]
+        predicted, measured = largest["predicted"], largest["measured"]
+        line = f"left out  the largest: {predicted:.4f}, measured {measured:.4f} "
+        line += f"({predicted / measured - 1:+.2%})"
+        if largest["constants"] == 2:
+            line += ", by a plain power law"
+        errors = (f"{count} {result['error']:.2%}" for count, result in predictions.items())
+        lines.append(f"{line}; mean error by what N counts: {', '.join(errors)}")
     line = f"target    {target['parameters']['all']:,} parameters, {target['tokens']:.4g} tokens: "
-    line += prediction(target) + f", {target['flops']:.3g} FLOPs, {duration(target['hours'])}"
-    found.append(f"{line} on {target['place']}")
+    line += f"{loss_text(target)}, {target['flops']:.3g} FLOPs, {duration(target['hours'])}"
+    lines.append(f"{line} on {target['place']}")
     if best := facts.get("best"):
         line = f"best      for {best['flops']:.3g} FLOPs: {best['parameters']:.3g} parameters, "
-        found.append(f"{line}{best['tokens']:.3g} tokens: {prediction(best)}")
-    return found
+        lines.append(f"{line}{best['tokens']:.3g} tokens: {loss_text(best)}")
+    return lines
 
 
-def prediction(said: Mapping[str, Any]) -> str:
-    """A loss and its interval."""
-    low, high = said["interval"]
-    return f"loss {said['loss']:.4f} ({LEVEL:.0%}: {low:.4f} to {high:.4f})"
+def loss_text(prediction: Mapping[str, Any]) -> str:
+    """Return a predicted loss and its interval as text."""
+    low, high = prediction["interval"]
+    return f"loss {prediction['loss']:.4f} ({LEVEL:.0%}: {low:.4f} to {high:.4f})"
 
 
 def draw(path: Path, facts: Mapping[str, Any]) -> None:
-    """Loss over tokens: a colour for each size, the law's lines and intervals, the target."""
+    """Draw the losses over tokens, with the law and its interval for each size and the target."""
     from matplotlib.figure import Figure
 
-    law, target, groups = facts["law"], facts["target"], {}
-    for one in (*facts["points"], target):
-        groups.setdefault(one["parameters"]["all"], []).append(one)
+    law, target = facts["law"], facts["target"]
+    groups = {}  # number of parameters -> points of this size
+    for point in (*facts["points"], target):
+        groups.setdefault(point["parameters"]["all"], []).append(point)
     figure = Figure((7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for place, (whole, group) in enumerate(groups.items()):
-        tokens, n = [one["tokens"] for one in group], group[0]["parameters"][law.count]
+    for index, (n_parameters, group) in enumerate(groups.items()):
+        colour = f"C{index}"
+        n = group[0]["parameters"][law.count]
+        tokens = [point["tokens"] for point in group]
+        losses = [point["loss"] for point in group]
         grid = np.geomspace(min(tokens) / 1.5, max(tokens) * 1.5, 60)
-        (low, high), colour = np.transpose([law.interval(n, d) for d in grid]), f"C{place}"
+        low, high = np.transpose([law.interval(n, d) for d in grid])
         axes.plot(grid, law_loss(law.constants, n, grid), colour, lw=1)
         axes.fill_between(grid, low, high, color=colour, alpha=0.2, lw=0)
-        said, mark = ("target, ", "*") if target in group else ("", ".")
-        label, losses = f"{said}{whole / 1e6:,.3g} M parameters", [one["loss"] for one in group]
-        axes.plot(tokens, losses, colour + mark, ms=9, label=label)
+        name, marker = ("target, ", "*") if target in group else ("", ".")
+        label = f"{name}{n_parameters / 1e6:,.3g} M parameters"
+        axes.plot(tokens, losses, colour + marker, ms=9, label=label)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="loss")
-    axes.set_title(lines(facts)[0], fontsize=8)
+    axes.set_title(summary_lines(facts)[0], fontsize=8)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""The runs of a ladder: each as `python train.py` does it, in a folder of its own."""
+"""Runs of a scaling-law sweep. Each is a run of train.py in its own folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from gptrain.ladder.sizes import Phases, Size, merged
 from gptrain.runs.folder import OVERRIDES, read_run
 from gptrain.runs.table import is_same_value
 
-# With other values of these it is the same run: where and how it runs, what it keeps.
+# Keys that may differ between a saved run and the run that the command asks for: they do not change
+# what is trained.
 INDIFFERENT = (
     "run_dir", "output_dir", "ckpt_path", "allow_changes", "debug", "logger", "hydra", "checkpoint",
     "trainer.enable_progress_bar", "trainer.val_check_interval",
 )  # fmt: skip
-ENDS_BY_STEPS = {  # a run ends by its steps alone
+# Values with which only trainer.max_steps ends a run.
+ENDS_BY_STEPS = {
     "task": "fit", "max_tokens": "null", "trainer.max_epochs": -1, "trainer.max_time": "null",
     "scheduler": "warmup_stable_decay", "scheduler.warmup_tokens": "null",
     "scheduler.decay_tokens": "null", "scheduler.total_steps": "null",
@@ -42,7 +44,7 @@ def climb(
     The longest run comes first: the decay phases of the others start from its checkpoints.
 
     Args:
-        folder: Folder of the ladder.
+        folder: Folder of the sweep.
         script: Path of the project's train.py.
         typed: Overrides that the user typed.
         objective: Logged name of the loss.
@@ -58,11 +60,14 @@ def climb(
         ConfigError: If a run folder holds another run, or a run has no such objective.
         SystemExit: If a run fails, with the exit code of this run.
     """
-    points, above = [], folder / str(size.counts["all"])
-    store = CheckpointStore(above / f"seed-{seed}-{counts[-1]:g}" / CHECKPOINTS_NAME)
-    for count, stable, total in list(zip(counts, phases.stable, phases.total, strict=True))[::-1]:
-        is_longest, run_dir = count == counts[-1], above / f"seed-{seed}-{count:g}"
-        start = store.folder / folder_name(stable)
+    points = []
+    size_folder = folder / str(size.counts["all"])
+    longest = CheckpointStore(size_folder / f"seed-{seed}-{counts[-1]:g}" / CHECKPOINTS_NAME)
+    steps = list(zip(counts, phases.stable, phases.total, strict=True))
+    for count, stable, total in reversed(steps):
+        is_longest = count == counts[-1]
+        run_dir = size_folder / f"seed-{seed}-{count:g}"
+        start = longest.folder / folder_name(stable)  # checkpoint before the decay phase
         keys = ENDS_BY_STEPS | {
             "seed": seed,
             "scheduler.warmup_steps": phases.warmup,
@@ -76,16 +81,20 @@ def climb(
         if (run_dir / OVERRIDES).exists():
             check_same(folder, run_dir, words)
         if not (run_dir / OVERRIDES).exists() or not read_run(run_dir).is_done:
-            begun = is_longest or CheckpointStore(run_dir / CHECKPOINTS_NAME).steps()
-            words.append(override("ckpt_path", "last" if begun else start))
+            has_begun = is_longest or CheckpointStore(run_dir / CHECKPOINTS_NAME).steps()
+            words.append(override("ckpt_path", "last" if has_begun else start))
             words.append(override("run_dir", run_dir))
-            words += [] if is_longest else ["allow_changes=[scheduler]"]
+            if not is_longest:
+                words.append("allow_changes=[scheduler]")
             print(labels.line("run", run_dir), flush=True)
-            if code := train(script, words):
+            code = train(script, words)
+            if code != DONE:
                 raise SystemExit(code)
         metrics = read_run(run_dir).metrics
-        if (loss := metrics.get(objective)) is None:
-            message, allowed = f"{run_dir}: not among its metrics", ", ".join(sorted(metrics))
+        loss = metrics.get(objective)
+        if loss is None:
+            message = f"{run_dir}: the run did not log this metric"
+            allowed = ", ".join(sorted(metrics))
             raise ConfigError.of("objective", objective, message, allowed=allowed, code=BAD_DATA)
         points.append({
             "parameters": size.counts, "tokens": total * size.step_tokens, "seed": seed,
@@ -95,25 +104,43 @@ def climb(
 
 
 def check_same(folder: Path, run_dir: Path, words: list[str]) -> None:
-    """Raises: ConfigError where run_dir holds another run than these words make."""
-    there = read_run(run_dir)
-    then, now = there.typed, replace(there, overrides=expand(words)).typed
-    for key in sorted(now.keys() | then.keys()):
-        old, new = then.get(key), now.get(key)
+    """Check that a run folder holds the run that overrides describe.
+
+    Args:
+        folder: Folder of the sweep.
+        run_dir: Folder of the run.
+        words: Overrides of the run that the command asks for.
+
+    Raises:
+        ConfigError: If a key has another value in the saved run.
+    """
+    run = read_run(run_dir)
+    saved = run.typed
+    wanted = replace(run, overrides=expand(words)).typed
+    for key in sorted(wanted.keys() | saved.keys()):
+        old, new = saved.get(key), wanted.get(key)
         if not key.startswith(INDIFFERENT) and not is_same_value(old, new):
-            run = run_dir.relative_to(folder)
-            message = f"{run} was run with {key}={old}, and this is {key}={new}"
-            hint, code = "another run_dir", FOLDER_UNUSABLE
-            raise ConfigError.of("run_dir", folder, message, hint=hint, code=code)
+            name = run_dir.relative_to(folder)
+            message = f"{name} was run with {key}={old}, and this is {key}={new}"
+            hint = "another run_dir"
+            raise ConfigError.of("run_dir", folder, message, hint=hint, code=FOLDER_UNUSABLE)
 
 
 def train(script: Path, words: list[str]) -> int:
-    """The exit code of `python train.py <words>`, in this process, as a job of a sweep runs."""
-    before, sys.argv = sys.argv, [str(script), *words]
+    """Run `python train.py <words>` in this process and return its exit code.
+
+    Args:
+        script: Path of train.py.
+        words: Overrides of the run.
+    """
+    previous_argv = sys.argv
+    sys.argv = [str(script), *words]
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else FAILED if left.code else DONE
+    except SystemExit as error:
+        if isinstance(error.code, int):
+            return error.code
+        return FAILED if error.code else DONE  # sys.exit(message), sys.exit()
     finally:
-        sys.argv = before
+        sys.argv = previous_argv
     return DONE

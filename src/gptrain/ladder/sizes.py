@@ -1,4 +1,4 @@
-"""The nets of a ladder: their configs, parameters and steps, and what they cost."""
+"""Models of a scaling-law sweep: their configs, parameters, optimizer steps and costs."""
 
 from __future__ import annotations
 
@@ -30,18 +30,23 @@ from gptrain.parallel.placement import build_on_meta_device
 from gptrain.plan.__main__ import PlanRun, find_machine
 from gptrain.runtime.process import count_nodes
 
-D_FF_STEP = 8  # a multiple that products of 16 bits are fast for
-FEW_STEPS = 100  # a schedule of fewer leaves a loss that no law is about
+D_FF_STEP = 8  # d_ff is a multiple of 8, for which 16-bit matrix multiplications are fast
+FEW_STEPS = 100  # below this number of steps the loss does not follow a scaling law
 
 
 @dataclass(frozen=True)
 class Size:
-    """One net.
+    """One model of the sweep, or its target.
 
     Attributes:
-        words: overrides of what was typed.   counts: N, by gptrain.ladder.law.COUNTS.
-        step_tokens, epoch_tokens: of an optimizer step, of one pass over the data.
-        row: what gptrain.costs says of a step; None for a net that it does not know.
+        words: Overrides that turn the typed command into this model.
+        cfg: Configuration of the model's runs.
+        counts: Number of parameters by each way of counting in `gptrain.ladder.law.COUNTS`.
+        step_tokens: Tokens of an optimizer step.
+        epoch_tokens: Tokens of one pass over the training data.
+        flops_per_token: FLOPs of a training step, per token.
+        n_devices: Number of devices of all nodes.
+        row: Estimate of a step by `gptrain.costs`. None if the planner does not know the net.
     """
 
     words: list[str]
@@ -54,68 +59,94 @@ class Size:
     row: Mapping[str, Any] | None
 
     def hours(self, tokens: float) -> float:
-        """nan where it is not known."""
+        """Return the hours of a run on so many tokens, or nan if the speed is not known."""
         return tokens / self.row["tokens_per_s"] / 3600 if self.row else math.nan
 
 
 def find_sizes(cfg: LadderRun, typed: list[str]) -> tuple[Size, list[Size]]:
-    """The target, and the sizes below it, the smallest first.   Raises: ConfigError."""
-    options, found = cfg.ladder, {}
+    """Return the target, and the models of the sweep in ascending order of their parameters.
+
+    The target trains on the hardware of the config, the models of the sweep on this machine.
+
+    Args:
+        cfg: Configuration of the target and of the sweep.
+        typed: Overrides that the user typed.
+
+    Raises:
+        ConfigError: If a config is not valid, or if two models have the same number of parameters.
+    """
+    options = cfg.ladder
     width = options.lr_width or cfg.model.arguments.get("d_model")
-    place = {"hardware": cfg.hardware, "topology": cfg.topology}
-    target = make_size(typed, options.target.split(), options, width, place)
-    place = {
-        "hardware": cfg.hardware.model_copy(update={"name": None}),
-        "topology": None,
-    }  # this machine
-    for one in options.sizes:
-        words = one.split() if isinstance(one, str) else scaled(cfg, one)
-        size = make_size(typed, words, options, width, place)
+    target_place = {"hardware": cfg.hardware, "topology": cfg.topology}
+    target = make_size(typed, options.target.split(), options, width, target_place)
+    this_machine = {"hardware": cfg.hardware.model_copy(update={"name": None}), "topology": None}
+    sizes: dict[int, Size] = {}
+    for entry in options.sizes:
+        words = entry.split() if isinstance(entry, str) else scaled(cfg, entry)
+        size = make_size(typed, words, options, width, this_machine)
         n = size.counts["all"]
-        if n in found:
-            message = f"{' '.join(words)} has {n:,} parameters, as another of them"
+        if n in sizes:
+            message = f"{' '.join(words)} has {n:,} parameters, the same as another size"
             raise ConfigError.of("ladder.sizes", options.sizes, message)
-        found[n] = size
-    return target, [found[n] for n in sorted(found)]
+        sizes[n] = size
+    return target, [sizes[n] for n in sorted(sizes)]
 
 
-def warn(sizes: list[Size], fewest_steps: int, most: float) -> None:
-    """Prints about which runs the law does not speak."""
-    passes = most * sizes[-1].counts["all"] / sizes[-1].epoch_tokens
+def warn(sizes: list[Size], fewest_steps: int, tokens_per_parameter: float) -> None:
+    """Print a warning about runs for which the scaling law does not hold.
+
+    Args:
+        sizes: Models of the sweep, in ascending order.
+        fewest_steps: Optimizer steps of the shortest run.
+        tokens_per_parameter: Largest number of tokens per parameter.
+    """
     if fewest_steps < FEW_STEPS:
         message = f"the smallest net has {fewest_steps} steps: too few for a law"
         hint = "a smaller data.batch_size, larger nets, or more tokens"
-        found = ConfigIssue("ladder.tokens_per_parameter", None, message, "", hint, DONE)
-        print(found.line, file=sys.stderr)
+        issue = ConfigIssue("ladder.tokens_per_parameter", None, message, "", hint, DONE)
+        print(issue.line, file=sys.stderr)
+    largest = sizes[-1]
+    passes = tokens_per_parameter * largest.counts["all"] / largest.epoch_tokens
     if passes > 1:
-        message = f"the largest net sees it {passes:.1f} times, and the law is about new tokens"
-        found = ConfigIssue("data", None, f"{message} (arXiv:2305.16264)", code=DONE)
-        print(found.line, file=sys.stderr)
+        message = (
+            f"the largest net trains on the same data {passes:.1f} times, but the law assumes "
+        )
+        message += "new tokens (arXiv:2305.16264)"
+        issue = ConfigIssue("data", None, message, code=DONE)
+        print(issue.line, file=sys.stderr)
 
 
 def make_size(
     typed: Sequence[str], words: Sequence[str], options: Options, width: int | None,
     place: Mapping[str, Any],
 ) -> Size:  # fmt: skip
-    """The size that these words make of what was typed, with the learning rate carried to it.
+    """Return a model of the sweep, with the learning rate scaled to its width.
 
     Args:
-        options: the ladder's.   width: to which optimizer.lr belongs.
-        place: values of `hardware` and `topology`: where it trains.
-    Raises: ConfigError.
+        typed: Overrides that the user typed.
+        words: Overrides of this model.
+        options: The group `ladder`.
+        width: The d_model that `optimizer.lr` belongs to. None if it is not known.
+        place: Values of `hardware` and `topology`: the machine on which the model trains.
+
+    Raises:
+        ConfigError: If the config is not valid, or if the net cannot be built.
     """
     checked = check_config(resolved(compose_command(merged(typed, words))))
     if checked.errors:
         raise ConfigError(checked.errors)
-    cfg, words = checked.run, list(words)
-    if (lr := carried_lr(cfg, words, options.lr_rule, width)) is not None:
+    cfg = checked.run
+    words = list(words)
+    lr = carried_lr(cfg, words, options.lr_rule, width)
+    if lr is not None:
         cfg = cfg.changed({"optimizer.lr": lr})
         words.append(f"optimizer.lr={lr}")
     machine, _ = find_machine(PlanRun.model_construct(**dict(cfg), **place))
     with as_config_errors(cfg, "model._target_"):
         net = build_on_meta_device(partial(build_net, cfg.model))
     counts = count_parameters(net, cfg.model.arguments.get("vocab_size"))
-    n_nodes, train = count_nodes(cfg.trainer.num_nodes), build_datasets(cfg)[0]
+    train = build_datasets(cfg)[0]
+    n_nodes = count_nodes(cfg.trainer.num_nodes)
     n_devices = machine.n_local * n_nodes
     n_data = parallel_dims(cfg.strategy, n_devices).data
     lengths = plan_lengths(cfg, len_of(train), check_sample(cfg, train[0]), n_data)
@@ -157,44 +188,61 @@ def carried_lr(cfg: RunConfig, words: Sequence[str], rule: str, width: int | Non
 
 
 def scaled(cfg: RunConfig, factor: float) -> list[str]:
-    """Overrides of a net of so much of cfg's depth and width; a head keeps its width.
+    """Return overrides that scale the depth and the width of a net.
 
-    Raises: ConfigError for a net without these keys.
+    The width of a head stays the same. So does the number of query heads per key head.
+
+    Args:
+        cfg: Configuration of the target.
+        factor: Factor for n_layers and d_model.
+
+    Raises:
+        ConfigError: If the model group has no n_layers, n_heads and d_model.
     """
     model = cfg.model.arguments
     if not model.keys() >= {"n_layers", "n_heads", "d_model"}:
         message = "the model group has no n_layers, n_heads and d_model to scale"
         hint = "ladder.sizes=['model.width=64','model.width=128']"
         raise ConfigError.of("ladder.sizes", factor, message, hint=hint)
-    shared = model["n_heads"] // model.get(
-        "n_kv_heads", model["n_heads"]
-    )  # heads of q for one of k
-    heads = shared * max(1, round(factor * model["n_heads"] / shared))
-    width = model["d_model"] // model["n_heads"] * heads
-    found = {"n_layers": max(1, round(factor * model["n_layers"])), "d_model": width}
-    found |= {"n_heads": heads, "n_kv_heads": heads // shared}
-    wide = width / model["d_model"] * model.get("d_ff", 0) / D_FF_STEP
-    found["d_ff"] = max(1, round(wide)) * D_FF_STEP
-    return [f"model.{key}={value}" for key, value in found.items() if key in model]
+    n_heads, d_model = model["n_heads"], model["d_model"]
+    queries_per_key = n_heads // model.get("n_kv_heads", n_heads)
+    scaled_kv_heads = max(1, round(factor * n_heads / queries_per_key))
+    scaled_heads = queries_per_key * scaled_kv_heads
+    scaled_width = d_model // n_heads * scaled_heads
+    scaled_d_ff = scaled_width / d_model * model.get("d_ff", 0)
+    values = {
+        "n_layers": max(1, round(factor * model["n_layers"])),
+        "d_model": scaled_width,
+        "n_heads": scaled_heads,
+        "n_kv_heads": scaled_kv_heads,
+        "d_ff": max(1, round(scaled_d_ff / D_FF_STEP)) * D_FF_STEP,
+    }
+    return [f"model.{key}={value}" for key, value in values.items() if key in model]
 
 
 def merged(typed: Sequence[str], words: Sequence[str]) -> list[str]:
-    """What was typed, without what the words say otherwise, and the words."""
+    """Return the typed overrides, with those in `words` replacing earlier values of a key."""
     keys = set(map(key_of, words))
     return [*(word for word in typed if key_of(word) not in keys), *words]
 
 
 def key_of(word: str) -> str:
+    """Return the key of an override: `+a.b=1` -> `a.b`."""
     return word.lstrip("+~").partition("=")[0]
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Optimizer steps of one size: a stable phase, and the runs that leave it to cool down.
+    """Optimizer steps of the runs of one size.
+
+    All runs share the stable phase of the longest run, in which the learning rate is constant. Each
+    run has its own decay phase.
 
     Attributes:
-        every: after so many stable steps lies a checkpoint.
-        stable, total: of each run, in the order of tokens_per_parameter.
+        warmup: Steps of the warm-up.
+        every: Number of stable steps between two checkpoints.
+        stable: Step at which the decay phase of each run begins, for rising tokens_per_parameter.
+        total: Number of steps at the end of each run, in the same order.
     """
 
     warmup: int
@@ -204,28 +252,36 @@ class Phases:
 
     @property
     def steps(self) -> int:
-        """Taken in all: the last run goes through the whole stable phase."""
+        """Steps that are trained in all runs. Only the longest run trains the stable phase."""
         return sum(self.total) - sum(self.stable[:-1])
 
 
 def find_phases(size: Size, counts: Sequence[float]) -> Phases:
-    """Steps of one size's runs.
+    """Return the optimizer steps of the runs of one size.
+
+    The decay phase is a fixed fraction of each run. The stable phases end at multiples of `every`,
+    so that a checkpoint of the longest run exists at each of these steps.
 
     Args:
-        counts: tokens per parameter, rising.
-    Raises: ConfigError where they are too few to warm up.
+        size: Model of the sweep.
+        counts: Tokens per parameter of each run, rising.
+
+    Raises:
+        ConfigError: If the warm-up is not over before the first decay phase.
     """
-    asked, hundredths = size.cfg.scheduler, [round(100 * one) for one in counts]
-    cooled = asked.phase("decay").steps or DEFAULT_DECAY
-    cooled = cooled if cooled < 1 else DEFAULT_DECAY
+    scheduler = size.cfg.scheduler
+    decay = scheduler.phase("decay").steps or DEFAULT_DECAY
+    if decay >= 1:  # a number of steps does not suit runs of different lengths
+        decay = DEFAULT_DECAY
+    hundredths = [round(100 * count) for count in counts]
     unit = math.gcd(*hundredths)
-    steps = unit / 100 * size.counts["all"] / size.step_tokens * (1 - cooled)
-    every = max(1, round(steps))
-    stable = [one // unit * every for one in hundredths]
-    total = [max(one + 2, round(one / (1 - cooled))) for one in stable]
-    warmup = asked.warmup_steps
-    if asked.warmup_tokens is not None:
-        warmup = token_steps(asked.warmup_tokens, size.step_tokens)
+    unit_tokens = unit / 100 * size.counts["all"]
+    every = max(1, round(unit_tokens / size.step_tokens * (1 - decay)))
+    stable = [count // unit * every for count in hundredths]
+    total = [max(steps + 2, round(steps / (1 - decay))) for steps in stable]
+    warmup = scheduler.warmup_steps
+    if scheduler.warmup_tokens is not None:
+        warmup = token_steps(scheduler.warmup_tokens, size.step_tokens)
     warmup = warmup_steps(warmup, total[0])
     if warmup >= stable[0]:
         message = f"{size.counts['all']:,} parameters warm up for {warmup} of {stable[0]} steps"

@@ -69,11 +69,11 @@ def main() -> None:
     if "--measure" in flags:
         sys.argv[1:] = ["name=measure", default_devices(), *words]
         config.main(measure, CollectivesRun, OPTIONS, usage=__doc__)
-    sys.argv[1:] = words = spelt_out(words)
+    sys.argv[1:] = words = expand_hardware(words)
     config.main(lambda cfg: plan(cfg, words, flags), PlanRun, DEFAULTS, usage=__doc__)
 
 
-def spelt_out(words: Iterable[str]) -> list[str]:
+def expand_hardware(words: Iterable[str]) -> list[str]:
     """The words, with hardware.name=… for hardware=…."""
     return [f"hardware.name={w[9:]}" if w.startswith("hardware=") else w for w in words]
 
